@@ -1,0 +1,39 @@
+"""Every error a user of dynoffload can meet.
+
+Each says what was asked, what there is, and what to do. All derive from `DynOffloadError`, so one
+``except`` catches the package; each is also the built-in kind a caller would expect.
+"""
+
+from __future__ import annotations
+
+
+class DynOffloadError(Exception):
+    """Base of all errors that dynoffload raises for its users."""
+
+
+class ConfigError(DynOffloadError, ValueError):
+    """An option is unknown, out of range or contradicts another."""
+
+
+class BudgetError(DynOffloadError, MemoryError):
+    """What must be in fast memory at one moment is larger than the budget."""
+
+
+class SpillError(DynOffloadError, OSError):
+    """The spill directory cannot be used: missing, full, in memory, or it fails to read or write."""
+
+
+class TraceError(DynOffloadError, ValueError):
+    """A trace file is foreign, truncated, or of a version this release does not read."""
+
+
+class PilotError(DynOffloadError, ValueError):
+    """A pilot file is corrupt, or was trained for another network."""
+
+
+class BackendError(DynOffloadError, RuntimeError):
+    """A device backend cannot work on this system, or broke while it worked."""
+
+
+class DeferralError(DynOffloadError, RuntimeError):
+    """An optimizer's update cannot be put off without changing its result."""

@@ -1,0 +1,75 @@
+"""Bytes and seconds, as people write and read them.
+
+What it is: the one parser and the two formatters for quantities. What it is not: arithmetic; inside
+the package bytes are ints and seconds are floats. It stands on the ground floor and imports nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from dynoffload.errors import ConfigError
+
+KiB = 1024
+MiB = 1024 * KiB
+GiB = 1024 * MiB
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "kib": KiB,
+    "m": 10**6,
+    "mb": 10**6,
+    "mib": MiB,
+    "g": 10**9,
+    "gb": 10**9,
+    "gib": GiB,
+    "t": 10**12,
+    "tb": 10**12,
+    "tib": 1024 * GiB,
+}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(quantity: int | str) -> int:
+    """Return ``quantity`` in bytes: an int as it is, or a text such as ``"8GiB"`` or ``"500MB"``.
+
+    Raises:
+        ConfigError: if the quantity is negative, not a whole number of bytes, or unreadable.
+    """
+    if isinstance(quantity, bool) or not isinstance(quantity, int | str):
+        raise ConfigError(
+            f"a quantity of bytes is an int or a text like '8GiB', not {quantity!r}"
+        )
+    if isinstance(quantity, int):
+        if quantity < 0:
+            raise ConfigError(f"a quantity of bytes cannot be negative: {quantity}")
+        return quantity
+    match = _QUANTITY.fullmatch(quantity)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f"cannot read {quantity!r} as bytes: write a number and a unit, such as '8GiB' or '500MB'"
+        )
+    return int(float(match.group(1)) * factor)
+
+
+def format_bytes(count: float) -> str:
+    """Return ``count`` bytes as a person reads it: ``"3.50 GiB"``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return ``seconds`` as a person reads it: ``"12.3 ms"``."""
+    if abs(seconds) >= 1 or seconds == 0:
+        return f"{seconds:.2f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} µs"
