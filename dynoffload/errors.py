@@ -37,3 +37,7 @@ class BackendError(DynOffloadError, RuntimeError):
 
 class DeferralError(DynOffloadError, RuntimeError):
     """An optimizer's update cannot be put off without changing its result."""
+
+
+class ProfilingDone(BaseException):
+    """Stops a script once as many steps were recorded as were asked for; never an error."""

@@ -1,0 +1,165 @@
+"""What a user may set: `OffloadConfig` for one session, and the process-wide defaults of `run`.
+
+`OffloadConfig` is validated when it is made, so that nothing below it checks options again. The
+defaults are how ``dynoffload run --budget … script.py`` reaches a script that only calls
+``offload(model, optimizer)``: what the call leaves open is taken from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynoffload.errors import ConfigError
+from dynoffload.units import KiB, MiB, parse_bytes
+
+BACKENDS = ("auto", "pager", "mapped")
+POLICIES = ("pilot", "repeat", "on-demand")
+DEFERRALS = ("auto", "never")
+
+
+def _closest(word: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Options of one session beyond the budget and the pilot.
+
+    Attributes:
+        backend: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file) or ``"auto"``: the pager
+            where the system has it, else the mapped file. The choice is named in the plan line.
+        policy: ``"pilot"`` prefetches by the pilot's prediction (by the last order until there is
+            one), ``"repeat"`` by the order of the last step, ``"on-demand"`` not at all.
+        defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
+            its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
+        page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None`` takes
+            2 MiB for budgets of 256 MiB and more, else the largest that leaves 512 pages.
+        min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser of
+            1 MiB and 1/256 of the budget.
+        step_aside: leave paging off while a step's measured peak fits the budget.
+        io_threads: threads that read and write the spill file, 1 to 16.
+        features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
+            ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
+        record_events: keep every transfer and stall for the report.
+    """
+
+    backend: str = "auto"
+    policy: str = "pilot"
+    defer_updates: str = "auto"
+    page_bytes: int | None = None
+    min_paged_bytes: int | None = None
+    step_aside: bool = True
+    io_threads: int = 4
+    features: Callable[..., Any] | None = None
+    record_events: bool = True
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("backend", BACKENDS),
+            ("policy", POLICIES),
+            ("defer_updates", DEFERRALS),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{name}={value!r} is not an option{_closest(str(value), known)}")
+        page = self.page_bytes
+        if page is not None and (page & (page - 1) or not 4 * KiB <= page <= 2 * MiB):
+            raise ConfigError(
+                f"page_bytes={page} is not a power of two between 4096 and {2 * MiB}"
+            )
+        if self.min_paged_bytes is not None and self.min_paged_bytes < 1:
+            raise ConfigError(f"min_paged_bytes={self.min_paged_bytes} must be at least 1")
+        if not 1 <= self.io_threads <= 16:
+            raise ConfigError(f"io_threads={self.io_threads} must be from 1 to 16")
+        if self.features is not None and not callable(self.features):
+            raise ConfigError(f"features={self.features!r} is not callable")
+
+    @classmethod
+    def of(cls, options: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:
+        """Return ``options`` as a config; a mapping may hold only known keys.
+
+        Raises:
+            ConfigError: naming the unknown key and the nearest known one.
+        """
+        if options is None:
+            return cls()
+        if isinstance(options, OffloadConfig):
+            return options
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"config is an OffloadConfig or a mapping, not {options!r}")
+        known = tuple(field.name for field in dataclasses.fields(cls))
+        for key in options:
+            if key not in known:
+                raise ConfigError(f"unknown option {key!r} in config{_closest(str(key), known)}")
+        return cls(**options)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What ``offload()`` takes where its caller left it open; set by the command line.
+
+    Attributes:
+        budget: bytes, or ``None``.
+        pilot: path of a ``.pilot`` file, or ``None`` for the call's own default.
+        policy: one of ``POLICIES``, or ``None``.
+        spill_dir: directory of the spill file, or ``None``.
+        report: where the session writes its HTML page when the block ends.
+        profile_dir: if set, ``offload()`` records traces there and pages nothing.
+        profile_steps: steps to record before the script is stopped.
+    """
+
+    budget: int | None = None
+    pilot: Path | None = None
+    policy: str | None = None
+    spill_dir: Path | None = None
+    report: Path | None = None
+    profile_dir: Path | None = None
+    profile_steps: int | None = None
+
+
+_defaults = Defaults()
+
+
+def defaults() -> Defaults:
+    """Return the process-wide defaults."""
+    return _defaults
+
+
+def set_defaults(
+    *,
+    budget: int | str | None = None,
+    pilot: str | Path | None = None,
+    policy: str | None = None,
+    spill_dir: str | Path | None = None,
+    report: str | Path | None = None,
+    profile_dir: str | Path | None = None,
+    profile_steps: int | None = None,
+) -> None:
+    """Replace the process-wide defaults; what is not given becomes open again.
+
+    Raises:
+        ConfigError: if a value cannot be read or is not an option.
+    """
+    global _defaults
+    if policy is not None and policy not in POLICIES:
+        raise ConfigError(f"policy={policy!r} is not an option{_closest(policy, POLICIES)}")
+    _defaults = Defaults(
+        budget=None if budget is None else parse_bytes(budget),
+        pilot=None if pilot is None else Path(pilot),
+        policy=policy,
+        spill_dir=None if spill_dir is None else Path(spill_dir),
+        report=None if report is None else Path(report),
+        profile_dir=None if profile_dir is None else Path(profile_dir),
+        profile_steps=profile_steps,
+    )
+
+
+def clear_defaults() -> None:
+    """Forget the process-wide defaults."""
+    set_defaults()

@@ -1,0 +1,149 @@
+"""What a device offers the runtime: a pool of fast memory and regions that move in and out of it.
+
+The runtime speaks only this protocol. It never learns how an absent region is kept from being
+read: the pager sleeps the reader in the kernel, the mapped file lets the kernel read, an
+accelerator needs its regions made present first. What differs above is one fact, `guarded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+
+from dynoffload.planning.schedule import Schedule, Use
+
+
+class Cause(IntEnum):
+    """Why bytes moved."""
+
+    PLAN = 0
+    FAULT = 1
+    ROOM = 2
+
+
+class EventKind(IntEnum):
+    """What a device reports."""
+
+    FETCH = 0
+    EVICT = 1
+    STALL = 2
+
+
+@dataclass(frozen=True)
+class Event:
+    """One transfer or stall; times on `time.perf_counter`'s clock, in seconds."""
+
+    start: float
+    end: float
+    nbytes: int
+    region: int
+    kind: EventKind
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Totals since the device was opened; `peak_bytes` since the counters were last read."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    prefetched_bytes: int = 0
+    used_bytes: int = 0
+    wasted_bytes: int = 0
+    faults: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class Device(Protocol):
+    """Fast memory of a fixed size, and regions that a spill file backs.
+
+    Attributes:
+        name: what the plan line calls it.
+        guarded: an access to a locked region waits until its owner unlocks it.
+        page_bytes: regions are padded to this.
+        capacity: bytes of the pool; never exceeded.
+    """
+
+    name: str
+    guarded: bool
+    page_bytes: int
+    capacity: int
+
+    def allocate(self, nbytes: int) -> int:
+        """Return a new region of ``nbytes`` without content or fast memory.
+
+        Raises:
+            BudgetError: the region alone is larger than the pool.
+            SpillError: the spill file cannot grow.
+        """
+
+    def release(self, region: int) -> None:
+        """End a region; its bytes are forgotten."""
+
+    def discard(self, region: int) -> None:
+        """Forget a region's bytes; it stays, without content."""
+
+    def storage(self, region: int) -> torch.UntypedStorage:
+        """Return the storage whose bytes are the region's; the same address for life."""
+
+    def owner(self, address: int) -> int:
+        """Return the region that holds ``address``, or -1."""
+
+    def padded(self, nbytes: int) -> int:
+        """Return the fast memory that a region of ``nbytes`` takes."""
+
+    def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
+        """Wait until all ``regions`` are present; hold them there if ``pin``."""
+
+    def unpin(self, regions: Sequence[int]) -> None:
+        """Let go of pinned regions."""
+
+    def touch(self, regions: Sequence[int]) -> None:
+        """The regions are about to be used: finish what is at hand, wait for nothing."""
+
+    def lock(self, regions: Sequence[int]) -> None:
+        """Let every access to the regions wait until `unlock`; only where `guarded`."""
+
+    def unlock(self, regions: Sequence[int]) -> None:
+        """Admit accesses again."""
+
+    def handed(self, timeout: float) -> int:
+        """Return a locked region that somebody waits for, -1 after ``timeout`` s, -2 at the end."""
+
+    def show(self, regions: Sequence[int]) -> list[torch.UntypedStorage]:
+        """Return storages that show locked regions' bytes elsewhere, until `hide`."""
+
+    def hide(self, regions: Sequence[int]) -> None:
+        """End `show`; the bytes are the regions' own again."""
+
+    def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
+        """Prefetch and evict by ``schedule`` from position 0 on."""
+
+    def advance(self, position: int) -> None:
+        """Use ``position`` of what is followed begins."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Keep ``nbytes`` of the pool free of prefetches, for accesses nobody predicted."""
+
+    def resident(self) -> list[int]:
+        """Return the regions that take fast memory now."""
+
+    def counters(self) -> Counters:
+        """Return the totals.
+
+        Raises:
+            SpillError: a transfer failed since the last call; nothing was lost.
+        """
+
+    def events(self) -> list[Event]:
+        """Return and forget what happened since the last call."""
+
+    def close(self) -> None:
+        """Give all memory and the spill file back; no storage may be used any more."""

@@ -1,0 +1,44 @@
+"""Which pages of a long row are taken: first fit, merging what is given back."""
+
+from __future__ import annotations
+
+import bisect
+
+
+class Extents:
+    """Allocates runs of pages from ``range(total)``, lowest first.
+
+    Invariant: ``_starts`` is sorted; free runs neither touch nor overlap.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._starts = [0]
+        self._lengths = [total]
+        self.high = 0  # one past the highest page ever taken
+
+    def take(self, pages: int) -> int | None:
+        """Return the first of ``pages`` free pages in a row, or None."""
+        for index, length in enumerate(self._lengths):
+            if length < pages:
+                continue
+            start = self._starts[index]
+            if length == pages:
+                del self._starts[index], self._lengths[index]
+            else:
+                self._starts[index] += pages
+                self._lengths[index] -= pages
+            self.high = max(self.high, start + pages)
+            return start
+        return None
+
+    def give(self, start: int, pages: int) -> None:
+        """Take back ``pages`` pages from ``start`` on."""
+        index = bisect.bisect(self._starts, start)
+        if index < len(self._starts) and start + pages == self._starts[index]:
+            pages += self._lengths[index]
+            del self._starts[index], self._lengths[index]
+        if index and self._starts[index - 1] + self._lengths[index - 1] == start:
+            self._lengths[index - 1] += pages
+            return
+        self._starts.insert(index, start)
+        self._lengths.insert(index, pages)

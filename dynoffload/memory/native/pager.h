@@ -1,0 +1,151 @@
+/*
+ * The user-space pager: regions of anonymous memory whose pages circulate in a fixed pool.
+ *
+ * [Note: pages]  A pool of P pages is populated once and never grows. Each page lies either in a
+ * slot of the pool or at the address of a region. UFFDIO_MOVE carries it from one to the other
+ * without a copy. A fetch reads the spill file into free slots ("staged") and moves them in place
+ * ("resident"); an eviction moves them out into vacant slots, writes them, and frees the slots.
+ * So the budget holds by construction: there is no other memory to take.
+ *
+ * [Note: no interpreter]  Nothing here calls into Python. The thread that touches an absent page
+ * sleeps in the kernel, perhaps with the interpreter's lock held; the threads of this file wake it
+ * without ever wanting that lock.
+ *
+ * [Note: dirtiness]  What was ever at its address may have been written and is written back; what
+ * was only staged is clean. Nothing is inferred from who should have written.
+ *
+ * [Note: locked regions]  A region whose content is about to be replaced (its optimizer update is
+ * put off) is locked: it may be staged but not installed. A fault on it is handed to the owner,
+ * who brings it up to date under another address ("alias") and unlocks it.
+ */
+#ifndef DYNOFFLOAD_PAGER_H
+#define DYNOFFLOAD_PAGER_H
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stddef.h>
+
+#define NEVER INT64_MAX
+#define NO_REGION UINT32_MAX
+#define EVENT_CAPACITY 65536u
+#define FAULT_LOOKAHEAD 256
+
+enum state { FREE = 0, ABSENT, READING, STAGED, RESIDENT, WRITING };
+enum cause { BY_PLAN = 0, BY_FAULT = 1, BY_ROOM = 2 };
+enum event_kind { EVENT_FETCH = 0, EVENT_EVICT = 1, EVENT_STALL = 2 };
+enum action_kind { ACTION_FETCH = 0, ACTION_EVICT = 1 };
+
+struct region {
+    uint8_t state;
+    uint8_t dirty;      /* the file's copy, if any, is older than the pages */
+    uint8_t has_copy;   /* the file holds its content */
+    uint8_t locked;     /* see [Note: locked regions] */
+    uint8_t waited;     /* a thread waits for it: install as soon as staged */
+    uint8_t queued;     /* in the urgent queue */
+    uint8_t prefetched; /* staged by plan and not yet used */
+    uint8_t busy;       /* its pages cannot move now (pinned by the kernel) */
+    uint8_t reported;   /* its fault under lock was handed to the owner */
+    int32_t pins;
+    uint32_t page, pages; /* place in the arena */
+    uint64_t bytes;       /* of content, for the counters */
+    int64_t offset;       /* in the spill file */
+    uint32_t *slots;      /* one per page while not at its address */
+    int64_t next_use;     /* position in the reference string, or NEVER */
+    uint64_t stamp;       /* last use, for LRU */
+    double waited_since;
+};
+
+struct event {
+    double start, end;
+    uint64_t bytes;
+    uint32_t region;
+    uint16_t kind, cause;
+};
+
+struct counters {
+    uint64_t bytes_in, bytes_out;
+    uint64_t prefetched_bytes, used_bytes, wasted_bytes;
+    uint64_t faults, stalls;
+    double stall_s;
+    uint64_t pages_in_use, peak_pages, events_lost;
+    int32_t error;          /* errno of the last failed transfer, 0 if none */
+    uint32_t error_region;
+};
+
+struct pager {
+    /* the maps: arena pages first, then the pool's slots */
+    char *base;
+    uint64_t page_bytes;
+    uint32_t arena_pages, pool_pages;
+    uint32_t *owner; /* region of each arena page */
+    int uffd, fd, stop_pipe[2];
+    uint32_t *full, *vacant; /* stacks of slots */
+    uint32_t fulls, vacants, reserve;
+
+    struct region *regions;
+    uint32_t region_capacity;
+    uint64_t clock;
+
+    uint32_t *urgent; /* ring of regions that somebody waits for */
+    uint32_t urgent_head, urgent_tail;
+    uint32_t *handed; /* ring of locked regions that somebody waits for */
+    uint32_t handed_head, handed_tail;
+    double handed_since;
+    uint32_t writing; /* pages on their way out */
+    uint32_t waiting; /* regions that somebody waits for, now */
+    double waiting_since;
+
+    /* the plan */
+    int64_t position;
+    uint32_t actions, next_action;
+    int64_t *action_position;
+    uint8_t *action_kind;
+    uint32_t *action_region;
+    uint32_t uses, next_used;
+    int64_t *use_position;
+    uint32_t *use_region, *use_next;
+
+    struct event *events;
+    uint32_t event_count;
+    struct counters counters;
+
+    pthread_mutex_t mutex;
+    pthread_cond_t work, done, hand;
+    pthread_t *workers, fault_thread;
+    uint32_t worker_count;
+    int stopping, record;
+};
+
+double pager_now(void);
+char *arena_address(struct pager *, const struct region *);
+
+/* pool.c */
+int pool_map(struct pager *);
+void pool_unmap(struct pager *);
+int pool_install(struct pager *, struct region *);              /* slots -> address */
+int pool_withdraw(struct pager *, struct region *);             /* address -> slots */
+int pool_relocate(struct pager *, struct region *, uint32_t page, int out);
+void pool_take_slots(struct pager *, struct region *);
+void pool_free_slots(struct pager *, struct region *);
+void pool_wake(struct pager *, struct region *);
+
+/* transfer.c */
+void *transfer_worker(void *);
+void transfer_want(struct pager *, uint32_t region);
+int transfer_install(struct pager *, uint32_t region);
+void transfer_record(struct pager *, int kind, int cause, uint32_t region, double start, uint64_t bytes);
+void transfer_end_wait(struct pager *, uint32_t region);
+void transfer_drop(struct pager *, uint32_t region); /* forget its pages, whatever they hold */
+
+/* plan.c */
+void plan_clear(struct pager *);
+void plan_advance(struct pager *, int64_t position);
+int plan_next(struct pager *, uint32_t *region);
+uint32_t plan_victim(struct pager *, int64_t later_than);
+
+/* faults.c */
+void *fault_serve(void *);
+int fault_open(int *user_mode_only);
+
+#endif

@@ -1,0 +1,95 @@
+/* Following a plan: positions, next uses, the next transfer that is due, the best victim. */
+#include "pager.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+void plan_clear(struct pager *p)
+{
+    for (uint32_t i = 0; i < p->uses; i++)
+        p->regions[p->use_region[i]].next_use = NEVER;
+    free(p->action_position);
+    free(p->action_kind);
+    free(p->action_region);
+    free(p->use_position);
+    free(p->use_region);
+    free(p->use_next);
+    p->action_position = p->use_position = NULL;
+    p->action_kind = NULL;
+    p->action_region = p->use_region = p->use_next = NULL;
+    p->actions = p->next_action = p->uses = p->next_used = 0;
+    p->position = 0;
+}
+
+/* Progress has reached `position`: uses before it are past, and next uses follow. */
+void plan_advance(struct pager *p, int64_t position)
+{
+    if (position < p->position) { /* anchored again, further back: count from the start */
+        for (uint32_t i = p->uses; i-- > 0;)
+            if (p->use_position[i] >= position)
+                p->regions[p->use_region[i]].next_use = p->use_position[i];
+        p->next_used = 0;
+        while (p->next_used < p->uses && p->use_position[p->next_used] < position)
+            p->next_used++;
+        p->next_action = 0;
+        while (p->next_action < p->actions && p->action_position[p->next_action] < position)
+            p->next_action++;
+        p->position = position;
+        return;
+    }
+    p->position = position;
+    while (p->next_used < p->uses && p->use_position[p->next_used] < position) {
+        uint32_t i = p->next_used++;
+        struct region *r = &p->regions[p->use_region[i]];
+        r->next_use = p->use_next[i] == NO_REGION ? NEVER : p->use_position[p->use_next[i]];
+    }
+}
+
+/* The region used latest from now among those that may leave and are used after `later_than`;
+ * among equals the least recently used. NO_REGION if there is none. */
+uint32_t plan_victim(struct pager *p, int64_t later_than)
+{
+    uint32_t best = NO_REGION;
+    for (uint32_t i = 0; i < p->region_capacity; i++) {
+        struct region *r = &p->regions[i];
+        if ((r->state != RESIDENT && r->state != STAGED) || r->pins || r->waited || r->busy)
+            continue;
+        if (r->next_use <= later_than)
+            continue;
+        if (best == NO_REGION || r->next_use > p->regions[best].next_use ||
+            (r->next_use == p->regions[best].next_use && r->stamp < p->regions[best].stamp))
+            best = i;
+    }
+    return best;
+}
+
+/* The next planned transfer that can start now: its kind and region, or -1.
+ * What reality has overtaken is skipped. */
+int plan_next(struct pager *p, uint32_t *region)
+{
+    while (p->next_action < p->actions && p->action_position[p->next_action] <= p->position) {
+        uint32_t id = p->action_region[p->next_action];
+        struct region *r = &p->regions[id];
+        *region = id;
+        if (p->action_kind[p->next_action] == ACTION_EVICT) {
+            p->next_action++;
+            if ((r->state == RESIDENT || r->state == STAGED) && !r->pins && !r->waited && !r->busy &&
+                r->next_use > p->position)
+                return ACTION_EVICT;
+            continue;
+        }
+        if (r->state != ABSENT || r->queued || r->next_use == NEVER) {
+            p->next_action++;
+            continue;
+        }
+        if (p->fulls >= r->pages + p->reserve) {
+            p->next_action++;
+            return ACTION_FETCH;
+        }
+        if (p->fulls + p->writing >= r->pages + p->reserve)
+            return -1; /* room is on its way */
+        *region = plan_victim(p, r->next_use);
+        return *region == NO_REGION ? -1 : ACTION_EVICT;
+    }
+    return -1;
+}

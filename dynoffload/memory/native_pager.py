@@ -1,0 +1,105 @@
+"""The native pager's library and its signatures; nothing but the way to it.
+
+The library is plain C (``native/``), built when the package is installed, and called through
+ctypes, which lets go of the interpreter's lock for the time of each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib import machinery
+from pathlib import Path
+
+from dynoffload.errors import BackendError
+
+
+class NativeEvent(ctypes.Structure):
+    """``struct event`` of pager.h."""
+
+    _fields_ = (
+        ("start", ctypes.c_double),
+        ("end", ctypes.c_double),
+        ("nbytes", ctypes.c_uint64),
+        ("region", ctypes.c_uint32),
+        ("kind", ctypes.c_uint16),
+        ("cause", ctypes.c_uint16),
+    )
+
+
+class NativeCounters(ctypes.Structure):
+    """``struct counters`` of pager.h."""
+
+    _fields_ = (
+        ("bytes_in", ctypes.c_uint64),
+        ("bytes_out", ctypes.c_uint64),
+        ("prefetched_bytes", ctypes.c_uint64),
+        ("used_bytes", ctypes.c_uint64),
+        ("wasted_bytes", ctypes.c_uint64),
+        ("faults", ctypes.c_uint64),
+        ("stalls", ctypes.c_uint64),
+        ("stall_s", ctypes.c_double),
+        ("pages_in_use", ctypes.c_uint64),
+        ("peak_pages", ctypes.c_uint64),
+        ("events_lost", ctypes.c_uint64),
+        ("error", ctypes.c_int32),
+        ("error_region", ctypes.c_uint32),
+    )
+
+
+EVENT_CAPACITY = 65536
+
+_P = ctypes.c_void_p
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
+_I64 = ctypes.c_int64
+_INT = ctypes.c_int
+
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "pager_probe": (_INT, ()),
+    "pager_open": (_P, (_INT, _U64, _U32, _U32, _U32, _U32, _INT, _P)),
+    "pager_close": (None, (_P,)),
+    "pager_base": (_U64, (_P,)),
+    "pager_set_reserve": (None, (_P, _U32)),
+    "pager_create": (_INT, (_P, _U32, _U32, _U32, _U64, _I64)),
+    "pager_discard": (None, (_P, _U32)),
+    "pager_release": (None, (_P, _U32)),
+    "pager_acquire": (_INT, (_P, _P, _U32, _INT)),
+    "pager_unpin": (None, (_P, _P, _U32)),
+    "pager_touch": (None, (_P, _P, _U32)),
+    "pager_lock": (_INT, (_P, _P, _U32)),
+    "pager_unlock": (None, (_P, _P, _U32)),
+    "pager_handed": (_I64, (_P, ctypes.c_double)),
+    "pager_show": (_INT, (_P, _U32, _U32)),
+    "pager_hide": (_INT, (_P, _U32, _U32)),
+    "pager_plan": (_INT, (_P, _P, _P, _P, _U32, _P, _P, _U32)),
+    "pager_advance": (None, (_P, _I64)),
+    "pager_states": (None, (_P, _P, _U32)),
+    "pager_counters": (None, (_P, _P)),
+    "pager_events": (_U32, (_P, _P)),
+}
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Return the library.
+
+    Raises:
+        BackendError: it was not built when the package was installed.
+    """
+    here = Path(__file__).resolve().parent
+    for suffix in machinery.EXTENSION_SUFFIXES:
+        path = here / f"_pager{suffix}"
+        if path.exists():
+            library = ctypes.CDLL(str(path), use_errno=True)
+            break
+    else:
+        raise BackendError(
+            "the native pager was not built: install a C compiler and reinstall dynoffload, or "
+            "use backend='mapped'"
+        )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library

@@ -1,0 +1,125 @@
+"""The file tier: one private, already unlinked file that grows before it is needed.
+
+Nobody else can open it, and nothing remains of it however the process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from dynoffload.errors import SpillError
+from dynoffload.units import MiB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+_GROWTH = 64 * MiB
+_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+
+def filesystem_of(directory: Path) -> str:
+    """Return the type of the file system that holds ``directory``, e.g. ``"ext4"``."""
+    path = os.path.realpath(directory)
+    best, kind = "", "unknown"
+    with open("/proc/self/mounts", encoding="utf-8") as mounts:
+        for line in mounts:
+            _, mount, fstype, *_ = line.split(" ")
+            mount = mount.replace("\\040", " ")
+            inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+            if inside and len(mount) >= len(best):
+                best, kind = mount, fstype
+    return kind
+
+
+def default_spill_dir() -> Path:
+    """Return the directory for temporary files, or ``/var/tmp`` where that one is in memory."""
+    directory = Path(tempfile.gettempdir())
+    if filesystem_of(directory) in _MEMORY_FILESYSTEMS:
+        return Path("/var/tmp")
+    return directory
+
+
+class SpillFile:
+    """An unlinked file of mode 0600 in ``directory``.
+
+    Args:
+        directory: an existing directory on a disk.
+        need: bytes it will take at least; refused at once if the disk has less.
+
+    Raises:
+        SpillError: missing, not writable, in memory, or too full; names need, have and remedy.
+    """
+
+    def __init__(self, directory: Path, need: int) -> None:
+        self.directory = directory
+        self.size = 0
+        if not directory.is_dir():
+            raise SpillError(
+                f"spill directory {directory} does not exist: create it, or pass spill_dir= "
+                "a directory on a disk"
+            )
+        kind = filesystem_of(directory)
+        if kind in _MEMORY_FILESYSTEMS:
+            raise SpillError(
+                f"spill directory {directory} is on {kind}, which is memory itself: pass "
+                "spill_dir= a directory on a disk"
+            )
+        free = shutil.disk_usage(directory).free
+        if free < need:
+            raise SpillError(
+                errno.ENOSPC,
+                f"spill directory {directory} has {format_bytes(free)} free but training needs "
+                f"{format_bytes(need)}: free space there, or pass spill_dir= another disk",
+            )
+        try:
+            descriptor, name = tempfile.mkstemp(prefix=".dynoffload-", dir=directory)
+        except OSError as error:
+            raise SpillError(
+                f"cannot create a file in spill directory {directory}: {error.strerror}; make it "
+                "writable, or pass spill_dir= another directory"
+            ) from error
+        try:
+            self.direct = True
+            try:
+                self.fd = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError:
+                self.direct = False
+                self.fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+                logger.warning(
+                    "spill directory %s (%s) has no direct I/O: pages are cached twice, and "
+                    "transfers are slower",
+                    directory,
+                    kind,
+                )
+        finally:
+            os.unlink(name)
+            os.close(descriptor)
+
+    def grow(self, size: int) -> None:
+        """Make sure that ``size`` bytes are allocated on the disk.
+
+        Raises:
+            SpillError: the disk is full.
+        """
+        if size <= self.size:
+            return
+        target = -(-size // _GROWTH) * _GROWTH
+        try:
+            os.posix_fallocate(self.fd, self.size, target - self.size)
+        except OSError as error:
+            free = shutil.disk_usage(self.directory).free
+            raise SpillError(
+                error.errno,
+                f"the spill file in {self.directory} cannot grow to {format_bytes(target)} "
+                f"({error.strerror}; {format_bytes(free)} free): free space there, or pass "
+                "spill_dir= another disk",
+            ) from error
+        self.size = target
+
+    def close(self) -> None:
+        """Give the space back."""
+        os.close(self.fd)
