@@ -96,6 +96,9 @@ class Device(Protocol):
     def owner(self, address: int) -> int:
         """Return the region that holds ``address``, or -1."""
 
+    def size(self, region: int) -> int:
+        """Return the fast memory that ``region`` takes while resident; 0 if it does not exist."""
+
     def padded(self, nbytes: int) -> int:
         """Return the fast memory that a region of ``nbytes`` takes."""
 

@@ -111,6 +111,11 @@ class Pager:
         """See `Device.padded`."""
         return max(1, -(-nbytes // self.page_bytes)) * self.page_bytes
 
+    def size(self, region: int) -> int:
+        """See `Device.size`."""
+        place = self._places.get(region)
+        return place[1] * self.page_bytes if place else 0
+
     def allocate(self, nbytes: int) -> int:
         """See `Device.allocate`."""
         pages = self.padded(nbytes) // self.page_bytes

@@ -1,0 +1,61 @@
+"""How much memory this process may still take: the system's word, or its control group's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_UNLIMITED = 1 << 60
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def cgroup_directories() -> list[tuple[Path, str, str]]:
+    """Return (directory, limit file, usage file) of this process's memory groups, v1 and v2."""
+    found = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            roots, names = (Path("/sys/fs/cgroup"),), ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            roots = (Path("/sys/fs/cgroup/memory"),)
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        for root in roots:
+            directory = root / path.lstrip("/")
+            while True:
+                if (directory / names[0]).exists():
+                    found.append((directory, *names))
+                if directory == root or root not in directory.parents:
+                    break
+                directory = directory.parent
+    return found
+
+
+def available_bytes() -> int:
+    """Return the bytes this process can take before it is refused or killed."""
+    available = _UNLIMITED
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for directory, limit_name, usage_name in cgroup_directories():
+        limit, usage = _number(directory / limit_name), _number(directory / usage_name)
+        if limit is not None and usage is not None and limit < _UNLIMITED:
+            available = min(available, max(0, limit - usage))
+    return available
+
+
+def resident_bytes() -> int:
+    """Return this process's resident set, in bytes."""
+    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(fields[1]) * 4096

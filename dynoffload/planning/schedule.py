@@ -1,0 +1,192 @@
+"""Who is in fast memory when: the schedule of a reference string.
+
+What it is: the vocabulary that planners and executors share (`Use`, `Action`, `Schedule`), the one
+`Policy` interface of the runtime's migrator and of simulations, and its null policy `OnDemand`.
+What it is not: a planner (see `lookahead`), nor an executor; a schedule is advice, and carrying it
+out late or in part costs time, never correctness. It knows regions by index only, so that it can be
+tested without a network.
+
+[Note: When an action may run]
+A step is a string of uses; *progress* is the number of uses that are over. An action with position
+``p`` may start once progress has reached ``p``, that is after use ``p - 1`` and before use ``p``.
+An executor may carry the actions out at any later moment, under three rules:
+
+* evictions start as soon as their position is reached; they wait for nothing;
+* fetches run in the order of the list and wait until there is room;
+* a use waits until its regions are resident, and until there is room for what it creates.
+
+A schedule that fits when every action runs at its earliest moment then fits under any delay, since
+a delayed fetch only leaves more room. At one position the list names evictions before fetches, so
+plain execution in order is correct too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from dynoffload.errors import BudgetError
+from dynoffload.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One element of a reference string: work during which its regions must stay resident.
+
+    Attributes:
+        regions: indices of the regions that are read or modified.
+        creates: regions that come to life here, without a read from the lower tier; they may be
+            named in ``regions`` too.
+        frees: regions that are dead after this use: discarded without a write. A freed region is
+            not used again unless a later use creates it.
+        writes: which of ``regions`` are modified, so that evicting them costs a write. What is
+            created is modified.
+        seconds: how long the work itself takes.
+    """
+
+    regions: tuple[int, ...]
+    creates: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    seconds: float = 0.0
+    writes: tuple[int, ...] = ()
+
+
+class Kind(IntEnum):
+    """The direction of a transfer."""
+
+    FETCH = 0
+    """From the lower tier into fast memory."""
+    EVICT = 1
+    """Out of fast memory; the bytes are written only if the region is dirty."""
+
+
+class Action(NamedTuple):
+    """One transfer: ``region`` may start to move when progress has reached ``position``."""
+
+    position: int
+    kind: Kind
+    region: int
+
+
+class NextUse:
+    """When each region is used next, by the string that was planned.
+
+    It answers the runtime's question when a fault needs room: what is wanted last? The index over
+    the string is made at the first question.
+    """
+
+    def __init__(self, uses: Sequence[Use]) -> None:
+        self._uses = tuple(uses)
+        self._positions: dict[int, list[int]] | None = None
+
+    def __call__(self, region: int, position: int) -> int:
+        """Return the first use of ``region`` at ``position`` or later.
+
+        What is not used again in the string counts as if the string were repeated: its first use
+        plus the length of the string; what the string never uses gets twice the length.
+        """
+        if self._positions is None:
+            self._positions = _positions(self._uses)
+        positions = self._positions.get(region)
+        length = len(self._uses)
+        if positions is None:
+            return 2 * length
+        index = bisect_left(positions, position)
+        return positions[index] if index < len(positions) else length + positions[0]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What to move, and when, for one reference string.
+
+    Attributes:
+        actions: transfers in the order of execution (see the note of this module).
+        peak: most bytes resident at one moment if every action runs as early as it may.
+        bytes_in: bytes that the fetches read.
+        bytes_out: bytes that the evictions of dirty regions write.
+        next_use: ``next_use(region, position)``, for whoever must choose a victim at run time.
+    """
+
+    actions: tuple[Action, ...]
+    peak: int
+    bytes_in: int
+    bytes_out: int
+    next_use: NextUse = field(compare=False, repr=False)
+
+
+class Policy(Protocol):
+    """Decides who is resident when. The runtime and simulations take the same object."""
+
+    @property
+    def name(self) -> str:
+        """The policy's name in logs and tables."""
+
+    def plan(
+        self,
+        uses: Sequence[Use],
+        sizes: Sequence[int],
+        capacity: int,
+        resident: Collection[int],
+        dirty: Collection[int] = (),
+    ) -> Schedule:
+        """Return the schedule of ``uses`` under ``capacity`` bytes.
+
+        Args:
+            uses: the reference string.
+            sizes: bytes of each region, by index.
+            capacity: bytes of fast memory that the schedule may fill.
+            resident: regions in fast memory before the first use.
+            dirty: those of them whose copy in the lower tier is stale.
+
+        Raises:
+            BudgetError: if the regions of one use are together larger than ``capacity``.
+            ValueError: if a use names a region that does not exist or is dead.
+        """
+
+
+class OnDemand:
+    """Plans nothing: every region is fetched by the fault of its use, room is made by age.
+
+    The schedule has no actions, and as this policy looks at no future, its ``next_use`` knows none
+    either. It refuses what cannot run at all.
+    """
+
+    name = "on-demand"
+
+    def plan(
+        self,
+        uses: Sequence[Use],
+        sizes: Sequence[int],
+        capacity: int,
+        resident: Collection[int],
+        dirty: Collection[int] = (),
+    ) -> Schedule:
+        """Return an empty schedule; see `Policy.plan`. ``peak`` is what the largest use needs."""
+        peak = 0
+        for position, use in enumerate(uses):
+            need = sum(sizes[region] for region in {*use.regions, *use.creates})
+            if need > capacity:
+                raise infeasible(position, need, capacity)
+            peak = max(peak, need)
+        return Schedule((), peak, 0, 0, NextUse(()))
+
+
+def infeasible(position: int, need: int, have: int) -> BudgetError:
+    """Return the error for a use whose regions alone are larger than fast memory."""
+    return BudgetError(
+        f"use {position} of the plan needs {format_bytes(need)} ({need} bytes) resident at once, "
+        f"but there are {format_bytes(have)} ({have} bytes): raise the budget to at least that, or "
+        "make the operator smaller (fewer samples or a shorter sequence per step, or a split layer)"
+    )
+
+
+def _positions(uses: Sequence[Use]) -> dict[int, list[int]]:
+    """Return the positions at which each region is used, ascending."""
+    found: dict[int, list[int]] = {}
+    for position, use in enumerate(uses):
+        for region in {*use.regions, *use.creates}:
+            found.setdefault(region, []).append(position)
+    return found

@@ -1,0 +1,288 @@
+"""Saved activations: what autograd keeps for backward moves into regions, many to a region.
+
+Each storage that autograd saves during a forward of the managed model is copied once into the
+current *chunk*, a region filled from its start; the original dies when the forward lets go of it.
+A chunk's bytes are forgotten when the last saved tensor in it is. Backward meets chunks in reverse
+order, so they migrate like parameters do.
+
+Tensors below a threshold stay where they are and are counted; past their allowance they are moved
+too. What is a view of a parameter stays what it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from dynoffload.memory.device import Device
+from dynoffload.runtime.store import bytes_of, is_dense, users_of, view_of
+
+_ALIGNMENT = 64
+_LEAST_MOVED = 256  # smaller tensors cost more to move than they take
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A region being filled with saved storages, or waiting for backward."""
+
+    index: int
+    region: int
+    size: int
+    filled: int = 0
+    live: int = 0
+    open: bool = True
+
+
+class Entry:
+    """One saved storage's copy inside a chunk; ends with its last saved tensor."""
+
+    __slots__ = ("__weakref__", "chunk", "offset", "owner", "source", "version")
+
+    def __init__(
+        self,
+        owner: Activations,
+        chunk: Chunk,
+        offset: int,
+        source: weakref.ref[torch.UntypedStorage],
+        version: int,
+    ) -> None:
+        self.owner, self.chunk, self.offset = owner, chunk, offset
+        self.source, self.version = source, version
+        chunk.live += 1
+
+    def __del__(self) -> None:
+        self.owner.end(self.chunk)
+
+
+class Packed:
+    """A saved tensor whose bytes lie in a chunk."""
+
+    __slots__ = ("dtype", "entry", "offset", "original", "size", "stride", "version")
+
+    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
+        self.entry, self.offset = entry, offset
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.version = tensor._version
+        self.original = weakref.ref(tensor)
+
+
+class Kept:
+    """A saved tensor that stays where it is, counted while it lives."""
+
+    __slots__ = ("nbytes", "original", "owner", "tensor", "version")
+
+    def __init__(self, owner: Activations, tensor: torch.Tensor, nbytes: int) -> None:
+        self.owner, self.nbytes = owner, nbytes
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        owner.kept_bytes += nbytes
+        owner.kept_peak = max(owner.kept_peak, owner.kept_bytes)
+
+    def __del__(self) -> None:
+        self.owner.kept_bytes -= self.nbytes
+
+
+class Borrowed:
+    """A saved parameter, or a view of one: its region is looked after elsewhere."""
+
+    __slots__ = ("region", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, region: int) -> None:
+        self.tensor, self.region = tensor.detach(), region
+        self.version = tensor._version
+
+
+def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> None:
+    if version != now:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{dtype}, shape {list(shape)}] is at version {now}; expected version "
+            f"{version} instead"
+        )
+
+
+@dataclass(eq=False)
+class Activations:
+    """The saved-tensor hooks of one session.
+
+    Attributes:
+        device: holds the chunks.
+        chunk_bytes: size of a chunk; a larger storage gets one of its own.
+        min_moved_bytes: smaller storages are kept in place while `allowance` lasts.
+        allowance: bytes of kept tensors.
+        on_borrowed: called in backward with the region of a saved parameter, before its use.
+        on_chunk: called in backward when another chunk is reached.
+        on_open: called in forward when a chunk is opened.
+        names: where regions get their names for reports.
+    """
+
+    device: Device
+    chunk_bytes: int
+    min_moved_bytes: int
+    allowance: int
+    on_borrowed: Callable[[int], None]
+    on_chunk: Callable[[int], None]
+    on_open: Callable[[Chunk], None]
+    names: dict[int, str] = field(default_factory=dict)
+    kept_bytes: int = 0
+    kept_peak: int = 0
+    saved_bytes: int = 0  # moved since the start; the difference is what a visit saved
+
+    def __post_init__(self) -> None:
+        self._regions: list[int] = []  # of standard chunks, by index
+        self._free: list[int] = []  # indices, highest first
+        self._current: Chunk | None = None
+        self._entries: dict[int, weakref.ref[Entry]] = {}
+        self._last: int = -1
+        self._waiting: list[Chunk] = []  # ended, but somebody outside still holds a tensor of it
+
+    # Chunks
+
+    def region(self, index: int) -> int:
+        """Return the region of the standard chunk ``index``; made at first use."""
+        while index >= len(self._regions):
+            region = self.device.allocate(self.chunk_bytes)
+            self.names[region] = f"activations[{len(self._regions)}]"
+            self._regions.append(region)
+            self._free.insert(0, len(self._regions) - 1)
+        return self._regions[index]
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def next_indices(self) -> list[int]:
+        """Return free chunks' indices in the order in which they will be opened."""
+        return self._free[::-1]
+
+    def _open(self, nbytes: int) -> Chunk:
+        if nbytes > self.chunk_bytes:
+            region = self.device.allocate(nbytes)
+            self.names[region] = "activations (large)"
+            chunk = Chunk(-1, region, nbytes)
+        else:
+            if not self._free:
+                self.region(len(self._regions))
+            index = self._free.pop()
+            chunk = Chunk(index, self._regions[index], self.chunk_bytes)
+        self.on_open(chunk)
+        self.device.acquire([chunk.region])
+        return chunk
+
+    def _place(self, nbytes: int) -> tuple[Chunk, int]:
+        if nbytes > self.chunk_bytes:
+            chunk = self._open(nbytes)
+            chunk.open = False
+            return chunk, 0
+        chunk_or_none = self._current
+        if chunk_or_none is None or chunk_or_none.filled + nbytes > chunk_or_none.size:
+            if chunk_or_none is not None:
+                self._shut(chunk_or_none)
+            chunk_or_none = self._current = self._open(nbytes)
+        offset = chunk_or_none.filled
+        chunk_or_none.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return chunk_or_none, offset
+
+    def _shut(self, chunk: Chunk) -> None:
+        chunk.open = False
+        if chunk.live == 0:
+            self._drop(chunk)
+
+    def end_forward(self) -> None:
+        """The forward is over: the next one starts a chunk of its own."""
+        if self._current is not None:
+            chunk, self._current = self._current, None
+            self._shut(chunk)
+        self._entries.clear()
+        self.sweep()
+
+    def end(self, chunk: Chunk) -> None:
+        """One entry of ``chunk`` has ended."""
+        chunk.live -= 1
+        if chunk.live == 0 and not chunk.open:
+            self._drop(chunk)
+
+    def _drop(self, chunk: Chunk) -> None:
+        if users_of(self.device.storage(chunk.region)) > 1:
+            self._waiting.append(chunk)  # a user kept what unpacking gave out
+            return
+        if chunk.index < 0:
+            self.device.release(chunk.region)
+        else:
+            self.device.discard(chunk.region)
+            self._free.append(chunk.index)
+            if len(self._free) > 1 and self._free[-2] < chunk.index:
+                self._free.sort(reverse=True)
+
+    def sweep(self) -> None:
+        """Drop chunks that users have let go of since."""
+        waiting, self._waiting = self._waiting, []
+        for chunk in waiting:
+            self._drop(chunk)
+
+    # Hooks
+
+    def pack(self, tensor: torch.Tensor) -> Packed | Kept | Borrowed:
+        """Take over a tensor that autograd saves."""
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return Kept(self, tensor, 0)
+        storage = tensor.untyped_storage()
+        region = self.device.owner(storage.data_ptr())
+        if region >= 0:
+            return Borrowed(tensor, region)
+        nbytes = storage.nbytes()
+        whole = True
+        used = tensor.numel() * tensor.element_size()
+        if nbytes > 2 * used and is_dense(tensor):
+            nbytes, whole = used, False
+        if nbytes < self.min_moved_bytes and (
+            self.kept_bytes + nbytes <= self.allowance or nbytes < _LEAST_MOVED
+        ):
+            return Kept(self, tensor, nbytes)
+        key = storage._cdata
+        if whole:
+            known = self._entries.get(key)
+            entry = known() if known is not None else None
+            if (
+                entry is not None
+                and entry.source() is not None
+                and entry.version == tensor._version
+            ):
+                return Packed(tensor, entry, tensor.storage_offset())
+        chunk, offset = self._place(nbytes)
+        ours = self.device.storage(chunk.region)
+        entry = Entry(self, chunk, offset, weakref.ref(storage), tensor._version)
+        with torch.no_grad():
+            if whole:
+                bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
+                self._entries[key] = weakref.ref(entry)
+            else:
+                view_of(ours, tensor, offset // tensor.element_size()).copy_(tensor)
+        self.saved_bytes += nbytes
+        return Packed(tensor, entry, tensor.storage_offset() if whole else 0)
+
+    def unpack(self, packed: Packed | Kept | Borrowed) -> torch.Tensor:
+        """Give a saved tensor back to backward.
+
+        Raises:
+            RuntimeError: it was modified in place since it was saved, as autograd raises.
+        """
+        if isinstance(packed, Packed):
+            original = packed.original()
+            if original is not None:
+                _check(packed.version, original._version, packed.size, packed.dtype)
+            chunk = packed.entry.chunk
+            if chunk.region != self._last:
+                self._last = chunk.region
+                self.on_chunk(chunk.region)
+            empty = torch.empty(0, dtype=packed.dtype)
+            offset = packed.entry.offset // empty.element_size() + packed.offset
+            storage = self.device.storage(chunk.region)
+            return empty.set_(storage, offset, packed.size, packed.stride)
+        tensor = packed.tensor
+        _check(packed.version, tensor._version, tensor.size(), tensor.dtype)
+        if isinstance(packed, Borrowed):
+            self.on_borrowed(packed.region)
+        return tensor

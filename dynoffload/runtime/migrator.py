@@ -1,0 +1,198 @@
+"""The migrator: follows where the step is, and keeps a plan in front of it.
+
+At the start of a sample it plans forward, backward and the next forward from a predicted order of
+units; at the start of backward it plans again from what really ran. Between, hooks report uses and
+the migrator finds them in the plan ("anchoring"). A use that the plan does not hold moves nothing
+ahead of time; the device brings its regions when they are touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from enum import Enum
+
+from dynoffload.memory.device import Device
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import OnDemand, Policy
+from dynoffload.runtime.activations import Activations, Chunk
+from dynoffload.runtime.reference import Reference, Visit
+from dynoffload.runtime.store import Slot
+from dynoffload.runtime.units import Unit
+from dynoffload.runtime.updates import Updates
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    """Where the step is."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Migrator:
+    """Plans and follows one session's samples.
+
+    Args:
+        device: moves the regions.
+        updates: knows which updates are pending, or None without an optimizer.
+        activations: knows the chunks.
+        reserve_bytes: part of the pool that plans leave free.
+        prefetch: False plans nothing: every use is on demand.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        updates: Updates | None,
+        activations: Activations,
+        *,
+        reserve_bytes: int,
+        prefetch: bool,
+    ) -> None:
+        self._device = device
+        self._updates = updates
+        self._activations = activations
+        self._capacity = device.capacity - reserve_bytes
+        self.policy: Policy = LookAhead() if prefetch else OnDemand()
+        self.prefetch = prefetch
+        self.phase = Phase.IDLE
+        self.position = 0
+        self.anchored = 0
+        self.missed = 0
+        self.last_order: list[Unit] = []
+        self._visits: list[tuple[Unit, list[int]]] = []  # of this sample's forward
+        self._outstanding: list[Visit] = []  # forwards whose backward is still to come
+        self._saved: dict[int, float] = {}  # unit index -> bytes saved per visit, smoothed
+        self._mark = 0
+        self._reference = Reference()
+
+    # What the hooks report
+
+    def begin_forward(self, predicted: Sequence[Unit] | None) -> None:
+        """A sample begins; ``predicted`` is the order of its units if anybody knows."""
+        self.phase = Phase.FORWARD
+        self._visits = []
+        self._mark = self._activations.saved_bytes
+        order = self.last_order if predicted is None else list(predicted)
+        if self.prefetch and order:
+            visits = self._with_chunks(order)
+            reference = Reference()
+            reference.add_forward(visits, self._is_pending)
+            reference.add_backward(visits, _has_gradient)
+            reference.add_forward([Visit(unit) for unit in order], _will_pend, ahead=True)
+            self._follow(reference)
+
+    def visit(self, unit: Unit) -> None:
+        """A unit's forward begins."""
+        if self.phase is Phase.FORWARD:
+            self._close_visit()
+            self._visits.append((unit, []))
+            self._anchor(self._reference.forward.get(unit.index))
+
+    def open_chunk(self, chunk: Chunk) -> None:
+        """Forward goes on saving into another chunk."""
+        if self._visits:
+            self._visits[-1][1].append(chunk.region)
+
+    def end_forward(self) -> None:
+        """The sample's forward is over."""
+        self._close_visit()
+        self.last_order = [unit for unit, _ in self._visits]
+        reach: list[int] = []
+        for unit, opened in self._visits:
+            # A visit also saves into the chunk that was open when it began.
+            chunks = (*reach[-1:], *opened)
+            reach = list(chunks)
+            self._outstanding.append(Visit(unit, chunks))
+        self.phase = Phase.IDLE
+
+    def backward_use(self, region: int) -> None:
+        """Backward is about to use a region: a parameter's, or a chunk."""
+        if self.phase is not Phase.BACKWARD:
+            if self.phase is Phase.FORWARD:
+                return  # a backward inside forward: a gradient penalty
+            self._begin_backward()
+        self._anchor(self._reference.backward.get(region))
+        self._device.touch([region])
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: what was outstanding has had its backward."""
+        self._outstanding.clear()
+        self.phase = Phase.IDLE
+
+    # Plans
+
+    def _begin_backward(self) -> None:
+        self.phase = Phase.BACKWARD
+        visits, self._outstanding = self._outstanding, []
+        if self.prefetch and visits:
+            reference = Reference()
+            reference.add_backward(visits, _has_gradient)
+            reference.add_forward(
+                [Visit(unit) for unit in self.last_order], _will_pend, ahead=True
+            )
+            self._follow(reference)
+
+    def _follow(self, reference: Reference) -> None:
+        highest = max((r for use in reference.uses for r in (*use.regions, *use.creates)), default=0)
+        resident = self._device.resident()
+        highest = max([highest, *resident])
+        sizes = [self._device.size(region) for region in range(highest + 1)]
+        schedule = self.policy.plan(
+            reference.uses, sizes, self._capacity, resident, resident
+        )
+        self._device.follow(reference.uses, schedule)
+        self._reference = reference
+        self.position = 0
+
+    def _anchor(self, positions: list[int] | None) -> None:
+        if positions is None:
+            self.missed += 1
+            return
+        index = bisect_left(positions, self.position)
+        if index == len(positions):
+            self.missed += 1
+            return
+        self.anchored += 1
+        if positions[index] != self.position:
+            self.position = positions[index]
+            self._device.advance(self.position)
+
+    def _close_visit(self) -> None:
+        saved, self._mark = self._activations.saved_bytes - self._mark, self._activations.saved_bytes
+        if self._visits:
+            index = self._visits[-1][0].index
+            known = self._saved.get(index)
+            self._saved[index] = saved if known is None else 0.5 * (known + saved)
+
+    def _with_chunks(self, order: Sequence[Unit]) -> list[Visit]:
+        """Say which chunks the visits of ``order`` will fill, as far as one can know."""
+        size = self._activations.chunk_bytes
+        total = sum(self._saved.get(unit.index, 0.0) for unit in order)
+        needed = int(total // size) + 1
+        indices = self._activations.next_indices()
+        while len(indices) < needed:
+            self._activations.region(len(self._activations))
+            indices = self._activations.next_indices()
+        regions = [self._activations.region(index) for index in indices[:needed]]
+        visits, filled = [], 0.0
+        for unit in order:
+            before, filled = filled, filled + self._saved.get(unit.index, 0.0)
+            chunks = regions[int(before // size) : int(filled // size) + 1] if filled else []
+            visits.append(Visit(unit, tuple(chunks)))
+        return visits
+
+    def _is_pending(self, slot: Slot) -> bool:
+        return self._updates is not None and slot in self._updates.pending
+
+
+def _has_gradient(slot: Slot) -> bool:
+    return slot.parameter.grad is not None
+
+
+def _will_pend(slot: Slot) -> bool:
+    return slot.gradient is not None

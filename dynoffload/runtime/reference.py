@@ -1,0 +1,91 @@
+"""Reference strings: the uses of regions that a sample is expected to make, in order.
+
+Made from an order of units (predicted, or what ran) by the rules every training step follows:
+forward uses parameters and makes pending updates; backward meets the units in reverse, uses their
+parameters and saved activations and makes their gradients; then the next forward begins. Each use
+carries a key by which the runtime finds where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dynoffload.planning.schedule import Use
+from dynoffload.runtime.store import Slot
+from dynoffload.runtime.units import Unit
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One forward call of a unit, with the regions of the activations saved until the next."""
+
+    unit: Unit
+    chunks: tuple[int, ...] = ()
+
+
+@dataclass
+class Reference:
+    """A reference string under construction, and where its uses are.
+
+    Attributes:
+        uses: the string.
+        forward: positions of each unit's forward use, by unit index, in this sample.
+        backward: positions of the use of each region in backward.
+        ahead: positions of each unit's use in the forward after this one.
+    """
+
+    uses: list[Use] = field(default_factory=list)
+    forward: dict[int, list[int]] = field(default_factory=dict)
+    backward: dict[int, list[int]] = field(default_factory=dict)
+    ahead: dict[int, list[int]] = field(default_factory=dict)
+
+    def add_forward(
+        self, visits: Sequence[Visit], pending: Callable[[Slot], bool], *, ahead: bool = False
+    ) -> None:
+        """Add a forward over ``visits``; updates of ``pending`` slots are made at first use."""
+        index = self.ahead if ahead else self.forward
+        done: set[Slot] = set()
+        born: set[int] = set()
+        for visit in visits:
+            regions: list[int] = []
+            frees: list[int] = []
+            for slot in visit.unit.slots:
+                regions.append(slot.region)
+                if slot not in done and pending(slot):
+                    regions += slot.states.values()
+                    if slot.gradient is not None:
+                        regions.append(slot.gradient)
+                        frees.append(slot.gradient)
+                done.add(slot)
+            creates = tuple(chunk for chunk in visit.chunks if chunk not in born)
+            born.update(creates)
+            use = tuple(regions)
+            index.setdefault(visit.unit.index, []).append(len(self.uses))
+            self.uses.append(Use(use, creates=creates, frees=tuple(frees), writes=use))
+
+    def add_backward(self, visits: Sequence[Visit], accumulates: Callable[[Slot], bool]) -> None:
+        """Add the backward of a forward over ``visits``."""
+        last: dict[int, int] = {}  # chunk -> the visit, in reverse, that uses it last
+        for number, visit in enumerate(reversed(visits)):
+            for chunk in visit.chunks:
+                last[chunk] = number
+        made: set[Slot] = set()
+        for number, visit in enumerate(reversed(visits)):
+            regions = list(visit.chunks)
+            creates: list[int] = []
+            for slot in visit.unit.slots:
+                regions.append(slot.region)
+                self.backward.setdefault(slot.region, []).append(len(self.uses))
+                if slot.gradient is None:
+                    continue
+                if slot in made or accumulates(slot):
+                    regions.append(slot.gradient)
+                else:
+                    creates.append(slot.gradient)
+                made.add(slot)
+            for chunk in visit.chunks:
+                self.backward.setdefault(chunk, []).append(len(self.uses))
+            frees = tuple(chunk for chunk in visit.chunks if last[chunk] == number)
+            use = tuple(dict.fromkeys(regions))
+            self.uses.append(Use(use, creates=tuple(creates), frees=frees, writes=use))

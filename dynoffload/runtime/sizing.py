@@ -1,0 +1,126 @@
+"""How a budget is divided, before anything is touched: pool, resident tensors, reserve, chunks.
+
+[Note: the budget]  budget = pool + small tensors that stay resident (parameters, their gradients
+and optimizer state) + small saved activations that stay in place. The pool's pages hold everything
+else, in flight included; a part of it, the reserve, is never planned away, so that an access nobody
+predicted finds room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BudgetError
+from dynoffload.units import KiB, MiB, format_bytes
+
+_HUGE_BUDGET = 256 * MiB
+_STATES = {"SGD": 1, "ASGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}
+_STATES_OF_ADAM = 2
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The division of one budget; all in bytes.
+
+    Attributes:
+        budget: what the user allows.
+        pool_bytes: the device's pool.
+        page_bytes: size of its pages.
+        min_paged_bytes: parameters and state below this stay resident.
+        min_moved_bytes: saved tensors below this stay in place.
+        kept_bytes: how much those may take.
+        small_bytes: resident parameters, gradients and state.
+        chunk_bytes: size of a chunk of saved activations.
+        reserve_bytes: part of the pool that plans leave free.
+        spill_bytes: what the spill file will take, activations not counted.
+        states_bytes: parameters, gradients and optimizer state together.
+    """
+
+    budget: int
+    pool_bytes: int
+    page_bytes: int
+    min_paged_bytes: int
+    min_moved_bytes: int
+    kept_bytes: int
+    small_bytes: int
+    chunk_bytes: int
+    reserve_bytes: int
+    spill_bytes: int
+    states_bytes: int
+
+
+def state_tensors(optimizer: Optimizer | None) -> int:
+    """Return how many tensors of a parameter's size the optimizer keeps for it, at most."""
+    if optimizer is None:
+        return 0
+    count = _STATES.get(type(optimizer).__name__, _STATES_OF_ADAM)
+    if any(group.get("amsgrad") or group.get("centered") for group in optimizer.param_groups):
+        count += 1
+    return count
+
+
+def sizing_of(
+    model: nn.Module, optimizer: Optimizer | None, budget: int, config: OffloadConfig
+) -> Sizing:
+    """Divide ``budget`` for ``model``.
+
+    Raises:
+        BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
+            have and remedy.
+    """
+    page = config.page_bytes or _page_for(budget)
+    least = config.min_paged_bytes or max(1, min(MiB, budget // 256))
+    states = state_tensors(optimizer)
+    small = paged = total = padded = 0
+    largest, culprit = 0, ""
+    for name, parameter in model.named_parameters():
+        nbytes = parameter.numel() * parameter.element_size()
+        copies = 2 + states if parameter.requires_grad else 1
+        total += nbytes * copies
+        if nbytes < least:
+            small += nbytes * copies
+            continue
+        region = -(-nbytes // page) * page
+        paged += nbytes * copies
+        padded += region * copies
+        if region * copies > largest:
+            largest, culprit = region * copies, name
+    kept = budget // 32
+    chunk = max(page, min(32 * MiB, budget // 32 // page * page))
+    pool = (budget - small - kept) // page * page
+    biggest_region = max(chunk, largest // max(1, 2 + states))
+    reserve = min(biggest_region, max(0, pool // 8)) // page * page
+    need = largest + 2 * chunk + reserve
+    if pool < need:
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} cannot hold the largest update: {culprit or 'the model'} "
+            f"needs {format_bytes(largest)} at once (parameter, gradient and optimizer state), with "
+            f"activations and reserve {format_bytes(need + small + kept)}: raise the budget to at "
+            f"least {format_bytes(need + small + kept)}, or make that layer smaller"
+        )
+    return Sizing(
+        budget=budget,
+        pool_bytes=pool,
+        page_bytes=page,
+        min_paged_bytes=least,
+        min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),
+        kept_bytes=kept,
+        small_bytes=small,
+        chunk_bytes=chunk,
+        reserve_bytes=reserve,
+        spill_bytes=padded,
+        states_bytes=total,
+    )
+
+
+def _page_for(budget: int) -> int:
+    if budget >= _HUGE_BUDGET:
+        return 2 * MiB
+    page = 4 * KiB
+    while page * 2 * 512 <= budget and page < 2 * MiB:
+        page *= 2
+    return page

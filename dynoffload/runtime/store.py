@@ -1,0 +1,221 @@
+"""Which region holds which tensor: parameters, their gradients and their optimizer state.
+
+A tensor is *adopted* when its bytes move into a region: the tensor object stays, its storage
+becomes the region's, so the model, the optimizer and every alias made afterwards see the same
+memory for as long as the session lives. The store owns adoption and its reversal; when regions
+move is not its business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynoffload.memory.device import Device
+
+logger = logging.getLogger(__name__)
+
+
+def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Return a tensor over ``storage`` with the dtype, shape and strides of ``like``."""
+    empty = torch.empty(0, dtype=like.dtype)
+    return empty.set_(storage, offset, like.size(), like.stride())
+
+
+def bytes_of(
+    storage: torch.UntypedStorage, offset: int = 0, nbytes: int | None = None
+) -> torch.Tensor:
+    """Return ``nbytes`` of ``storage`` from ``offset`` on, as uint8; all of it by default."""
+    size = storage.nbytes() - offset if nbytes is None else nbytes
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of ``tensor`` fill an unbroken stretch of memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def users_of(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects hold ``storage``."""
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class Slot:
+    """One paged parameter and the regions that go with it.
+
+    Attributes:
+        name: the parameter's name in the model.
+        parameter: the user's object.
+        region: holds its bytes.
+        gradient: region of its gradient, kept from step to step.
+        states: regions of its optimizer state, by the optimizer's key.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    region: int
+    gradient: int | None = None
+    states: dict[str, int] = field(default_factory=dict)
+
+    def update_regions(self) -> list[int]:
+        """Return what an optimizer update of the parameter reads and writes."""
+        gradient = [] if self.gradient is None else [self.gradient]
+        return [self.region, *gradient, *self.states.values()]
+
+
+class Store:
+    """Adopts tensors into regions of ``device``.
+
+    Args:
+        device: where regions live.
+        min_paged_bytes: smaller tensors stay where they are.
+    """
+
+    def __init__(self, device: Device, min_paged_bytes: int) -> None:
+        self._device = device
+        self._min = min_paged_bytes
+        self.slots: dict[nn.Parameter, Slot] = {}
+        self.names: dict[int, str] = {}  # region -> name, for reports
+        self._by_region: dict[int, Slot] = {}
+        self._storages: dict[int, int] = {}  # address of an adopted storage -> its region
+        self._orphans: list[int] = []  # gradients that somebody outside still holds
+
+    def pages(self, tensor: torch.Tensor) -> bool:
+        """Return whether a parameter or state like ``tensor`` is paged."""
+        return (
+            tensor.layout == torch.strided
+            and tensor.device.type in ("cpu", "meta")
+            and tensor.numel() * tensor.element_size() >= self._min
+            and is_dense(tensor)
+        )
+
+    def slot_of(self, region: int) -> Slot | None:
+        """Return the slot that owns ``region``."""
+        return self._by_region.get(region)
+
+    def name_of(self, region: int) -> str:
+        """Return what reports call ``region``."""
+        return self.names.get(region, f"region {region}")
+
+    def _region(self, nbytes: int, name: str, slot: Slot | None) -> int:
+        region = self._device.allocate(nbytes)
+        self.names[region] = name
+        if slot is not None:
+            self._by_region[region] = slot
+        return region
+
+    @torch.no_grad()
+    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Slot:
+        """Move ``parameter`` into a region; one on the meta device gets one without content."""
+        nbytes = parameter.numel() * parameter.element_size()
+        meta = parameter.is_meta
+        source = 0 if meta else parameter.untyped_storage().data_ptr()
+        region = None if meta else self._storages.get(source)
+        if region is None:
+            if not meta and parameter.untyped_storage().nbytes() != nbytes:
+                # Part of a larger storage: move the whole, so that its other views can follow.
+                nbytes = parameter.untyped_storage().nbytes()
+            region = self._region(nbytes, name, None)
+            if not meta:
+                self._device.acquire([region])
+                ours = bytes_of(self._device.storage(region))
+                ours.copy_(bytes_of(parameter.untyped_storage()))
+                self._storages[source] = region
+        slot = Slot(name, parameter, region)
+        ours = view_of(self._device.storage(region), parameter, parameter.storage_offset())
+        if meta:
+            fresh = nn.Parameter(ours, requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, fresh)
+        else:
+            parameter.data = ours
+        self.slots[parameter] = slot
+        self._by_region[region] = slot
+        if parameter.requires_grad:
+            slot.gradient = self._region(nbytes, f"{name}.grad", slot)
+        return slot
+
+    def forget_sources(self) -> None:
+        """End adoption: addresses of old storages mean nothing from now on."""
+        self._storages.clear()
+
+    @torch.no_grad()
+    def adopt_gradient(self, slot: Slot) -> None:
+        """Move the gradient that autograd has just made into its region."""
+        gradient = slot.parameter.grad
+        if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
+            return
+        if self._device.owner(gradient.untyped_storage().data_ptr()) >= 0:
+            return  # accumulated in place
+        if not is_dense(gradient):
+            return
+        region = self._gradient_region(slot, gradient)
+        self._device.acquire([region])
+        ours = view_of(self._device.storage(region), gradient)
+        ours.copy_(gradient)
+        slot.parameter.grad = ours
+
+    def _gradient_region(self, slot: Slot, gradient: torch.Tensor) -> int:
+        nbytes = gradient.numel() * gradient.element_size()
+        region = slot.gradient
+        if region is not None:
+            storage = self._device.storage(region)
+            if users_of(storage) > 1 or storage.nbytes() < nbytes:
+                # Somebody keeps the last gradient: it is theirs, and stays as it is.
+                self._orphans.append(region)
+                region = None
+        if region is None:
+            region = slot.gradient = self._region(nbytes, f"{slot.name}.grad", slot)
+        return region
+
+    def end_gradient(self, slot: Slot) -> None:
+        """The gradient was consumed: forget its bytes unless somebody still holds it."""
+        if slot.gradient is not None and users_of(self._device.storage(slot.gradient)) <= 1:
+            self._device.discard(slot.gradient)
+
+    def release_orphans(self) -> None:
+        """Release gradients that nobody outside holds any more."""
+        for region in list(self._orphans):
+            if users_of(self._device.storage(region)) <= 1:
+                self._orphans.remove(region)
+                self._by_region.pop(region, None)
+                self._device.release(region)
+
+    @torch.no_grad()
+    def adopt_state(self, slot: Slot, state: dict[str, Any]) -> None:
+        """Move the tensors of one parameter's optimizer state into regions."""
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or not self.pages(value) or value.is_meta:
+                continue
+            if self._device.owner(value.untyped_storage().data_ptr()) >= 0:
+                continue
+            nbytes = value.numel() * value.element_size()
+            region = slot.states.get(key)
+            if region is None or self._device.storage(region).nbytes() < nbytes:
+                region = self._region(nbytes, f"{slot.name}.{key}", slot)
+                slot.states[key] = region
+            self._device.acquire([region])
+            ours = view_of(self._device.storage(region), value)
+            ours.copy_(value)
+            state[key] = ours
+
+    def tensors_of(self, slot: Slot, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adopted tensors of ``slot`` by what they are."""
+        yield "parameter", slot.parameter.data
+        if slot.parameter.grad is not None:
+            yield "gradient", slot.parameter.grad
+        for key in slot.states:
+            value = state.get(key)
+            if isinstance(value, torch.Tensor):
+                yield key, value
