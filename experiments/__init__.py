@@ -1,0 +1,69 @@
+"""The experiments: measurements behind the published numbers, each a module with a function.
+
+What it is: the list of names that ``dynoffload experiment`` knows, imported only when one is asked
+for. What it is not: the measurements.
+
+An experiment is a function ``run(json_path: Path | None = None, **options) -> dict``. It prints
+its own tables, returns what JSON can hold, and gives each option a type and a default; the caller
+writes the returned numbers to ``json_path``, which the function may use for what it has so far.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynoffload.errors import ConfigError
+
+EXPERIMENTS: dict[str, str] = {
+    "demo": "dynoffload.experiments.demo:run",
+    "paged": "dynoffload.experiments.paged:run",
+    "resident": "dynoffload.experiments.resident:run",
+    "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:run",
+    "pilot-stalls": "dynoffload.experiments.pilot_stalls:run",
+}
+"""Name on the command line -> ``module:function``."""
+
+
+def load(name: str) -> Callable[..., dict[str, Any]]:
+    """Return the function of the experiment ``name``.
+
+    Raises:
+        ConfigError: if there is none of this name.
+    """
+    if name not in EXPERIMENTS:
+        near = difflib.get_close_matches(name, EXPERIMENTS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(EXPERIMENTS)}"
+        raise ConfigError(f"no experiment is named {name!r}; {hint}")
+    module, _, function = EXPERIMENTS[name].partition(":")
+    found: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def summary(name: str) -> str:
+    """Return the first line of the experiment's module docstring, without importing the module."""
+    module = EXPERIMENTS[name].partition(":")[0]
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"experiment {name!r} is registered but {module} does not exist")
+    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+    return (text or "").split("\n", 1)[0]
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write ``result`` to ``path`` as JSON, whole or not at all.
+
+    Raises:
+        ValueError: if a number is NaN or infinite, which JSON does not have.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

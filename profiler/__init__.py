@@ -1,0 +1,40 @@
+"""What a training step did: operators, idioms, regions and costs.
+
+What it is: the wing that observes. `Recorder` (or `profile`, for who has no loop) makes a `Trace`
+of each step; `resolve` makes a `Program` of a trace. What it is not: a judge of what was observed;
+planning and pilot are built on it and it knows neither.
+"""
+
+from __future__ import annotations
+
+from dynoffload.profiler.idioms import Idioms, idioms_of, is_known, rule_of
+from dynoffload.profiler.network import fingerprint, shape_key
+from dynoffload.profiler.profiling import profile
+from dynoffload.profiler.program import Program, Visit, resolve
+from dynoffload.profiler.recorder import Recorder
+from dynoffload.profiler.sample import Features, Sample, describe_sample
+from dynoffload.profiler.storage import SCHEMA_VERSION
+from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Features",
+    "Idioms",
+    "ModuleCall",
+    "Operator",
+    "Phase",
+    "Program",
+    "Recorder",
+    "RegionInfo",
+    "Sample",
+    "Trace",
+    "Visit",
+    "describe_sample",
+    "fingerprint",
+    "idioms_of",
+    "is_known",
+    "profile",
+    "resolve",
+    "rule_of",
+    "shape_key",
+]

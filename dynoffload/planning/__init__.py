@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
 from dynoffload.planning.bound import PhaseBound, bound, phase_bound
+from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.planning.footprint import Footprint, WorkingSet, footprint
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import (
     Action,
@@ -15,7 +18,10 @@ from dynoffload.planning.schedule import (
 )
 
 __all__ = [
+    "UNSEEN",
     "Action",
+    "Block",
+    "Footprint",
     "Kind",
     "LookAhead",
     "NextUse",
@@ -24,6 +30,10 @@ __all__ = [
     "Policy",
     "Schedule",
     "Use",
+    "Vocabulary",
+    "WorkingSet",
     "bound",
+    "build_vocabulary",
+    "footprint",
     "phase_bound",
 ]

@@ -43,6 +43,8 @@ class _Residency:
 
     occupancy: list[int] = field(default_factory=list)
     """bytes resident during each use, prefetched regions not counted"""
+    leaving: list[int] = field(default_factory=list)
+    """bytes of the dirty regions whose eviction starts at each position"""
     drop_region: list[int] = field(default_factory=list)
     drop_start: list[int] = field(default_factory=list)
     """position of the eviction: right after the last use"""
@@ -67,11 +69,11 @@ class LookAhead:
 
     Attributes:
         window: share of the capacity (0 to 1) set apart for look-ahead: 0 moves the fewest bytes,
-            1 keeps nothing for its own sake and prefetches as far ahead as memory reaches. Step
-            times of mixtures of experts differ by less than 2% between 0.1 and 0.4.
+            1 keeps nothing for its own sake and prefetches as far ahead as memory reaches. On
+            strings of mixtures of experts, times differ by less than 6% between 0.1 and 0.4.
     """
 
-    window: float = 0.2
+    window: float = 0.15
 
     name = "look-ahead"
 
@@ -112,6 +114,8 @@ def _sweep(
     held = _Residency()
     occupancy = held.occupancy
     fetch_region, fetch_due, fetch_drop = held.fetch_region, held.fetch_due, held.fetch_drop
+    drop_region, drop_start, drop_end = held.drop_region, held.drop_start, held.drop_end
+    drop_fetch, drop_dirty, drop_key = held.drop_fetch, held.drop_dirty, held.drop_key
     state = [_ABSENT] * count
     last = [-1] * count
     drop_of = [-1] * count
@@ -126,7 +130,10 @@ def _sweep(
             used += sizes[region]
             heappush(heap, -(first[region] * count + region))
     for region in dirty:
+        if not 0 <= region < count or state[region] != _HERE:
+            raise ValueError(f"dirty region {region} is not among the resident ones")
         unsaved[region] = True
+    held.leaving = leaving = [0] * (length + 1)
     early = [0] * (length + 1)  # bytes to take off `used`, as differences: see below
 
     for position, use in enumerate(uses):
@@ -137,13 +144,13 @@ def _sweep(
                 drop = drop_of[region]
                 if region in creates:
                     if drop >= 0:
-                        held.drop_end[drop] = position
+                        drop_end[drop] = position
                 elif state[region] == _DEAD:
                     raise ValueError(f"use {position} names region {region}, which is dead")
                 else:
                     if drop >= 0:
-                        held.drop_end[drop] = position
-                        held.drop_fetch[drop] = True
+                        drop_end[drop] = position
+                        drop_fetch[drop] = True
                     fetch_region.append(region)
                     fetch_due.append(position)
                     fetch_drop.append(drop)
@@ -164,13 +171,15 @@ def _sweep(
             # It leaves at `start`, though room is wanted only now.
             early[start] += sizes[region]
             early[position] -= sizes[region]
-            drop_of[region] = len(held.drop_region)
-            held.drop_region.append(region)
-            held.drop_start.append(start)
-            held.drop_end.append(length)
-            held.drop_fetch.append(False)
-            held.drop_dirty.append(unsaved[region])
-            held.drop_key.append(key // count)
+            drop_of[region] = len(drop_region)
+            drop_region.append(region)
+            drop_start.append(start)
+            drop_end.append(length)
+            drop_fetch.append(False)
+            drop_dirty.append(unsaved[region])
+            if unsaved[region]:
+                leaving[start] += sizes[region]
+            drop_key.append(key // count)
             unsaved[region] = False
         if used > capacity:
             raise infeasible(position, used, capacity)
@@ -187,7 +196,7 @@ def _sweep(
             if state[region] == _HERE:
                 used -= sizes[region]
             elif drop_of[region] >= 0:
-                held.drop_end[drop_of[region]] = position + 1
+                drop_end[drop_of[region]] = position + 1
                 drop_of[region] = -1
             state[region] = _DEAD
             unsaved[region] = False
@@ -213,7 +222,8 @@ def _next_uses(
         regions = use.regions
         if use.creates:
             regions += tuple(region for region in use.creates if region not in regions)
-        if regions and (min(regions) < 0 or max(regions) >= count):
+        named = regions + use.writes + use.frees
+        if named and (min(named) < 0 or max(named) >= count):
             raise ValueError(f"use {position} names a region beyond the {count} there are")
         touched[position] = regions
         following[position] = [later[region] for region in regions]
@@ -237,33 +247,39 @@ def _prefetch(
 
     A region which could be fetched at the position at which it is evicted need not leave at all.
     Before that position it is in b(p) and must not be in f_i: the room there grows by its size.
+
+    While a dirty region is written its bytes are not free. They are taken as occupied for one use
+    more, so that neither the fetches nor what that use creates must wait for the write.
     """
     kept = [False] * len(held.drop_region)
     starts: list[int] = []
     rooms: list[int] = []
     places: list[int] = []
-    fetched = done = 0
+    fetched = index = 0
     fetch_due, fetch_region, fetch_drop = held.fetch_due, held.fetch_region, held.fetch_drop
-    index, total = 0, len(fetch_due)
+    total = len(fetch_due)
     for position, occupied in enumerate(held.occupancy):
         while index < total and fetch_due[index] == position:
-            fetched += sizes[fetch_region[index]]
+            size = sizes[fetch_region[index]]
+            fetched += size
             below = bisect_left(rooms, fetched)
             start = places[below - 1] + 1 if below else 0
             drop = fetch_drop[index]
-            if drop >= 0 and start <= held.drop_start[drop]:
-                start = held.drop_start[drop]
-                kept[drop] = True
-                size = sizes[fetch_region[index]]
-                cut = bisect_left(places, start)
-                rooms[:cut] = [room + size for room in rooms[:cut]]
-                if cut < len(rooms):
-                    still = bisect_left(rooms, rooms[cut], 0, cut)
-                    del rooms[still:cut], places[still:cut]
+            if drop >= 0:
+                gone, dirty = held.drop_start[drop], held.drop_dirty[drop]
+                if dirty and start == gone + 1 and rooms[below - 1] + size >= fetched:
+                    start = gone  # only its own write stood in the way
+                if start <= gone:
+                    start = gone
+                    kept[drop] = True
+                    cut = bisect_left(places, gone + dirty)
+                    rooms[:cut] = [room + size for room in rooms[:cut]]
+                    if cut < len(rooms):
+                        still = bisect_left(rooms, rooms[cut], 0, cut)
+                        del rooms[still:cut], places[still:cut]
             starts.append(start)
             index += 1
-        done = fetched
-        room = capacity - occupied + done
+        room = capacity - occupied - held.leaving[position] + fetched
         while rooms and rooms[-1] >= room:
             rooms.pop()
             places.pop()
@@ -308,7 +324,7 @@ def _spare(
         for drop in begins[position]:
             spared += sizes[held.drop_region[drop]]
             heappush(heap, (-held.drop_key[drop], drop))
-        while occupied + spared > capacity:
+        while heap and occupied + held.leaving[position] + spared > capacity:
             drop = heappop(heap)[1]
             if kept[drop] and held.drop_end[drop] > position:
                 kept[drop] = False
@@ -350,7 +366,8 @@ def _schedule(
             fetches.append((start, region))
             bytes_in += sizes[region]
     # Stable sorts: at one position evictions come first, then fetches in the order they are due.
-    actions = [Action(start, Kind.EVICT, region) for start, region in evictions]
-    actions += [Action(start, Kind.FETCH, region) for start, region in fetches]
+    evict, fetch = Kind.EVICT, Kind.FETCH  # a member costs more to look up than an action to make
+    actions = [Action(start, evict, region) for start, region in evictions]
+    actions += [Action(start, fetch, region) for start, region in fetches]
     actions.sort(key=itemgetter(0))
     return Schedule(tuple(actions), peak, bytes_in, bytes_out, NextUse(uses))

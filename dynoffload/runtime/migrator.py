@@ -111,7 +111,7 @@ class Migrator:
         self.phase = Phase.IDLE
 
     def backward_use(self, region: int) -> None:
-        """Backward is about to use a region: a parameter's, or a chunk."""
+        """Backward is about to use a parameter's region."""
         if self.phase is not Phase.BACKWARD:
             if self.phase is Phase.FORWARD:
                 return  # a backward inside forward: a gradient penalty

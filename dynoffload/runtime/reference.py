@@ -31,7 +31,7 @@ class Reference:
     Attributes:
         uses: the string.
         forward: positions of each unit's forward use, by unit index, in this sample.
-        backward: positions of the use of each region in backward.
+        backward: positions of the use of each parameter's region in backward.
         ahead: positions of each unit's use in the forward after this one.
     """
 
@@ -84,8 +84,6 @@ class Reference:
                 else:
                     creates.append(slot.gradient)
                 made.add(slot)
-            for chunk in visit.chunks:
-                self.backward.setdefault(chunk, []).append(len(self.uses))
             frees = tuple(chunk for chunk in visit.chunks if last[chunk] == number)
             use = tuple(dict.fromkeys(regions))
             self.uses.append(Use(use, creates=tuple(creates), frees=frees, writes=use))

@@ -59,7 +59,7 @@ class Session:
             sizing.min_moved_bytes,
             sizing.kept_bytes,
             on_borrowed=lambda region: self.migrator.backward_use(region),
-            on_chunk=lambda region: self.migrator.backward_use(region),
+            on_chunk=lambda region: self._device.touch([region]),
             on_open=lambda chunk: self.migrator.open_chunk(chunk),
             names=self.store.names,
         )

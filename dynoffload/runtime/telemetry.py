@@ -8,8 +8,8 @@ where there is no model at hand.
 All times are seconds since the session began; all quantities of memory are bytes.
 
 [Note: run log files] A run log is one JSON object, compressed if its name ends in ``.gz``. Records
-of one kind are stored by columns, which is several times smaller than a list of objects. JSON has no
-NaN: an accuracy that does not exist is ``null`` in the file and NaN in memory. A file is read as
+of one kind are stored by columns, which is several times smaller than a list of objects. JSON has
+no NaN: an accuracy that does not exist is ``null`` in the file and NaN in memory. A file is read as
 foreign data: nothing in it is executed, its size is bounded, each value is checked.
 """
 
@@ -184,10 +184,10 @@ class RunLog:
         """
         path = Path(path)
         document = _read_document(path)
-        header = {
+        header: dict[str, Any] = {
             name: check(document.get(name), _Place(path, name)) for name, check in _HEADER.items()
         }
-        tables = {
+        tables: dict[str, Any] = {
             name: _records(document.get(name), kind, columns, _Place(path, name))
             for name, (kind, columns) in _TABLES.items()
         }
@@ -340,8 +340,8 @@ def _read_document(path: Path) -> Mapping[str, Any]:
         raise TraceError(f"{path}: cannot read the run log: {error}") from error
     if len(raw) > MAX_FILE_BYTES:
         raise TraceError(
-            f"{path}: the run log unpacks to more than {format_bytes(MAX_FILE_BYTES)}; record fewer "
-            f"steps, or set record_events=False in OffloadConfig"
+            f"{path}: the run log unpacks to more than {format_bytes(MAX_FILE_BYTES)}; record "
+            f"fewer steps, or set record_events=False in OffloadConfig"
         )
     try:
         document = json.loads(raw)

@@ -188,6 +188,10 @@ API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int 
         struct region *r = &p->regions[ids[i]];
         r->pins++;
         r->stamp = ++p->clock;
+        if (r->state == ABSENT && !r->has_copy && !r->queued && p->fulls >= r->pages) {
+            pool_take_slots(p, r); /* new: nothing to read, nobody to ask */
+            r->state = STAGED;
+        }
         if (r->locked)
             error = EAGAIN;
         else if (r->state == STAGED && !error)

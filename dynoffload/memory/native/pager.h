@@ -29,7 +29,7 @@
 #define NEVER INT64_MAX
 #define NO_REGION UINT32_MAX
 #define EVENT_CAPACITY 65536u
-#define FAULT_LOOKAHEAD 256
+#define FAULT_LOOKAHEAD 8 /* uses that a fault may prove past: streams, not jumps */
 
 enum state { FREE = 0, ABSENT, READING, STAGED, RESIDENT, WRITING };
 enum cause { BY_PLAN = 0, BY_FAULT = 1, BY_ROOM = 2 };

@@ -86,8 +86,8 @@ int plan_next(struct pager *p, uint32_t *region)
             p->next_action++;
             return ACTION_FETCH;
         }
-        if (p->fulls + p->writing >= r->pages + p->reserve)
-            return -1; /* room is on its way */
+        if (p->fulls + p->writing >= r->pages + p->reserve || r->next_use > p->position + 1)
+            return -1; /* room is on its way, or there is time to wait for it */
         *region = plan_victim(p, r->next_use);
         return *region == NO_REGION ? -1 : ACTION_EVICT;
     }

@@ -1,0 +1,69 @@
+# make demo        see it work: profile, train the pilot, train under one eighth of the memory
+# make test        lint, types and tests in a virtual environment of its own
+# make test-here   the tests with the Python at hand: no installation, no network
+# make lint        ruff and mypy alone
+# make bench       the benchmarks; results go to docs/results/
+# make slow        the tests that take minutes
+#
+# PY is the Python that makes the environment, VENV where it stands, JOBS how many test processes.
+
+PY ?= python3
+VENV ?= .venv
+JOBS ?= auto
+
+STAMP := $(VENV)/.stamp
+BIN := $(VENV)/bin
+PYTEST_FLAGS ?= --timeout 300
+# One thread for each of several test processes; tests that measure have the machine to themselves.
+SHARED := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+OLD_PYTHON = import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
+  "dynoffload needs Python 3.11 or newer; $(1) is Python %d.%d. Name another: make PY=python3.11" % (v[0], v[1]))
+NO_PAGER = "dynoffload: no C compiler found, so the C pager was not built; dynoffload works without it, on the slower mapped-file backend."
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-here lint bench slow clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard dynoffload/memory/native/*)
+	@command -v $(PY) >/dev/null || { echo "dynoffload needs Python 3.11 or newer; $(PY) was not found. Name one: make PY=/path/to/python3.11"; exit 1; }
+	@$(PY) -c '$(call OLD_PYTHON,$(PY))'
+	@echo "Installing dynoffload into $(VENV): about a minute, or as long as the download of torch takes."
+	@$(PY) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@test "$$(uname -s)" != Linux -o ! -e dynoffload/memory/native/pager.h || ls dynoffload/memory/_pager*.so >/dev/null 2>&1 || echo $(NO_PAGER)
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/dynoffload experiment demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p dynoffload
+
+test: lint
+	$(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not alone" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "alone and not slow" $(PYTEST_FLAGS) || test $$? -eq 5
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow --timeout 3600 || test $$? -eq 5
+
+test-here:
+	@$(PY) -c '$(call OLD_PYTHON,$(PY))'
+	@$(PY) setup.py --quiet build_ext --inplace || echo "dynoffload: the extension could not be built here (setuptools missing?); going on without it."
+	$(PY) -m pytest -m "not slow"
+
+bench: $(STAMP)
+	@mkdir -p docs/results
+	$(BIN)/dynoffload experiment paged --json docs/results/paged.json
+	$(BIN)/dynoffload experiment resident --json docs/results/resident.json
+	$(BIN)/dynoffload experiment pilot-accuracy --json docs/results/pilot-accuracy.json
+	$(BIN)/dynoffload experiment pilot-stalls --json docs/results/pilot-stalls.json
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,113 @@
+"""The source text of the Python standard library: real data that every machine already has.
+
+What it is: a list of source files in a fixed order, split into training and held-out files. What it
+is not: a dataset; `dynoffload.datasets.text` makes byte sequences of it and
+`dynoffload.datasets.trees` makes syntax trees.
+
+How it fits: the split is by file and by the hash of the file's name, so it does not move when a
+file is added, and no held-out file shares a line with what was trained on by mere position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+
+from dynoffload.errors import DynOffloadError
+
+MIN_BYTES = 2_048
+"""Smaller files say too little to be a sample."""
+MAX_BYTES = 256 * 1_024
+"""Larger files of the library are tables, not programs."""
+HELD_OUT_OF_TEN = 2
+"""How many of ten files are held out."""
+_LEFT_OUT = {"__pycache__", "dist-packages", "site-packages", "test", "tests", "idle_test"}
+
+
+class DataError(DynOffloadError, ValueError):
+    """A source file or a folder of them cannot be used as data."""
+
+
+class Split(str, Enum):
+    """Which files a sample may come from."""
+
+    TRAIN = "train"
+    HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of Python source.
+
+    Attributes:
+        name: the path below the folder of the library, with forward slashes: ``"json/decoder.py"``.
+        path: where it lies.
+        nbytes: its size.
+    """
+
+    name: str
+    path: Path
+    nbytes: int
+
+    @property
+    def split(self) -> Split:
+        """The half it belongs to, by the hash of its name alone."""
+        digest = hashlib.sha256(self.name.encode()).digest()
+        return Split.HELD_OUT if digest[0] % 10 < HELD_OUT_OF_TEN else Split.TRAIN
+
+    def read(self) -> bytes:
+        """Return the file's bytes.
+
+        Raises:
+            DataError: if it cannot be read.
+        """
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"cannot read the source file {self.path}: {error.strerror or error}; "
+                "point root at a folder of readable Python files"
+            ) from error
+
+
+def source_files(split: Split | str = Split.TRAIN, root: Path | None = None) -> list[SourceFile]:
+    """Return the source files of one split, ordered by name.
+
+    Files below ``test``, ``tests`` and ``site-packages`` are left out, as are those smaller than
+    `MIN_BYTES` and larger than `MAX_BYTES`.
+
+    Args:
+        split: training or held-out.
+        root: the folder to look in; the standard library of the running Python by default.
+
+    Raises:
+        DataError: if the folder does not exist or holds no such file.
+    """
+    wanted = Split(split)
+    folder = Path(sysconfig.get_path("stdlib")) if root is None else Path(root)
+    found = [source for source in _all_files(folder) if source.split is wanted]
+    if not found:
+        raise DataError(
+            f"no {wanted.value} Python file of {MIN_BYTES} to {MAX_BYTES} bytes below {folder}; "
+            "point root at a folder with more source files"
+        )
+    return found
+
+
+@lru_cache(maxsize=8)
+def _all_files(folder: Path) -> tuple[SourceFile, ...]:
+    """Return the usable files below a folder in the order of their names."""
+    if not folder.is_dir():
+        raise DataError(f"the folder of source files {folder} does not exist; point root at one")
+    files = []
+    for path in folder.rglob("*.py"):
+        relative = path.relative_to(folder)
+        if _LEFT_OUT.isdisjoint(relative.parts[:-1]) and path.is_file():
+            nbytes = path.stat().st_size
+            if MIN_BYTES <= nbytes <= MAX_BYTES:
+                files.append(SourceFile(relative.as_posix(), path, nbytes))
+    return tuple(sorted(files, key=lambda source: source.name))

@@ -1,0 +1,201 @@
+"""Syntax trees of Python source, for networks whose shape follows the sample.
+
+What it is: an endless, seeded stream of trees, one per function or class definition, in post-order
+with a label for every node. What it is not: a parser; Python's own `ast` is.
+
+The task is the tree's counterpart of predicting the next word: from a node and what is below it,
+say what kind of node it is part of. Labels are therefore dense, real and hidden from a network that
+computes from the leaves up. Names and values are not part of a tree; only its shape and kinds are.
+
+How it fits: each tree knows its file, so that whoever records or scores steps can split by file.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynoffload.datasets.sources import DataError, SourceFile, Split, source_files
+
+# The grammar of Python 3.11 to 3.14. The list is fixed, not read from the running Python, so that a
+# network over these kinds is the same network on each of them.
+KINDS: tuple[str, ...] = tuple(
+    """
+    Other Module
+    FunctionDef AsyncFunctionDef ClassDef Lambda arguments arg keyword
+    Return Delete Assign AugAssign AnnAssign TypeAlias For AsyncFor While If With AsyncWith withitem
+    Match match_case MatchValue MatchSingleton MatchSequence MatchMapping MatchClass MatchStar
+    MatchAs MatchOr Raise Try TryStar ExceptHandler Assert Import ImportFrom alias Global Nonlocal
+    Expr Pass Break Continue
+    BoolOp NamedExpr BinOp UnaryOp IfExp Dict Set ListComp SetComp DictComp GeneratorExp
+    comprehension Await Yield YieldFrom Compare Call FormattedValue JoinedStr TemplateStr
+    Interpolation Constant Attribute Subscript Starred Name List Tuple Slice
+    And Or Add Sub Mult MatMult Div Mod Pow LShift RShift BitOr BitXor BitAnd FloorDiv
+    Invert Not UAdd USub Eq NotEq Lt LtE Gt GtE Is IsNot In NotIn
+    TypeVar ParamSpec TypeVarTuple
+    """.split()
+)
+"""The kinds of nodes, in the order of their numbers; ``Other`` is what a later grammar adds."""
+
+KEPT_FILES = 64
+"""How many files' trees one stream keeps, so that a file is not parsed at each draw."""
+
+_KIND_OF = {name: number for number, name in enumerate(KINDS)}
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """One definition's syntax tree, nodes in post-order: children before parents, the root last.
+
+    Attributes:
+        kinds: int64 ``[nodes]``: numbers into `KINDS`.
+        labels: int64 ``[nodes]``: the kind of the node that each node is part of; for the root that
+            of the scope it is defined in.
+        children: for each node the indices of its children, left to right; all are smaller than its
+            own.
+        name: the definition's qualified name.
+        source: the name of the file.
+    """
+
+    kinds: Tensor
+    labels: Tensor
+    children: tuple[tuple[int, ...], ...]
+    name: str
+    source: str
+
+    def __len__(self) -> int:
+        """Return how many nodes it has."""
+        return len(self.children)
+
+
+def trees(
+    split: Split | str = Split.TRAIN,
+    *,
+    min_nodes: int = 16,
+    max_nodes: int = 192,
+    seed: int = 0,
+    root: Path | None = None,
+) -> Iterator[Tree]:
+    """Yield trees for ever, the same ones for the same arguments.
+
+    A file is drawn in proportion to its bytes, and one of its definitions uniformly.
+
+    Args:
+        split: training or held-out files.
+        min_nodes: the smallest tree.
+        max_nodes: the largest tree.
+        seed: of the draws.
+        root: the folder of source files; the standard library by default.
+
+    Raises:
+        DataError: if a file is no Python source, or no file has a definition of such a size.
+        ValueError: if the bounds leave no size.
+    """
+    if not 1 <= min_nodes <= max_nodes:
+        raise ValueError(f"trees of {min_nodes} to {max_nodes} nodes do not exist")
+    return _draw(source_files(split, root), min_nodes, max_nodes, seed)
+
+
+def _draw(files: list[SourceFile], min_nodes: int, max_nodes: int, seed: int) -> Iterator[Tree]:
+    """Yield the trees; apart from `trees` so that bad arguments raise at the call."""
+    generator = np.random.default_rng(seed)
+    weights = np.array([source.nbytes for source in files], dtype=np.float64)
+
+    @lru_cache(maxsize=KEPT_FILES)
+    def usable(pick: int) -> list[Tree]:
+        return [tree for tree in parse(files[pick]) if min_nodes <= len(tree) <= max_nodes]
+
+    while weights.any():
+        pick = int(generator.choice(len(files), p=weights / weights.sum()))
+        found = usable(pick)
+        if found:
+            yield found[int(generator.integers(len(found)))]
+        else:
+            weights[pick] = 0.0
+    raise DataError(
+        f"none of {len(files)} source files, {files[0].path} among them, has a definition of "
+        f"{min_nodes} to {max_nodes} nodes; widen the bounds"
+    )
+
+
+def parse(source: SourceFile) -> list[Tree]:
+    """Return a tree for every function and class definition of a file, in source order.
+
+    Raises:
+        DataError: if the file cannot be read or is no Python source.
+    """
+    text = source.read()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = ast.parse(text, filename=str(source.path))
+    except (SyntaxError, ValueError) as error:
+        raise DataError(
+            f"the file {source.path} is no Python source that this Python can parse: {error}; "
+            "take it out of the folder"
+        ) from error
+    found: list[Tree] = []
+    open_scopes: list[tuple[ast.AST, str, ast.AST]] = [(module, "", module)]
+    while open_scopes:
+        node, scope_name, scope = open_scopes.pop()
+        name = scope_name
+        if isinstance(node, _DEFINITIONS):
+            name = f"{scope_name}.{node.name}" if scope_name else node.name
+            found.append(_tree(node, scope, name, source.name))
+            scope = node
+        below = [(child, name, scope) for child in ast.iter_child_nodes(node)]
+        open_scopes.extend(reversed(below))
+    return found
+
+
+def _kind(node: ast.AST) -> int:
+    """Return the number of a node's kind."""
+    return _KIND_OF.get(type(node).__name__, 0)
+
+
+def _parts(node: ast.AST) -> list[ast.AST]:
+    """Return a node's children; whether a name is read or written is not one of them."""
+    return [
+        child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)
+    ]
+
+
+def _tree(definition: ast.AST, scope: ast.AST, name: str, source: str) -> Tree:
+    """Return a definition's nodes in post-order, by an explicit stack as trees can be deep."""
+    kinds: list[int] = []
+    labels: list[int] = []
+    children: list[tuple[int, ...]] = []
+    # Each entry: a node, its parent's kind, its children once they were pushed, and where the list
+    # of its children's indices is collected.
+    collected: list[int] = []
+    stack: list[tuple[ast.AST, int, list[int] | None, list[int]]] = [
+        (definition, _kind(scope), None, collected)
+    ]
+    while stack:
+        node, parent, below, siblings = stack.pop()
+        if below is None:
+            below = []
+            stack.append((node, parent, below, siblings))
+            stack.extend((part, _kind(node), None, below) for part in reversed(_parts(node)))
+            continue
+        siblings.append(len(kinds))
+        kinds.append(_kind(node))
+        labels.append(parent)
+        children.append(tuple(below))
+    return Tree(
+        kinds=torch.tensor(kinds, dtype=torch.int64),
+        labels=torch.tensor(labels, dtype=torch.int64),
+        children=tuple(children),
+        name=name,
+        source=source,
+    )

@@ -1,0 +1,147 @@
+"""``dynoffload doctor``: the machine examined, as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from dynoffload.cli.app import EXIT_ERROR, app, stderr, stdout
+from dynoffload.units import format_bytes
+
+if TYPE_CHECKING:
+    from dynoffload.doctor import Examination, System, Tiers
+
+
+@app.command()
+def doctor(
+    spill_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory to measure; the one for temporary files by default."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.05, max=60, help="Seconds for each of seven measurements.")
+    ] = 1.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all that was found as JSON, in bytes.")
+    ] = False,
+) -> None:
+    """Measure the tiers, read the limits, and say which budget fits.
+
+    Ends with exit code 1 if the spill directory cannot be used.
+
+    Examples:
+
+    ```
+    $ dynoffload doctor
+    $ dynoffload doctor --spill-dir /mnt/nvme --json
+    ```
+    """
+    from dynoffload.doctor import examine
+    from dynoffload.memory.spill import default_spill_dir
+
+    directory = default_spill_dir() if spill_dir is None else spill_dir
+    columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.description}"))
+    console = stderr()
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+        task = progress.add_task("", total=1.0)
+        found = examine(
+            directory,
+            seconds=seconds,
+            progress=lambda name, done: progress.update(task, description=name, completed=done),
+        )
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _show(found, directory)
+    if found.refusal:
+        raise typer.Exit(EXIT_ERROR)
+
+
+def _show(found: Examination, directory: Path) -> None:
+    console = stdout()
+    if found.tiers is not None:
+        console.print(_bandwidth_table(found.tiers))
+    facts = Table(title="This machine", title_justify="left", show_header=False, box=None)
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    if found.filesystem is not None:
+        free = format_bytes(found.filesystem.free_bytes)
+        facts.add_row("spill directory", f"{directory} ({found.filesystem.kind}, {free} free)")
+    if found.tiers is not None:
+        how = f"aligned to {found.tiers.alignment} B" if found.tiers.direct else "refused: buffered"
+        facts.add_row("O_DIRECT", how)
+    for name, value in _facts(found.system):
+        facts.add_row(name, Text(value))
+    console.print(facts)
+    console.print()
+    good = bool(found.advice.budget) and not found.refusal
+    console.print(Text(found.advice.line, "bold green" if good else "bold red"), soft_wrap=True)
+
+
+def _bandwidth_table(tiers: Tiers) -> Table:
+    table = Table(title="Bandwidth", title_justify="left")
+    table.add_column("tier")
+    table.add_column("direction")
+    for header in ("threads", "chunk", "GB/s"):
+        table.add_column(header, justify="right")
+    for row in tiers.rows:
+        tier = "memory" if row.direction.value == "memory" else "file"
+        direction = {"memory": "copy", "mixed": "read and write"}.get(
+            row.direction.value, row.direction.value
+        )
+        chunk = format_bytes(row.chunk)
+        table.add_row(tier, direction, str(row.threads), chunk, f"{row.bps / 1e9:.2f}")
+    return table
+
+
+def _facts(system: System) -> Iterator[tuple[str, str]]:
+    """Yield what the system allows as pairs of a name and a text."""
+
+    def size(count: int | None, none: str = "unknown") -> str:
+        return none if count is None else format_bytes(count)
+
+    yield "system", f"{system.kernel}, {system.cores} cores"
+    yield (
+        "memory",
+        f"{size(system.memory_available)} available of {size(system.memory_total)}, "
+        f"swap {size(system.swap_total)}",
+    )
+    group = system.cgroup
+    if group is None:
+        yield "cgroup", "no memory controller"
+    else:
+        limit = size(group.limit, "no limit")
+        yield (
+            "cgroup",
+            f"v{group.version}, {limit}, {format_bytes(group.usage)} charged "
+            f"({format_bytes(group.reclaimable)} of it file cache)",
+        )
+    yield "transparent huge pages", system.huge_pages or "not in this kernel"
+    uffd = system.userfaultfd
+    if uffd.available:
+        scope = "system calls included" if uffd.full else "user mode only"
+        extras = [
+            name
+            for name, there in (("move", uffd.move), ("write tracking", uffd.wp_async))
+            if there
+        ]
+        yield "userfaultfd", f"{scope}; {', '.join(extras) or 'neither move nor write tracking'}"
+    else:
+        yield "userfaultfd", uffd.reason
+    limits = system.limits
+    overcommit = {0: "heuristic", 1: "always", 2: "never"}.get(limits.overcommit or 0, "unknown")
+    yield "overcommit", overcommit if limits.overcommit is not None else "unknown"
+    yield (
+        "limits",
+        f"address space {size(limits.address_space, 'unlimited')}, locked "
+        f"{size(limits.locked, 'unlimited')}, open files {limits.open_files or 'unlimited'}, "
+        f"mappings {limits.max_map_count or 'unknown'}",
+    )

@@ -1,0 +1,155 @@
+"""``dynoffload experiment``: the measurements behind the published numbers, each by its name.
+
+What it is: the way from words on the command line to the keyword arguments of a registered
+function. What it is not: the experiments, nor their list (``dynoffload.experiments``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from dynoffload.cli.app import app, say_wrote, stdout
+from dynoffload.errors import ConfigError
+
+_SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=_OPEN)
+def experiment(
+    ctx: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(help="Which one; without it all are listed.", show_default=False)
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here as JSON; - prints them.")
+    ] = None,
+    show_options: Annotated[
+        bool, typer.Option("--options", help="List the options of the experiment and stop.")
+    ] = False,
+) -> None:
+    """Run a named experiment and print its numbers.
+
+    Each has options of its own: `--name value`, or `--name` for a switch.
+
+    Examples:
+
+    ```
+    $ dynoffload experiment
+    $ dynoffload experiment paged --options
+    $ dynoffload experiment paged --json paged.json --steps 5
+    ```
+    """
+    from dynoffload import experiments
+
+    if name is None:
+        _list(experiments.EXPERIMENTS, experiments.summary)
+        return
+    function = experiments.load(name)
+    accepted = options_of(function)
+    if show_options:
+        _list_options(name, accepted)
+        return
+    options = parse_options(name, ctx.args, accepted)
+    to_stdout = json_path is not None and str(json_path) == "-"
+    written = None if to_stdout else json_path
+    result = function(json_path=written, **options)
+    if to_stdout:
+        typer.echo(json.dumps(result, indent=2))
+    if written is not None:
+        experiments.write_json(written, result)
+        say_wrote(written)
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the options of an experiment: name -> (type, default); ``json_path`` is none of them.
+
+    Every option has a default, so that an experiment runs by its name alone.
+    """
+    hints = typing.get_type_hints(function)
+    accepted = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "json_path" or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        if parameter.default is inspect.Parameter.empty:
+            raise ConfigError(f"experiment option {name!r} has no default value")
+        accepted[name] = (hints.get(name, str), parameter.default)
+    return accepted
+
+
+def parse_options(
+    experiment_name: str, words: list[str], accepted: Mapping[str, tuple[Any, Any]]
+) -> dict[str, Any]:
+    """Return ``--name value``, ``--name=value`` and ``--switch`` as keyword arguments.
+
+    Raises:
+        ConfigError: for an option that the experiment does not have, or a value of a wrong type.
+    """
+    options: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word, equals, value = rest.pop(0).partition("=")
+        key = word[2:].replace("-", "_")
+        if not word.startswith("--") or key not in accepted:
+            known = ", ".join("--" + name.replace("_", "-") for name in accepted) or "none"
+            raise ConfigError(
+                f"experiment {experiment_name!r} has no option {word!r}; its options: {known}"
+            )
+        kind = accepted[key][0]
+        if not equals and kind is bool:
+            options[key] = True
+            continue
+        if not equals:
+            if not rest:
+                raise ConfigError(f"option {word} needs a value")
+            value = rest.pop(0)
+        options[key] = _convert(word, value, kind)
+    return options
+
+
+def _convert(option: str, value: str, kind: Any) -> Any:
+    """Return ``value`` as ``kind``: a plain type, a union, or a list separated by commas."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [k for k in inner if k is not type(None)]
+        for choice in kinds[:-1]:
+            try:
+                return _convert(option, value, choice)
+            except ConfigError:
+                continue
+        return _convert(option, value, kinds[-1])
+    if origin in (list, tuple) or str(origin).endswith("Sequence'>"):
+        items = [_convert(option, item, inner[0]) for item in value.split(",") if item]
+        return items if origin is list else tuple(items)
+    if kind is bool:
+        if value.lower() not in _SWITCH:
+            raise ConfigError(f"option {option}: {value!r} is neither true nor false")
+        return _SWITCH[value.lower()]
+    try:
+        return kind(value) if kind in (int, float, Path) else value
+    except ValueError as error:
+        raise ConfigError(f"option {option}: {value!r} is not of type {kind.__name__}") from error
+
+
+def _list(registered: Mapping[str, str], summary: Callable[[str], str]) -> None:
+    table = Table("name", "what it measures", box=None)
+    for name in registered:
+        table.add_row(name, summary(name))
+    stdout().print(table)
+
+
+def _list_options(name: str, accepted: Mapping[str, tuple[Any, Any]]) -> None:
+    table = Table("option", "type", "default", title=name, title_justify="left", box=None)
+    for key, (kind, default) in accepted.items():
+        shown = kind.__name__ if isinstance(kind, type) else str(kind)
+        table.add_row("--" + key.replace("_", "-"), shown, repr(default))
+    stdout().print(table)

@@ -1,0 +1,146 @@
+"""``dynoffload pilot train`` and ``pilot eval``: the pilot as an offline job."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from dynoffload.cli.app import EPILOG, app, say_wrote, stdout
+from dynoffload.units import format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from dynoffload.pilot.train import Evaluation
+
+commands = typer.Typer(
+    help="Train a pilot from traces, and score it on held-out ones.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+app.add_typer(commands, name="pilot")
+
+
+class ModelChoice(str, enum.Enum):
+    """What learns."""
+
+    AUTO = "auto"
+    LIGHTGBM = "lightgbm"
+    MLP = "mlp"
+
+
+Traces = Annotated[
+    Path, typer.Argument(exists=True, file_okay=False, help="Directory that 'profile' wrote.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
+
+
+@commands.command()
+def train(
+    traces: Traces,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The .pilot file to write.")],
+    model: Annotated[
+        ModelChoice, typer.Option(help="What learns; auto takes what predicts best.")
+    ] = ModelChoice.AUTO,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Cut blocks that fit in this much fast memory, e.g. 8GiB."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same pilot.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a pilot from a directory of traces.
+
+    Example:
+
+    ```
+    $ dynoffload pilot train traces/ -o moe.pilot --model auto
+    ```
+    """
+    from dynoffload.pilot.train import train_pilot
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result = train_pilot(
+        traces, model=model.value, budget=parse_bytes(budget) if budget else None, seed=seed
+    )
+    result.pilot.save(out)
+    facts: dict[str, int | float | str | None] = {
+        "model": result.pilot.kind,
+        "train_samples": result.train_samples,
+        "seconds": result.seconds,
+    }
+    _show(
+        f"Pilot trained on {traces}, scored on sources held out", facts, result.evaluation, as_json
+    )
+    say_wrote(out)
+
+
+@commands.command("eval")
+def evaluate(
+    pilot: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A .pilot file.")],
+    traces: Traces,
+    as_json: AsJson = False,
+) -> None:
+    """Score a pilot on a directory of traces that it was not trained on.
+
+    Example:
+
+    ```
+    $ dynoffload pilot eval moe.pilot held-out/ --json
+    ```
+    """
+    from dynoffload.pilot.pilot import Pilot
+    from dynoffload.pilot.train import evaluate_pilot
+
+    loaded = Pilot.load(pilot)
+    evaluation = evaluate_pilot(loaded, traces)
+    _show(f"{pilot.name} on {traces}", {"model": loaded.kind}, evaluation, as_json)
+
+
+def numbers_of(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the scores by who made them, and the latency; what JSON lacks (NaN) is ``None``."""
+    scores = {
+        who.replace(", ", "_").replace(" ", "_"): {
+            name: None if math.isnan(value) else value for name, value in row.to_json().items()
+        }
+        for who, row in evaluation.rows().items()
+    }
+    return {
+        **scores,
+        "latency_s": evaluation.latency_s,
+        "latency_p95_s": evaluation.latency_p95_s,
+        "sources": len(evaluation.sources),
+    }
+
+
+def _show(
+    title: str,
+    facts: Mapping[str, int | float | str | None],
+    evaluation: Evaluation,
+    as_json: bool,
+) -> None:
+    if as_json:
+        typer.echo(json.dumps({**facts, **numbers_of(evaluation)}, indent=2))
+        return
+    table = Table(title=title, title_justify="left")
+    table.add_column("who predicts")
+    for header in ("order", "by bytes", "whole order", "site F1", "samples"):
+        table.add_column(header, justify="right")
+    for who, row in evaluation.rows().items():
+        shares = (row.block_order_accuracy, row.byte_weighted, row.whole_order, row.site_f1)
+        shown = ("–" if math.isnan(share) else f"{share:.1%}" for share in shares)
+        table.add_row(who, *shown, str(row.samples))
+    console = stdout()
+    console.print(table)
+    latency = (
+        f"{format_seconds(evaluation.latency_s)} (95%: {format_seconds(evaluation.latency_p95_s)})"
+    )
+    seconds = facts.get("seconds")
+    took = f"; trained in {format_seconds(seconds)}" if isinstance(seconds, float) else ""
+    console.print(f"{facts['model']}; one prediction takes {latency}{took}", highlight=False)

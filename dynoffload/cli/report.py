@@ -1,0 +1,73 @@
+"""``dynoffload report``: the page and the trace of a run that was logged before."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from dynoffload.cli.app import app, say_wrote, stderr, stdout
+
+
+@app.command()
+def report(
+    runlog: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="A .runlog.json or .runlog.json.gz file."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The page; beside the log by default.", show_default=False
+        ),
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(help="The trace for ui.perfetto.dev; beside the page by default."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers of the run as JSON.")
+    ] = False,
+) -> None:
+    """Make an HTML page and a Perfetto trace of a logged run.
+
+    The page needs no network; open the trace at ui.perfetto.dev.
+
+    Example:
+
+    ```
+    $ dynoffload report out/run.runlog.json.gz -o run.html
+    ```
+    """
+    from dynoffload.reporting import write_perfetto, write_report
+    from dynoffload.reporting.summary import headlines, summarize, verdict
+    from dynoffload.runtime.telemetry import RunLog
+
+    page = out or runlog.with_name(runlog.name.split(".")[0] + ".html")
+    trace = perfetto or page.with_suffix(".perfetto.json.gz")
+    with stderr().status("reading the log"):
+        log = RunLog.load(runlog)
+    with stderr().status("drawing"):
+        write_report(log, page)
+        write_perfetto(log, trace)
+    if as_json:
+        numbers: dict[str, Any] = asdict(summarize(log)) if log.steps else {"steps": 0}
+        clean = {
+            key: None if isinstance(value, float) and math.isnan(value) else value
+            for key, value in numbers.items()
+        }
+        files = {"page": str(page), "perfetto": str(trace)}
+        typer.echo(json.dumps({**clean, "budget": log.budget, **files}, indent=2))
+        return
+    console = stdout()
+    console.print(verdict(log), highlight=False, markup=False)
+    table = Table(show_header=False, box=None)
+    for card in headlines(log):
+        table.add_row(card.label, f"[bold]{card.value}[/]", f"[dim]{card.meaning}[/]")
+    console.print(table)
+    say_wrote(page, trace)

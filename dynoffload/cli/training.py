@@ -1,0 +1,213 @@
+"""``dynoffload profile`` and ``run``: a user's training script, recorded or offloaded.
+
+What it is: the defaults set around a script, and what is said after it. What it is not: recording
+or offloading, which ``offload()`` does inside the script, nor running it (``scripts``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dynoffload.cli.app import app, stderr, stdout
+from dynoffload.cli.scripts import log_lines, run_script
+from dynoffload.config import POLICIES, clear_defaults, set_defaults
+from dynoffload.errors import ConfigError, ProfilingDone
+from dynoffload.units import format_bytes, format_seconds
+
+TRACES = "*.parquet"
+# All that follows SCRIPT is the script's, also what looks like an option of ours.
+_SCRIPT_LAST = {"allow_interspersed_args": False}
+
+Script = Annotated[
+    Path,
+    typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="The training script."),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="The script's own arguments.", show_default=False),
+]
+
+
+@app.command(context_settings=_SCRIPT_LAST)
+def run(
+    script: Script,
+    arguments: Arguments = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Hard cap on fast memory, e.g. 8GiB or 500MB.", show_default=False),
+    ] = None,
+    pilot: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A .pilot file that says what comes next."),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"How to prefetch: {', '.join(POLICIES)}.")
+    ] = None,
+    spill_dir: Annotated[
+        Path | None, typer.Option(help="Directory on a disk for what does not fit.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the HTML page here, trace and run log beside it.")
+    ] = None,
+) -> None:
+    """Run an unmodified script that calls `dynoffload.offload(model, optimizer)`.
+
+    What that call leaves open is taken from these options. They stand before SCRIPT; all that
+    follows SCRIPT is the script's own.
+
+    Examples:
+
+    ```
+    $ dynoffload run --budget 8GiB train.py --epochs 3
+    $ dynoffload run --budget 8GiB --pilot moe.pilot --report out/run.html train.py
+    ```
+    """
+    set_defaults(budget=budget, pilot=pilot, policy=policy, spill_dir=spill_dir, report=report)
+    try:
+        with log_lines():
+            run_script(script, arguments or [])
+    finally:
+        clear_defaults()
+
+
+@app.command(context_settings=_SCRIPT_LAST)
+def profile(
+    script: Script,
+    arguments: Arguments = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            file_okay=False,
+            help="Directory for the traces. May also stand at the very end.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps to record, then stop the script.  [default: 20]"),
+    ] = None,
+) -> None:
+    """Record what a training script does, step by step, as traces for the pilot.
+
+    The script is unmodified and calls `dynoffload.offload(model, optimizer)`; here that
+    call records and moves nothing.
+
+    Options stand before SCRIPT. As the last words, `-o DIR` or `-o DIR --steps N`
+    are understood too, if no -o stands in front; all else after SCRIPT is the script's own.
+
+    Examples:
+
+    ```
+    $ dynoffload profile train.py --lr 1e-3 -o traces/
+    $ dynoffload profile -o traces/ --steps 50 train.py --steps 1000
+    ```
+    """
+    own = arguments or []
+    if out is None:
+        own, out, steps = split_tail(own, steps)
+    if out is None:
+        raise typer.BadParameter("name a directory for the traces", param_hint="'-o' / '--out'")
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"{out} is not a directory", param_hint="'-o' / '--out'")
+    wanted = 20 if steps is None else steps
+    out.mkdir(parents=True, exist_ok=True)
+    before = _traces(out)
+    begin = time.perf_counter()
+    code: object = None
+    set_defaults(profile_dir=out, profile_steps=wanted)
+    try:
+        with log_lines(), _steps_shown(out, set(before), wanted):
+            run_script(script, own)
+    except ProfilingDone:
+        pass
+    except SystemExit as end:
+        code = end.code
+    finally:
+        clear_defaults()
+    made = {path: size for path, size in _traces(out).items() if before.get(path) != size}
+    if code not in (None, 0):
+        raise SystemExit(code)  # the script failed, and said why
+    if not made:
+        raise ConfigError(
+            f"{script} finished without one recorded step: it must train inside "
+            "'with dynoffload.offload(model, optimizer):'"
+        )
+    table = Table(show_header=False, box=None)
+    table.add_row("traces", f"{len(made)} in {out}")
+    table.add_row("size", format_bytes(sum(made.values())))
+    table.add_row("time", format_seconds(time.perf_counter() - begin))
+    stdout().print(table)
+    stderr().print(
+        f"next: dynoffload pilot train {out} -o model.pilot",
+        style="dim",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def split_tail(
+    arguments: list[str], steps: int | None
+) -> tuple[list[str], Path | None, int | None]:
+    """Take ``-o DIR`` or ``-o DIR --steps N`` off the end of a script's arguments.
+
+    Only as the very last words, so that a script's own options of these names stay its own.
+
+    Returns:
+        The script's arguments, the directory or ``None``, the steps (``steps`` if none follow).
+    """
+    tail: list[str] = []
+    match arguments:
+        case [*own, "-o" | "--out", directory]:
+            return own, Path(directory), steps
+        case [*own, "-o" | "--out", directory, "--steps", count]:
+            tail = [directory, count]
+    if not tail:
+        return arguments, None, steps
+    if not tail[1].isdigit() or int(tail[1]) < 1:
+        raise typer.BadParameter(f"{tail[1]!r} is not a count of steps", param_hint="'--steps'")
+    return own, Path(tail[0]), int(tail[1])
+
+
+def _traces(directory: Path) -> dict[Path, int]:
+    """Return the trace files in ``directory`` with their sizes."""
+    sizes: dict[Path, int] = {}
+    for path in directory.glob(TRACES):
+        with contextlib.suppress(FileNotFoundError):  # renamed as it was finished
+            sizes[path] = path.stat().st_size
+    return sizes
+
+
+@contextlib.contextmanager
+def _steps_shown(directory: Path, before: set[Path], wanted: int) -> Iterator[None]:
+    """Show how many traces there are already, on a terminal, while the script runs."""
+    console = stderr()
+    if not console.is_terminal:
+        yield
+        return
+    done = threading.Event()
+    columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("steps", total=wanted)
+
+        def watch() -> None:
+            while not done.wait(0.5):
+                progress.update(task, completed=len(set(_traces(directory)) - before))
+
+        watcher = threading.Thread(target=watch, name="dynoffload-progress", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()

@@ -1,0 +1,350 @@
+"""How fast the tiers are: bandwidth of the spill directory past the page cache, and of memory.
+
+What it is: `measure_tiers`, run by ``dynoffload doctor`` and by experiments that compute a bound
+from it. What it is not: a model; the numbers are what this machine gave just now.
+
+Reads and writes go by O_DIRECT in chunks of 8 MiB, as the file tier's do, from buffers of huge
+pages, with one and with two threads, then both directions at once. The file is private, unlinked
+while it is still empty, and allocated in full before it is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+
+from dynoffload.doctor.system import filesystem_of
+from dynoffload.errors import ConfigError, SpillError
+from dynoffload.units import GiB, MiB, format_bytes
+
+CHUNK = 8 * MiB
+FILE_BYTES = GiB
+"""Size of the file that is read and written: far beyond what a disk's own cache holds."""
+_BUFFERS = 4  # chunks per thread, used in turn
+_COPY_BYTES = 256 * MiB  # shared among the threads: past the caches, and no burden on memory
+_MOST_THREADS = 16
+
+
+class Direction(str, Enum):
+    """What a measurement did."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"
+    """Half of the threads read while the others write; bytes of both are counted."""
+    MEMORY = "memory"
+    """Copies from memory to memory; each byte is counted once, though read and written."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Bytes per second that ``threads`` threads moved together in chunks of ``chunk`` bytes."""
+
+    direction: Direction
+    threads: int
+    chunk: int
+    bps: float
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Measured bandwidth of both tiers.
+
+    Attributes:
+        spill_dir: the directory that was measured.
+        direct: whether O_DIRECT was used; else the numbers are those of buffered files, synced.
+        alignment: bytes to which O_DIRECT wants offsets, lengths and addresses aligned; 1 without.
+        read_bps: bytes per second read, best of one and two threads.
+        write_bps: bytes per second written, best of one and two threads.
+        mixed_bps: bytes per second of both directions together, running at once.
+        memory_bps: bytes per second copied within memory, best of one thread and one per core.
+        rows: every single measurement.
+    """
+
+    spill_dir: str
+    direct: bool
+    alignment: int
+    read_bps: float
+    write_bps: float
+    mixed_bps: float
+    memory_bps: float
+    rows: tuple[Measurement, ...]
+
+
+Progress = Callable[[str, float], None]
+"""Called before each measurement with its name and the share of the work done, 0 to 1."""
+
+
+def measure_tiers(
+    spill_dir: str | Path,
+    seconds: float = 1.0,
+    *,
+    file_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Tiers:
+    """Measure the file tier in ``spill_dir`` and the memory.
+
+    Args:
+        spill_dir: an existing directory on a disk; the file in it vanishes with this call, however
+            it ends.
+        seconds: how long each of the seven measurements runs at least. The whole call takes about
+            eight times as long.
+        file_bytes: size of the file; `FILE_BYTES` by default, less where space is short.
+        progress: told what comes next.
+
+    Raises:
+        SpillError: if the directory is missing, not writable, in memory, full, or fails.
+        ConfigError: if ``seconds`` is not positive.
+    """
+    if not seconds > 0:
+        raise ConfigError(f"seconds={seconds} must be positive")
+    directory = Path(spill_dir)
+    size = _usable_size(directory, file_bytes)
+    tell = progress or (lambda name, share: None)
+    rows: list[Measurement] = []
+    with _spill_file(directory, size) as (descriptor, direct):
+        alignment = _alignment(descriptor) if direct else 1
+        # Writing first: a file that was only allocated reads as zeros without touching the disk.
+        plan = [
+            (Direction.WRITE, 1),
+            (Direction.WRITE, 2),
+            (Direction.READ, 1),
+            (Direction.READ, 2),
+            (Direction.MIXED, 4),
+        ]
+        _fill(descriptor, size)
+        for done, (direction, threads) in enumerate(plan):
+            tell(f"{direction.value}, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
+            bps = _file_bandwidth(descriptor, size, direction, threads, seconds, direct)
+            rows.append(Measurement(direction, threads, CHUNK, bps))
+    cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    for done, threads in enumerate(sorted({1, min(cores, _MOST_THREADS)}), len(plan)):
+        tell(f"memory, {threads} thread" + ("s" if threads > 1 else ""), done / 7)
+        bps = _memory_bandwidth(threads, seconds)
+        rows.append(Measurement(Direction.MEMORY, threads, _COPY_BYTES // threads, bps))
+    best = {
+        direction: max(row.bps for row in rows if row.direction is direction)
+        for direction in Direction
+    }
+    return Tiers(
+        spill_dir=str(directory),
+        direct=direct,
+        alignment=alignment,
+        read_bps=best[Direction.READ],
+        write_bps=best[Direction.WRITE],
+        mixed_bps=best[Direction.MIXED],
+        memory_bps=best[Direction.MEMORY],
+        rows=tuple(rows),
+    )
+
+
+def _usable_size(directory: Path, wanted: int | None) -> int:
+    where = filesystem_of(directory)
+    if where.in_memory:
+        raise SpillError(
+            f"spill directory {directory} lies on {where.kind} ({where.mount}), which is memory: "
+            f"spilling there frees nothing; name a directory on a disk by --spill-dir"
+        )
+    least = 8 * CHUNK
+    size = min(FILE_BYTES if wanted is None else wanted, where.free_bytes // 2) // CHUNK * CHUNK
+    if size < least:
+        raise SpillError(
+            f"spill directory {directory} has {format_bytes(where.free_bytes)} free, measuring "
+            f"needs a file of at least {format_bytes(least)} and as much besides; free some space, "
+            f"or name another directory by --spill-dir"
+        )
+    return size
+
+
+@contextlib.contextmanager
+def _spill_file(directory: Path, size: int) -> Iterator[tuple[int, bool]]:
+    """Yield a descriptor of an allocated, private, unlinked file; whether it is O_DIRECT."""
+    try:
+        buffered, name = tempfile.mkstemp(prefix=".dynoffload-", dir=directory)
+    except OSError as error:
+        raise SpillError(f"cannot create a file in {directory}: {error.strerror}") from error
+    descriptors = [buffered]
+    try:
+        try:
+            direct = hasattr(os, "O_DIRECT")
+            if direct:
+                try:
+                    # The second open is of the file just made, while it still has its name.
+                    descriptors.append(os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
+                except OSError as error:
+                    if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                        raise
+                    direct = False
+        finally:
+            os.unlink(name)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(buffered, 0, size)
+        yield descriptors[-1], direct
+    except OSError as error:
+        if isinstance(error, SpillError):
+            raise
+        raise SpillError(
+            f"{directory}: {error.strerror or error} while measuring a file of "
+            f"{format_bytes(size)}; free some space, or name another directory by --spill-dir"
+        ) from error
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _alignment(descriptor: int) -> int:
+    """Return the least power of two from 512 to which an O_DIRECT read must be aligned."""
+    with _buffer(MiB) as memory:
+        view = memoryview(memory)
+        alignment = 512
+        while alignment < MiB:
+            piece = view[alignment : 2 * alignment]
+            try:
+                os.preadv(descriptor, [piece], alignment)
+                return alignment
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            finally:
+                piece.release()
+            alignment *= 2
+        view.release()
+    return alignment
+
+
+@contextlib.contextmanager
+def _buffer(size: int) -> Iterator[mmap.mmap]:
+    """Yield private memory of ``size`` bytes, of huge pages where the system gives them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them answers EINVAL
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        yield memory
+    finally:
+        with contextlib.suppress(BufferError):
+            memory.close()
+
+
+def _fill(descriptor: int, size: int) -> None:
+    """Write random bytes over the whole file: a device that compresses must not look faster."""
+    with _buffer(CHUNK) as memory:
+        memory[:] = np.random.default_rng(0).bytes(CHUNK)
+        for offset in range(0, size, CHUNK):
+            _whole(os.pwrite(descriptor, memory, offset))
+    os.fsync(descriptor)
+
+
+def _file_bandwidth(
+    descriptor: int, size: int, direction: Direction, threads: int, seconds: float, direct: bool
+) -> float:
+    chunks = size // CHUNK
+    share = chunks // threads
+    ends = threading.Event()
+
+    def work(index: int) -> int:
+        writes = direction is Direction.WRITE or (direction is Direction.MIXED and index % 2 == 1)
+        moved = 0
+        with _buffer(_BUFFERS * CHUNK) as memory:
+            memory[:] = np.random.default_rng(index).bytes(len(memory))
+            view = memoryview(memory)
+            pieces = [view[i * CHUNK : (i + 1) * CHUNK] for i in range(_BUFFERS)]
+            barrier.wait()
+            turn = 0
+            while not ends.is_set():
+                offset = (index * share + turn % share) * CHUNK
+                piece = pieces[turn % _BUFFERS]
+                if writes:
+                    moved += _whole(os.pwrite(descriptor, piece, offset))
+                else:
+                    if not direct and hasattr(os, "posix_fadvise"):
+                        os.posix_fadvise(descriptor, offset, CHUNK, os.POSIX_FADV_DONTNEED)
+                    moved += _whole(os.preadv(descriptor, [piece], offset))
+                turn += 1
+            for held in (*pieces, view):
+                held.release()
+        return moved
+
+    def finish() -> None:
+        if not direct and direction is not Direction.READ:
+            os.fsync(descriptor)
+
+    barrier = threading.Barrier(threads + 1)
+    return _timed(work, threads, seconds, barrier, ends, finish)
+
+
+def _memory_bandwidth(threads: int, seconds: float) -> float:
+    ends = threading.Event()
+    barrier = threading.Barrier(threads + 1)
+
+    def work(index: int) -> int:
+        source = np.full(_COPY_BYTES // threads // 8, index, dtype=np.int64)
+        target = np.zeros_like(source)
+        barrier.wait()
+        moved = 0
+        while not ends.is_set():
+            np.copyto(target, source)
+            moved += source.nbytes
+        return moved
+
+    return _timed(work, threads, seconds, barrier, ends, lambda: None)
+
+
+def _timed(
+    work: Callable[[int], int],
+    threads: int,
+    seconds: float,
+    barrier: threading.Barrier,
+    ends: threading.Event,
+    finish: Callable[[], None],
+) -> float:
+    """Run ``work`` in ``threads`` threads for ``seconds`` and return bytes per second in total."""
+    moved = [0] * threads
+    failures: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            moved[index] = work(index)
+        except BaseException as error:
+            failures.append(error)
+            barrier.abort()
+            ends.set()
+
+    pool: Sequence[threading.Thread] = [
+        threading.Thread(target=run, args=(index,), daemon=True) for index in range(threads)
+    ]
+    for thread in pool:
+        thread.start()
+    with contextlib.suppress(threading.BrokenBarrierError):
+        barrier.wait()
+    begin = time.perf_counter()
+    try:
+        ends.wait(seconds)
+    finally:
+        ends.set()
+        for thread in pool:
+            thread.join()
+    real = [error for error in failures if not isinstance(error, threading.BrokenBarrierError)]
+    if real:
+        raise real[0]
+    finish()
+    return sum(moved) / (time.perf_counter() - begin)
+
+
+def _whole(count: int) -> int:
+    if count != CHUNK:
+        raise SpillError(
+            f"the spill file moved {count} of {CHUNK} bytes; the disk is full or failing"
+        )
+    return count

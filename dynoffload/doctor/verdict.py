@@ -1,0 +1,129 @@
+"""The doctor's advice: which budget fits this machine and which backend it gets.
+
+What it is: one small function over facts, and the whole examination as one record for terminals and
+for ``--json``. What it is not: reading the facts (``system``) or measuring (``tiers``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dynoffload.doctor.system import FileSystem, System, filesystem_of, inspect
+from dynoffload.doctor.tiers import Progress, Tiers, measure_tiers
+from dynoffload.errors import SpillError
+from dynoffload.units import GiB, MiB, format_bytes
+
+RESERVE = GiB
+"""Least bytes left for the process itself, operator temporaries and other programs."""
+RESERVE_SHARE = 0.15
+"""Share of the free memory that is left, where that is more."""
+_ROUND = 64 * MiB
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What fits.
+
+    Attributes:
+        budget: largest budget in bytes that leaves the reserve; 0 where none does.
+        room: bytes free for this process by memory and cgroup.
+        bound_by: ``"memory"`` or ``"cgroup"``: which of them leaves the least.
+        backend: ``"pager"`` or ``"mapped"``.
+        backend_reason: why not the pager, or by which right the pager.
+        line: all of it in one line.
+    """
+
+    budget: int
+    room: int
+    bound_by: str
+    backend: str
+    backend_reason: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the doctor found.
+
+    Attributes:
+        system: what the machine allows.
+        filesystem: where the spill directory lies, ``None`` if it cannot be used at all.
+        tiers: measured bandwidth, ``None`` if the directory was refused.
+        refusal: why the spill directory was refused, ``""`` if it was not.
+        advice: what fits.
+    """
+
+    system: System
+    filesystem: FileSystem | None
+    tiers: Tiers | None
+    refusal: str
+    advice: Advice
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the examination as JSON values; bytes are ints, bandwidth is bytes per second."""
+        return asdict(self)
+
+
+def examine(
+    spill_dir: Path, *, seconds: float = 1.0, progress: Progress | None = None
+) -> Examination:
+    """Inspect the system and measure the tiers; a refused directory is part of what is found."""
+    system = inspect()
+    filesystem: FileSystem | None = None
+    tiers: Tiers | None = None
+    refusal = ""
+    try:
+        filesystem = filesystem_of(spill_dir)
+        tiers = measure_tiers(spill_dir, seconds, progress=progress)
+    except SpillError as error:
+        refusal = str(error)
+    from dynoffload.memory.pager import probe  # imports torch
+
+    advice = advise(system, filesystem, spill_refusal=refusal, pager_refusal=probe())
+    return Examination(system, filesystem, tiers, refusal, advice)
+
+
+def advise(
+    system: System,
+    filesystem: FileSystem | None,
+    *,
+    spill_refusal: str = "",
+    pager_refusal: str = "",
+) -> Advice:
+    """Return which budget fits and which backend ``"auto"`` chooses.
+
+    Args:
+        system: what the machine allows.
+        filesystem: where the spill directory lies.
+        spill_refusal: why that directory cannot be used, ``""`` if it can.
+        pager_refusal: why the pager cannot work here, ``""`` if it can.
+    """
+    free = system.memory_available or 0
+    room, bound_by = free, "memory"
+    if system.cgroup is not None and system.cgroup.room is not None and system.cgroup.room < free:
+        room, bound_by = system.cgroup.room, "cgroup"
+    reserve = max(RESERVE, math.ceil(room * RESERVE_SHARE))
+    budget = max(0, room - reserve) // _ROUND * _ROUND
+    if not pager_refusal:
+        backend = "pager"
+        full = system.userfaultfd.full
+        reason = "userfaultfd" if full else "userfaultfd, user mode only"
+    else:
+        backend, reason = "mapped", pager_refusal
+    if spill_refusal or filesystem is None:
+        line = f"Nothing can be spilled: {spill_refusal or 'there is no spill directory'}"
+    elif budget == 0:
+        line = (
+            f"No budget fits: {format_bytes(room)} free by {bound_by}, "
+            f"{format_bytes(reserve)} are needed for the process itself"
+        )
+    else:
+        line = (
+            f"Budgets up to {format_bytes(budget)} fit ({format_bytes(room)} free by {bound_by}, "
+            f"{format_bytes(reserve)} kept for the process); up to "
+            f"{format_bytes(filesystem.free_bytes)} can be spilled; backend {backend} ({reason})"
+        )
+    return Advice(budget, room, bound_by, backend, reason, line)

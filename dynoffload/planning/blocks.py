@@ -1,0 +1,252 @@
+"""Blocks: the units in which a network's path is predicted and its regions migrate.
+
+What it is: `Block`, the `Vocabulary` of the blocks seen across samples, and the encoding of a
+program as a sequence of them. What it is not: the rule by which programs are cut into blocks (see
+`cutting`), nor a schedule; which of a block's regions move when is decided per region.
+
+A block is one call of a module in whose inside no sample decides anything. It is named by the
+module's path, and where one sample calls the module many times (a cell per tree node, say) by the
+shapes of its arguments too, its *variant*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynoffload.errors import PilotError
+from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.program import Program
+from dynoffload.profiler.trace import Phase
+
+UNSEEN = -1
+"""What `Vocabulary.encode` gives for a call that no block stands for."""
+_FORMAT = "dynoffload-vocabulary"
+_VERSION = 1
+_MAX_BLOCKS = 1_000_000
+_MAX_TEXT = 4096
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive operators whose regions migrate together.
+
+    Attributes:
+        index: its number in the vocabulary.
+        path: path of the module that is called.
+        variant: shapes of the call, where they tell calls of this module apart; else ``""``.
+        visits: paths of the modules with parameters that it runs, in order.
+        regions: names of the parameters, gradients, optimizer state and buffers it uses.
+        nbytes: their sizes together.
+        activation_bytes: most bytes of activations that one call leaves alive.
+        forward_s: mean seconds of one call in forward.
+        backward_s: mean seconds of its backward.
+        idioms: sum over the operators of its forward.
+        optional: whether some training sample does without it.
+    """
+
+    index: int
+    path: str
+    variant: str
+    visits: tuple[str, ...]
+    regions: tuple[str, ...]
+    nbytes: int
+    activation_bytes: int
+    forward_s: float
+    backward_s: float
+    idioms: Idioms
+    optional: bool = False
+
+    @property
+    def name(self) -> str:
+        """The block as people read it: ``"layers.0.experts.3"`` or ``"cell[2x150]"``."""
+        path = self.path or "(root)"
+        return f"{path}[{self.variant}]" if self.variant else path
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The blocks of one network, as training samples showed them.
+
+    Attributes:
+        network: fingerprint of the network.
+        blocks: by index, in the order in which they were first seen.
+        repeated: paths of modules whose calls are told apart by shape.
+    """
+
+    network: str
+    blocks: tuple[Block, ...]
+    repeated: frozenset[str] = frozenset()
+    _indices: dict[tuple[str, str], int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        indices = {(block.path, block.variant): block.index for block in self.blocks}
+        if [block.index for block in self.blocks] != list(range(len(self.blocks))):
+            raise PilotError("the blocks of a vocabulary are not numbered in order")
+        if len(indices) != len(self.blocks):
+            raise PilotError("a vocabulary names one block twice")
+        object.__setattr__(self, "_indices", indices)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def index_of(self, path: str, shape_key: str = "") -> int:
+        """Return the block of a call of the module at ``path``, or `UNSEEN`.
+
+        Args:
+            path: the module's path.
+            shape_key: shapes of the call (`dynoffload.profiler.shape_key`); looked at only where
+                they matter, so a caller may leave it out for paths that are not ``repeated``.
+        """
+        if path in self.repeated:
+            found = self._indices.get((path, shape_key))
+            if found is not None:
+                return found
+        return self._indices.get((path, ""), UNSEEN)
+
+    def encode(self, program: Program) -> list[int]:
+        """Return the blocks that the forward of ``program`` ran, in order; unseen calls are -1.
+
+        A call inside a block's call is part of it. The outermost call that runs parameters, but
+        neither is nor contains a block, is unseen as a whole; a call without parameters is nothing.
+
+        Raises:
+            PilotError: if the program is of another network.
+        """
+        if program.network != self.network:
+            raise PilotError(
+                f"this vocabulary is of network {self.network[:12]}, the program of "
+                f"{program.network[:12]}: profile the network at hand and build it anew"
+            )
+        owners = {visit.path for visit in program.visits if visit.phase is Phase.FORWARD}
+        found = [self.index_of(call.path, call.shape_key) for call in program.calls]
+        runs = [call.path in owners for call in program.calls]  # parameters, itself or inside
+        known = [index >= 0 for index in found]  # a block, itself or inside
+        for place in range(len(found) - 1, -1, -1):
+            parent = program.calls[place].parent
+            if parent >= 0:
+                runs[parent] |= runs[place]
+                known[parent] |= known[place]
+        inside: list[bool] = []
+        order: list[int] = []
+        for place, (call, index) in enumerate(zip(program.calls, found, strict=True)):
+            within = call.parent >= 0 and inside[call.parent]
+            if not within and index >= 0:
+                order.append(index)
+                # A block of the module's own parameters alone leaves its children to be seen.
+                within = self.blocks[index].visits != (call.path,)
+            elif not within and runs[place] and (not known[place] or call.path in owners):
+                order.append(UNSEEN)
+                within = not known[place]
+            inside.append(within)
+        return order
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the vocabulary as plain data that `json` writes."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "network": self.network,
+            "repeated": sorted(self.repeated),
+            "blocks": [
+                {
+                    "path": block.path,
+                    "variant": block.variant,
+                    "visits": list(block.visits),
+                    "regions": list(block.regions),
+                    "nbytes": block.nbytes,
+                    "activation_bytes": block.activation_bytes,
+                    "forward_s": block.forward_s,
+                    "backward_s": block.backward_s,
+                    "idioms": list(block.idioms),
+                    "optional": block.optional,
+                }
+                for block in self.blocks
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Vocabulary:
+        """Return the vocabulary that `to_json` wrote.
+
+        Raises:
+            PilotError: if the data is anything else, naming what is wrong.
+        """
+        document = _mapping(data, "the vocabulary")
+        if document.get("format") != _FORMAT or document.get("version") != _VERSION:
+            raise PilotError(
+                f"not a vocabulary that this release reads: format {document.get('format')!r}, "
+                f"version {document.get('version')!r}; train the pilot anew with this release"
+            )
+        blocks = document.get("blocks")
+        if not isinstance(blocks, list) or len(blocks) > _MAX_BLOCKS:
+            raise PilotError("the vocabulary's blocks are not a list of at most a million")
+        return cls(
+            network=_text(document, "network"),
+            blocks=tuple(_block(index, entry) for index, entry in enumerate(blocks)),
+            repeated=frozenset(_texts(document, "repeated")),
+        )
+
+
+def _block(index: int, data: object) -> Block:
+    entry = _mapping(data, f"block {index}")
+    idioms = entry.get("idioms")
+    if not isinstance(idioms, list) or len(idioms) != len(Idioms._fields):
+        raise PilotError(f"block {index} has no six idiom counts")
+    optional = entry.get("optional")
+    if not isinstance(optional, bool):
+        raise PilotError(f"block {index}: optional is {optional!r}, not true or false")
+    return Block(
+        index=index,
+        path=_text(entry, "path"),
+        variant=_text(entry, "variant"),
+        visits=_texts(entry, "visits"),
+        regions=_texts(entry, "regions"),
+        nbytes=_count(entry.get("nbytes"), "nbytes"),
+        activation_bytes=_count(entry.get("activation_bytes"), "activation_bytes"),
+        forward_s=_seconds(entry, "forward_s"),
+        backward_s=_seconds(entry, "backward_s"),
+        idioms=Idioms(*(_count(count, "idioms") for count in idioms)),
+        optional=optional,
+    )
+
+
+def _mapping(data: object, what: str) -> Mapping[str, object]:
+    if not isinstance(data, dict):
+        raise PilotError(f"{what} is not an object but {type(data).__name__}")
+    return data
+
+
+def _text(entry: Mapping[str, object], key: str) -> str:
+    return _checked_text(entry.get(key), key)
+
+
+def _texts(entry: Mapping[str, object], key: str) -> tuple[str, ...]:
+    texts = entry.get(key)
+    if not isinstance(texts, list):
+        raise PilotError(f"vocabulary: {key} is not a list of texts")
+    return tuple(_checked_text(text, key) for text in texts)
+
+
+def _checked_text(text: object, key: str) -> str:
+    if not isinstance(text, str) or len(text) > _MAX_TEXT:
+        raise PilotError(f"vocabulary: {key} is not a text of at most {_MAX_TEXT} characters")
+    return text
+
+
+def _count(count: object, key: str) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
+        raise PilotError(f"vocabulary: {key} is {count!r}, not a count from 0 on")
+    return count
+
+
+def _seconds(entry: Mapping[str, object], key: str) -> float:
+    seconds = entry.get(key)
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not 0 <= seconds < float("inf")
+    ):
+        raise PilotError(f"vocabulary: {key} is {seconds!r}, not a time from 0 on")
+    return float(seconds)

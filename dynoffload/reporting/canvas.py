@@ -1,0 +1,153 @@
+"""The paper that the report's figures are drawn on: colours, axes, legends, and the way to SVG.
+
+What it is: one look for all figures. What it is not: any figure. matplotlib is imported inside, and
+without pyplot: no display, no global state.
+
+[Note: colours that follow the page] An SVG inside a page can take its colours from CSS variables,
+so one drawing serves the light and the dark page. matplotlib knows no variables: each colour is
+drawn as a placeholder hex value that no palette uses, and replaced in the text by ``var(--name)``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from dynoffload.reporting.columns import Columns
+from dynoffload.units import GiB, KiB, MiB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NAMES = (
+    *("ink", "muted", "grid", "forward", "backward", "optimizer"),
+    *("plan", "fault", "evict", "stall", "budget", "fast", "rss", "compute", "paper"),
+)
+COLOR = {name: f"#0b0e{index:02x}" for index, name in enumerate(_NAMES, 16)}
+"""Placeholder of each colour of the page; see [Note: colours that follow the page]."""
+
+WIDTH = 11.0  # inches; the page scales it to the column
+_DPI = 72.0  # one dot is one point
+
+
+def svg(draw: Callable[[Figure], None], *, height: float, name: str) -> str:
+    """Return what ``draw`` puts on a figure as an SVG element without any fixed colour.
+
+    Args:
+        draw: called with an empty `Figure` in the page's style.
+        height: inches; the width is `WIDTH`.
+        name: of the figure, unlike that of any other on the page.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    style: dict[str, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,  # ids must differ between the figures of one page
+        "font.family": "sans-serif",
+        "font.size": 8.5,
+        "text.color": COLOR["ink"],
+        "axes.labelcolor": COLOR["muted"],
+        "axes.edgecolor": COLOR["grid"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": COLOR["grid"],
+        "grid.linewidth": 0.6,
+        "xtick.color": COLOR["muted"],
+        "ytick.color": COLOR["muted"],
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+    }
+    with matplotlib.rc_context(cast(Any, style)):
+        figure = Figure(figsize=(WIDTH, height), dpi=_DPI, layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    for color, placeholder in COLOR.items():
+        text = text.replace(placeholder, f"var(--{color})")
+    return text
+
+
+def legend(axes: Axes, *, lifted: bool = False) -> None:
+    """Put the legend above the plot's right end, where no curve can run under it.
+
+    ``lifted`` leaves room for the numbers of the steps along the top edge.
+    """
+    lift = 20 / axes.get_window_extent().height if lifted else 0.0  # dots are points
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0 + lift),
+        ncols=4,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.4,
+        borderaxespad=0.2,
+    )
+
+
+def step_marks(axes: Axes, columns: Columns) -> None:
+    """Number the steps along the top edge; only as many as can be read."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator
+
+    steps = sorted(columns.step_begin)
+    if not steps:
+        return
+    apart = round_up(max(1.0, len(steps) / 14))
+    shown = [step for step in steps if step % apart == 0]
+    top = axes.secondary_xaxis("top")
+    top.xaxis.set_major_locator(FixedLocator([columns.step_begin[s] for s in shown]))
+    top.xaxis.set_major_formatter(FixedFormatter([str(s) for s in shown]))
+    top.tick_params(colors=COLOR["muted"], labelsize=7.5, length=3)
+    top.spines["top"].set_visible(False)
+    axes.annotate(
+        "step",
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(-6, 7),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        color=COLOR["muted"],
+        fontsize=7.5,
+    )
+
+
+def time_axis(axes: Axes, begin: float, end: float) -> None:
+    """Make the x axis seconds, or minutes where the run took more than ten."""
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+    long = end > 600
+    if long:
+        axes.xaxis.set_major_locator(MultipleLocator(60 * round_up(max(1.0, end / 60 / 12))))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 60:g}"))
+    axes.set_xlim(begin, max(end, begin + 1e-9))
+    axes.set_xlabel(f"{'minutes' if long else 'seconds'} since the session began")
+
+
+def unit_of(largest: int) -> tuple[int, str]:
+    """Return the binary unit in which ``largest`` bytes read well: its size and its name."""
+    for size, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if largest >= size:
+            return size, name
+    return 1, "B"
+
+
+def round_up(count: float) -> int:
+    """Return the least of 1, 2, 5, 10, 20, ... that is at least ``count``."""
+    power = 10 ** math.floor(math.log10(count))
+    return int(next(power * m for m in (1, 2, 5, 10) if power * m >= count))

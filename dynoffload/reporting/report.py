@@ -1,0 +1,198 @@
+"""The report of one run: an HTML page that needs nothing but itself.
+
+What it is: `write_report` puts headline numbers, figures and tables of a `RunLog` into one file
+that opens offline, follows the reader's light or dark setting, and holds no script. What it is not:
+the numbers (``summary``), the drawings (``figures``) or the zoomable trace (``perfetto``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dynoffload.reporting import alignment, figures, summary
+from dynoffload.reporting.columns import Columns
+from dynoffload.reporting.perfetto import write_perfetto
+from dynoffload.runtime.telemetry import RunLog, StepBlocks, StepStats
+from dynoffload.units import format_bytes, format_seconds
+
+MAX_STEP_ROWS = 200
+"""Rows of the page's table of steps; a longer run shows its first and last and says so."""
+MAX_STRIP_RUNS = 400
+MAX_CHANGES = 24
+
+
+@dataclass(frozen=True)
+class ReportFiles:
+    """What `write_run` wrote: the page, the trace for Perfetto, and the log they came from."""
+
+    page: Path
+    perfetto: Path
+    log: Path
+
+
+def write_run(log: RunLog, path: str | Path) -> ReportFiles:
+    """Write the page to ``path``, and beside it the Perfetto trace and the run log.
+
+    For ``out/run.html`` these are ``out/run.perfetto.json.gz`` and ``out/run.runlog.json.gz``.
+    """
+    page = Path(path)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    files = ReportFiles(
+        page, page.with_suffix(".perfetto.json.gz"), page.with_suffix(".runlog.json.gz")
+    )
+    log.save(files.log)
+    write_perfetto(log, files.perfetto)
+    write_report(log, page)
+    return files
+
+
+def write_report(log: RunLog, path: str | Path) -> Path:
+    """Write the HTML page of ``log`` to ``path`` and return the path.
+
+    Runs of any length make a page of some 100 KiB to a few MiB: curves keep their extremes in a
+    bounded number of points, bars stand for groups of steps where there are too many.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = _page(log)
+    # A reader, or a failure half-way, never meets half a page.
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
+    try:
+        with open(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(partial, 0o666 & ~umask)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+    return path
+
+
+def _page(log: RunLog) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    columns = Columns.of(log)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dynoffload.reporting"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        bytes=format_bytes,
+        seconds=format_seconds,
+        percent=lambda share: "–" if math.isnan(share) else f"{share:.1%}",
+    )
+    shown: dict[str, Any] = {}
+    if log.steps:
+        shown["steps"] = Markup(figures.steps_figure(log.steps))
+        if any(not math.isnan(step.accuracy) for step in log.steps):
+            shown["accuracy"] = Markup(figures.accuracy_figure(log.steps))
+    if log.memory:
+        shown["memory"] = Markup(figures.memory_figure(log, columns))
+    if log.transfers or log.stalls:
+        shown["traffic"] = Markup(figures.traffic_figure(columns))
+    timelines = [
+        (
+            title,
+            figures.step_caption(step),
+            Markup(figures.timeline_figure(log, columns, step.step)),
+        )
+        for title, step in _telling_steps(log, columns)
+    ]
+    return environment.get_template("report.html.j2").render(
+        log=log,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        verdict=summary.verdict(log),
+        headlines=summary.headlines(log),
+        figures=shown,
+        timelines=timelines,
+        phases=summary.phase_costs(columns),
+        regions=summary.region_costs(log),
+        alignments=[_aligned(title, log, blocks) for title, blocks in _telling_blocks(log)],
+        rows=_step_rows(log.steps),
+        left_out=max(0, len(log.steps) - MAX_STEP_ROWS),
+    )
+
+
+def _telling_steps(log: RunLog, columns: Columns) -> Iterator[tuple[str, StepStats]]:
+    """Yield the step nearest the median time, and the one that waited longest, after warm-up."""
+    known = [s for s in log.steps[summary.warmup_of(log.steps) :] if s.step in columns.step_begin]
+    if not known:
+        return
+    middle = sorted(known, key=lambda s: (s.seconds, s.step))[(len(known) - 1) // 2]
+    yield "A typical step", middle
+    worst = max(known, key=lambda s: (s.stall_s, s.seconds))
+    if worst.step != middle.step:
+        yield "The step that waited longest", worst
+
+
+def _telling_blocks(log: RunLog) -> Iterator[tuple[str, StepBlocks]]:
+    """Yield the worst predicted, the typical, and the last step that had a prediction."""
+    predicted = [blocks for blocks in log.blocks if blocks.predicted is not None]
+    if not predicted:
+        return
+    accuracy = {step.step: step.accuracy for step in log.steps}
+    scored = sorted(
+        (b for b in predicted if not math.isnan(accuracy.get(b.step, math.nan))),
+        key=lambda b: (accuracy[b.step], b.step),
+    )
+    titled: dict[int, tuple[str, StepBlocks]] = {}
+    for title, blocks in (
+        ("Typical", scored[(len(scored) - 1) // 2] if scored else predicted[0]),
+        ("Worst predicted", scored[0] if scored else predicted[0]),
+        ("Last", predicted[-1]),
+    ):
+        titled.setdefault(blocks.step, (title, blocks))
+    yield from titled.values()
+
+
+def _aligned(title: str, log: RunLog, blocks: StepBlocks) -> dict[str, Any]:
+    edits = alignment.align(blocks.predicted or (), blocks.actual)
+    grouped = alignment.runs(edits)
+    count = {kind.value: sum(e.kind is kind for e in edits) for kind in alignment.Kind}
+    accuracy = next((s.accuracy for s in log.steps if s.step == blocks.step), math.nan)
+    changes, at = [], 0
+    for run in grouped:
+        if run.kind is not alignment.Kind.MATCH:
+            changes += [(at + i, edit) for i, edit in enumerate(run.edits)]
+        at += len(run.edits)
+    return {
+        "title": title,
+        "step": blocks.step,
+        "accuracy": accuracy,
+        "count": count,
+        "columns": len(edits),
+        "strip": [
+            (run.kind.value, len(run.edits), _strip_title(run)) for run in grouped[:MAX_STRIP_RUNS]
+        ],
+        "strip_left_out": sum(len(run.edits) for run in grouped[MAX_STRIP_RUNS:]),
+        "changes": [
+            (place, e.kind.value, e.predicted, e.actual) for place, e in changes[:MAX_CHANGES]
+        ],
+        "changes_left_out": max(0, len(changes) - MAX_CHANGES),
+    }
+
+
+def _strip_title(run: alignment.Run) -> str:
+    names = [edit.actual or edit.predicted or "" for edit in run.edits]
+    listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+    return f"{len(names)} {run.kind.value}: {listed}"
+
+
+def _step_rows(steps: Sequence[StepStats]) -> list[StepStats]:
+    if len(steps) <= MAX_STEP_ROWS:
+        return list(steps)
+    half = MAX_STEP_ROWS // 2
+    return [*steps[:half], *steps[-half:]]

@@ -1,0 +1,261 @@
+"""A run in a few numbers and plain words.
+
+What it is: the reductions behind the report's headline, its tables and the comparison of policies.
+What it is not: drawing, or HTML. Steps that stand for a run are medians after warm-up, since the
+first steps build plans and fill caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import fmean, median
+
+import numpy as np
+
+from dynoffload.reporting.columns import Columns
+from dynoffload.runtime.telemetry import PHASES, RunLog, StepStats
+from dynoffload.units import format_bytes, format_seconds
+
+
+class Tone(Enum):
+    """How a number reads: as it should be, worth a look, or wrong."""
+
+    GOOD = "good"
+    WATCH = "watch"
+    BAD = "bad"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One number of the head of the page.
+
+    Attributes:
+        label: what it is, in two or three words.
+        value: the number with its unit.
+        meaning: a sentence that says what it means for the reader.
+        tone: how it reads.
+        share: 0 to 1 for a bar under the number, or ``None``.
+    """
+
+    label: str
+    value: str
+    meaning: str
+    tone: Tone = Tone.PLAIN
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """One phase over the whole run: seconds in it, seconds waited in it, waits in it."""
+
+    name: str
+    seconds: float
+    stall_s: float
+    stalls: int
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """One region over the whole run: waits, seconds waited, times fetched, bytes fetched."""
+
+    name: str
+    stalls: int
+    stall_s: float
+    fetches: int
+    bytes_in: int
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The reductions of one log after warm-up.
+
+    Attributes:
+        steps: steps counted (those after warm-up).
+        step_s: median seconds of a step.
+        stall_s: median seconds a step waited.
+        stalls: median number of waits of a step.
+        bytes_in, bytes_out: median bytes a step read from and wrote to the file tier.
+        prefetched_bytes, wasted_bytes: median bytes of a step.
+        wasted_share: wasted of all prefetched bytes, NaN where nothing was prefetched.
+        stalled_share: seconds waited of all seconds.
+        accuracy: mean block-order accuracy over steps that had a prediction, NaN without.
+        peak_fast_bytes: most bytes in the fast tier in any step, warm-up included.
+    """
+
+    steps: int
+    step_s: float
+    stall_s: float
+    stalls: float
+    bytes_in: int
+    bytes_out: int
+    prefetched_bytes: int
+    wasted_bytes: int
+    wasted_share: float
+    stalled_share: float
+    accuracy: float
+    peak_fast_bytes: int
+
+
+def warmup_of(steps: Sequence[StepStats]) -> int:
+    """Return how many first steps are left out of medians: two, fewer in very short runs."""
+    return min(2, max(0, len(steps) - 3))
+
+
+def summarize(log: RunLog, *, warmup: int | None = None) -> RunSummary:
+    """Return the numbers of ``log`` without its first ``warmup`` steps (`warmup_of` by default).
+
+    Raises:
+        ValueError: if no step is left.
+    """
+    steps = log.steps[warmup_of(log.steps) if warmup is None else warmup :]
+    if not steps:
+        raise ValueError(f"no step left of {len(log.steps)} after warm-up")
+    seconds = sum(s.seconds for s in steps)
+    prefetched = sum(s.prefetched_bytes for s in steps)
+    scored = [s.accuracy for s in steps if not math.isnan(s.accuracy)]
+    return RunSummary(
+        steps=len(steps),
+        step_s=median(s.seconds for s in steps),
+        stall_s=median(s.stall_s for s in steps),
+        stalls=float(median(s.stalls for s in steps)),
+        bytes_in=int(median(s.bytes_in for s in steps)),
+        bytes_out=int(median(s.bytes_out for s in steps)),
+        prefetched_bytes=int(median(s.prefetched_bytes for s in steps)),
+        wasted_bytes=int(median(s.wasted_bytes for s in steps)),
+        wasted_share=sum(s.wasted_bytes for s in steps) / prefetched if prefetched else math.nan,
+        stalled_share=sum(s.stall_s for s in steps) / seconds if seconds > 0 else 0.0,
+        accuracy=fmean(scored) if scored else math.nan,
+        peak_fast_bytes=max(s.peak_fast_bytes for s in log.steps),
+    )
+
+
+def verdict(log: RunLog) -> str:
+    """Return what a reader should take away, in two sentences."""
+    if not log.steps:
+        return (
+            "The session ended before its first step was complete; there is nothing to judge yet."
+        )
+    summary = summarize(log)
+    total = sum(step.seconds for step in log.steps)
+    kept = (
+        f"stayed within its budget of {format_bytes(log.budget)}"
+        if summary.peak_fast_bytes <= log.budget
+        else f"PASSED its budget of {format_bytes(log.budget)}"
+    )
+    steps = f"{len(log.steps)} step" + ("s" if len(log.steps) > 1 else "")
+    share = summary.stalled_share
+    waiting = (
+        "it practically never waited for data"
+        if share < 0.005
+        else f"{share:.1%} of its time was spent waiting for data"
+    )
+    return f"{log.model} ran {steps} in {format_seconds(total)} and {kept}; {waiting}."
+
+
+def headlines(log: RunLog) -> list[Headline]:
+    """Return the numbers of the head of the page, the most important first."""
+    if not log.steps:
+        return []
+    summary = summarize(log)
+    peak_share = summary.peak_fast_bytes / log.budget if log.budget else 1.0
+    cards = [
+        Headline(
+            "Step time",
+            format_seconds(summary.step_s),
+            f"Median of {summary.steps} steps after warm-up; half were faster.",
+        ),
+        Headline(
+            "Waiting for data",
+            f"{summary.stalled_share:.1%}",
+            _waiting_meaning(summary),
+            _tone(summary.stalled_share, 0.05, 0.20),
+            summary.stalled_share,
+        ),
+        Headline(
+            "Peak fast memory",
+            format_bytes(summary.peak_fast_bytes),
+            f"{peak_share:.0%} of the budget of {format_bytes(log.budget)}. The peak may touch the "
+            "budget, never pass it.",
+            Tone.GOOD if peak_share <= 1 else Tone.BAD,
+            min(1.0, peak_share),
+        ),
+        Headline(
+            "Moved per step",
+            format_bytes(summary.bytes_in + summary.bytes_out),
+            f"{format_bytes(summary.bytes_in)} read from the spill file and "
+            f"{format_bytes(summary.bytes_out)} written to it.",
+        ),
+    ]
+    if not math.isnan(summary.wasted_share):
+        cards.append(
+            Headline(
+                "Wasted prefetch",
+                f"{summary.wasted_share:.1%}",
+                "Share of the bytes fetched ahead that were evicted before anything used them.",
+                _tone(summary.wasted_share, 0.05, 0.15),
+                summary.wasted_share,
+            )
+        )
+    if not math.isnan(summary.accuracy):
+        cards.append(
+            Headline(
+                "Order predicted",
+                f"{summary.accuracy:.1%}",
+                "Block-order accuracy: 100% means that each block ran just where it was foreseen.",
+                _tone(1 - summary.accuracy, 0.05, 0.25),
+                summary.accuracy,
+            )
+        )
+    return cards
+
+
+def phase_costs(columns: Columns) -> list[PhaseCost]:
+    """Return seconds and waits of each phase; a wait belongs to the phase in which it began."""
+    costs = []
+    for name in PHASES:
+        phase = columns.phases[name]
+        inside = np.zeros(len(columns.stalls.start), dtype=bool)
+        if len(phase.start):
+            at = np.searchsorted(phase.start, columns.stalls.start, side="right") - 1
+            inside = (at >= 0) & (columns.stalls.start < phase.end[np.maximum(at, 0)])
+        waited = float((columns.stalls.end - columns.stalls.start)[inside].sum())
+        seconds = float((phase.end - phase.start).sum())
+        costs.append(PhaseCost(name, seconds, waited, int(inside.sum())))
+    return costs
+
+
+def region_costs(log: RunLog, most: int = 12) -> list[RegionCost]:
+    """Return the ``most`` regions that cost the most waiting, the worst first."""
+    waited: dict[str, list[float]] = defaultdict(list)
+    for stall in log.stalls:
+        waited[stall.region].append(stall.end - stall.start)
+    fetched: dict[str, list[int]] = defaultdict(list)
+    for transfer in log.transfers:
+        if transfer.kind == "fetch":
+            fetched[transfer.region].append(transfer.nbytes)
+    costs = [
+        RegionCost(name, len(times), sum(times), len(fetched[name]), sum(fetched[name]))
+        for name, times in waited.items()
+    ]
+    return sorted(costs, key=lambda cost: (-cost.stall_s, cost.name))[:most]
+
+
+def _waiting_meaning(summary: RunSummary) -> str:
+    if summary.stall_s == 0:
+        return "In the median step every region was there before it was needed."
+    return (
+        f"{format_seconds(summary.stall_s)} in {summary.stalls:.0f} "
+        f"wait{'' if summary.stalls == 1 else 's'} per median step, in which the computation stood "
+        "still."
+    )
+
+
+def _tone(share: float, good: float, watch: float) -> Tone:
+    if share <= good:
+        return Tone.GOOD
+    return Tone.WATCH if share <= watch else Tone.BAD

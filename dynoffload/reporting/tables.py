@@ -1,0 +1,128 @@
+"""Comparison of runs as terminal tables.
+
+What it is: one row per run (plain, on-demand, repeat, pilot), the columns that a reader weighs them
+by, printed by rich. What it is not: measuring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dynoffload.reporting.summary import summarize
+from dynoffload.runtime.telemetry import RunLog
+from dynoffload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One run of a comparison; ``None`` where a run has no such number (plain PyTorch moves none).
+
+    Attributes:
+        name: what ran, as the reader knows it.
+        step_s: median seconds of a step after warm-up.
+        stall_s: median seconds a step waited.
+        stalls: median number of waits of a step.
+        bytes_in, bytes_out: median bytes of a step.
+        wasted_share: wasted of all prefetched bytes, 0 to 1.
+        accuracy: mean block-order accuracy, 0 to 1.
+        peak_fast_bytes: most bytes in fast memory.
+        losses_equal: whether each loss equals plain PyTorch's bit for bit.
+    """
+
+    name: str
+    step_s: float
+    stall_s: float | None = None
+    stalls: float | None = None
+    bytes_in: int | None = None
+    bytes_out: int | None = None
+    wasted_share: float | None = None
+    accuracy: float | None = None
+    peak_fast_bytes: int | None = None
+    losses_equal: bool | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        log: RunLog,
+        *,
+        losses_equal: bool | None = None,
+        warmup: int | None = None,
+    ) -> ComparisonRow:
+        """Return the row of ``log``, its first ``warmup`` steps left out of all but the peak."""
+        summary = summarize(log, warmup=warmup)
+        return cls(
+            name,
+            step_s=summary.step_s,
+            stall_s=summary.stall_s,
+            stalls=summary.stalls,
+            bytes_in=summary.bytes_in,
+            bytes_out=summary.bytes_out,
+            wasted_share=None if math.isnan(summary.wasted_share) else summary.wasted_share,
+            accuracy=None if math.isnan(summary.accuracy) else summary.accuracy,
+            peak_fast_bytes=summary.peak_fast_bytes,
+            losses_equal=losses_equal,
+        )
+
+
+def comparison_table(
+    rows: Sequence[ComparisonRow], *, title: str = "", budget: int | None = None
+) -> Table:
+    """Return ``rows`` as a table; times are compared with the first row, the baseline.
+
+    Args:
+        rows: the runs, baseline first.
+        title: above the table.
+        budget: bytes; a peak that passes it is shown in red.
+
+    Raises:
+        ValueError: if there is no row.
+    """
+    from rich.table import Table
+
+    if not rows:
+        raise ValueError("a comparison needs at least one row")
+    base = rows[0].step_s
+    caption = f"budget {format_bytes(budget)}; medians per step after warm-up" if budget else None
+    table = Table(
+        title=title or None, caption=caption, title_justify="left", caption_justify="left"
+    )
+    table.add_column("run")
+    for header in ("step", f"vs {rows[0].name}", "waiting", "waits", "read", "written"):
+        table.add_column(header, justify="right")
+    for header in ("wasted", "order", "peak fast"):
+        table.add_column(header, justify="right")
+    table.add_column("losses equal", justify="center")
+    for row in rows:
+        over = budget is not None and (row.peak_fast_bytes or 0) > budget and row is not rows[0]
+        peak = _bytes(row.peak_fast_bytes)
+        table.add_row(
+            row.name,
+            format_seconds(row.step_s),
+            f"{row.step_s / base:.2f}×" if base > 0 else NONE,
+            NONE if row.stall_s is None else format_seconds(row.stall_s),
+            NONE if row.stalls is None else f"{row.stalls:.0f}",
+            _bytes(row.bytes_in),
+            _bytes(row.bytes_out),
+            _share(row.wasted_share),
+            _share(row.accuracy),
+            f"[bold red]{peak}[/]" if over else peak,
+            {None: NONE, True: "[green]yes[/]", False: "[bold red]NO[/]"}[row.losses_equal],
+        )
+    return table
+
+
+def _bytes(count: int | None) -> str:
+    return NONE if count is None else format_bytes(count)
+
+
+def _share(share: float | None) -> str:
+    return NONE if share is None else f"{share:.1%}"

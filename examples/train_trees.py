@@ -1,0 +1,58 @@
+"""Train a Tree-LSTM on the syntax trees of Python's own library.
+
+    python examples/train_trees.py
+    dynoffload profile examples/train_trees.py -o traces/
+    dynoffload pilot train traces/ -o trees.pilot
+    dynoffload run --budget 8MiB --pilot trees.pilot examples/train_trees.py
+
+What it is: a network whose cell runs once per node, so that each tree is another program. What it
+is not: tied to the command line; `dynoffload.offload` takes budget and pilot as arguments too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from itertools import islice
+
+import torch
+
+import dynoffload
+from dynoffload.datasets.trees import trees
+from dynoffload.experiments.zoo import tree_lstm
+
+
+def arguments() -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", default="small", choices=sorted(tree_lstm.PRESETS))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--max-nodes", type=int, default=192, help="the largest tree")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the data")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and print the loss."""
+    args = arguments()
+    model = tree_lstm.build(args.preset, seed=args.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
+    samples = trees("train", max_nodes=args.max_nodes, seed=args.seed)
+
+    # Budget and pilot are those of the command line. Without one: offload(..., budget="8MiB").
+    with dynoffload.offload(model, optimizer):
+        for step, tree in enumerate(islice(samples, args.steps), start=1):
+            start = time.perf_counter()
+            loss = model(tree).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds = time.perf_counter() - start
+            print(
+                f"step {step:3d}  loss {loss.item():.4f}  {len(tree):3d} nodes  {seconds:.2f} s  "
+                f"{tree.name} in {tree.source}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""A decoder language model with routed experts: which of them run depends on the tokens.
+
+What it is: a plain PyTorch network of the Mixtral kind (Jiang et al., 2024, arXiv 2401.04088):
+pre-norm blocks of causal attention with rotary positions and of top-k routed SwiGLU experts, one
+module per expert, called one after another in ascending order if any token chose it. What it is
+not: a fast MoE layer; the loop is the subject, as the order of blocks it makes differs by sample.
+
+How it fits: it knows nothing of offloading. `MoELM.sample_features` is the one courtesy to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The sizes of a network.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: how many blocks.
+        heads: attention heads; divides ``hidden`` into even widths.
+        experts: experts per layer.
+        top_k: experts per token.
+        width: inner width of an expert.
+        vocabulary: how many different tokens; bytes by default.
+        tied: whether the head shares the embedding's weight.
+        balance: weight of the load-balancing loss (Fedus et al., 2022, equation 4).
+        seed: of the initial weights.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    experts: int
+    width: int
+    top_k: int = 2
+    vocabulary: int = 256
+    tied: bool = False
+    balance: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no network."""
+        if self.hidden % (2 * self.heads):
+            raise ValueError(
+                f"hidden={self.hidden} must be a multiple of twice heads={self.heads}, "
+                "as rotary positions turn pairs"
+            )
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k={self.top_k} must lie between 1 and experts={self.experts}")
+
+
+PRESETS: dict[str, MoEConfig] = {
+    "tiny": MoEConfig(hidden=64, layers=2, heads=4, experts=8, width=80),
+    "small": MoEConfig(hidden=512, layers=3, heads=8, experts=8, width=1024),
+    "base": MoEConfig(hidden=1024, layers=6, heads=16, experts=8, width=2048),
+    "tiny-wide": MoEConfig(hidden=64, layers=2, heads=4, experts=64, width=10),
+    "small-wide": MoEConfig(hidden=512, layers=3, heads=8, experts=64, width=128),
+    "base-wide": MoEConfig(hidden=1024, layers=6, heads=16, experts=64, width=256),
+}
+"""Sizes by name; a ``wide`` one has as many parameters as its namesake, in 64 experts per layer."""
+
+
+class MoEOutput(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        loss: scalar: mean cross entropy in nats plus the balancing loss; None without targets.
+        logits: ``[rows, length, vocabulary]``.
+    """
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Rotary(nn.Module):
+    """The turning angles of rotary positions (Su et al., 2021, arXiv 2104.09864)."""
+
+    frequencies: Tensor
+
+    def __init__(self, head_width: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.head_width = head_width
+        self.base = base
+        self.register_buffer("frequencies", torch.empty(head_width // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the frequencies, which follow from the width alone."""
+        exponents = torch.arange(0, self.head_width, 2, device=self.frequencies.device)
+        with torch.no_grad():
+            self.frequencies.copy_(self.base ** (-exponents.float() / self.head_width))
+
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, each ``[length, head_width // 2]``."""
+        places = torch.arange(length, device=self.frequencies.device, dtype=torch.float32)
+        angles = torch.outer(places, self.frequencies)
+        return angles.cos(), angles.sin()
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + half) of ``[rows, heads, length, head_width]`` by their angles."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.key = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.value = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return ``[rows, length, hidden]`` for the same."""
+        rows, length, hidden = x.shape
+
+        def split(projected: Tensor) -> Tensor:
+            return projected.view(rows, length, self.heads, -1).transpose(1, 2)
+
+        query = _turn(split(self.query(x)), cos, sin)
+        key = _turn(split(self.key(x)), cos, sin)
+        value = split(self.value(x))
+        mixed = F.scaled_dot_product_attention(
+            query.to(value.dtype), key.to(value.dtype), value, is_causal=True
+        )
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, length, hidden))
+        return out
+
+
+class Expert(nn.Module):
+    """A SwiGLU feed-forward network (Shazeer, 2020, arXiv 2002.05202)."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, hidden]`` for the same."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class MoE(nn.Module):
+    """Experts of which each token takes its ``top_k`` most likely ones."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = nn.Linear(config.hidden, config.experts, bias=False)
+        self.experts = nn.ModuleList(
+            Expert(config.hidden, config.width) for _ in range(config.experts)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the experts that any token chose, in ascending order.
+
+        Args:
+            x: ``[tokens, hidden]``.
+
+        Returns:
+            The mixed outputs, ``[tokens, hidden]``, and the balancing loss, a scalar.
+        """
+        chances = F.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, chosen = chances.topk(self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        mixed = torch.zeros_like(x)
+        for index in sorted(set(chosen.flatten().tolist())):
+            token, place = torch.where(chosen == index)
+            out = self.experts[index](x[token]) * weights[token, place, None]
+            mixed.index_add_(0, token, out.to(mixed.dtype))
+        experts = len(self.experts)
+        load = torch.zeros_like(chances).scatter(1, chosen, 1.0).mean(dim=0) / self.top_k
+        return mixed, experts * (load * chances.mean(dim=0)).sum()
+
+
+class Layer(nn.Module):
+    """Attention, then experts, each behind a norm and around a residual."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden)
+        self.attention = Attention(config)
+        self.moe_norm = nn.RMSNorm(config.hidden)
+        self.moe = MoE(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``[rows, length, hidden]`` for the same, and the layer's balancing loss."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        mixed, balance = self.moe(self.moe_norm(x).flatten(0, 1))
+        return x + mixed.view_as(x), balance
+
+
+class MoELM(nn.Module):
+    """The language model."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
+        self.rotary = Rotary(config.hidden // config.heads)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> MoEOutput:
+        """Predict each token's successor.
+
+        Args:
+            tokens: int64 ``[rows, length]``.
+            targets: int64 ``[rows, length]``; without them there is no loss.
+        """
+        x = self.embedding(tokens)
+        cos, sin = self.rotary(tokens.shape[1])
+        balances = []
+        for layer in self.layers:
+            x, balance = layer(x, cos, sin)
+            balances.append(balance)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return MoEOutput(None, logits)
+        entropy = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return MoEOutput(entropy + self.config.balance * torch.stack(balances).mean(), logits)
+
+    def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> Sample:
+        """Describe a sample by its tokens, each with the two before it.
+
+        Routing follows from a token and its near context, so this is what a pilot can know before
+        the first operator. Where a row has nothing before a token, the code is ``vocabulary``.
+
+        Returns:
+            A sample whose elements are int64 ``[rows * length, 3]``: token, previous token, the one
+            before that.
+        """
+        codes = tokens.detach().cpu().numpy()
+        rows, length = codes.shape
+        elements = np.full((rows, length, 3), self.config.vocabulary, dtype=np.int64)
+        for back in range(min(3, length)):
+            elements[:, back:, back] = codes[:, : length - back]
+        values = {"rows": float(rows), "length": float(length), "tokens": float(rows * length)}
+        return Sample(values=values, elements=elements.reshape(-1, 3)[:MAX_ELEMENTS])
+
+
+def build(preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int) -> MoELM:
+    """Return a network of a preset's sizes with weights that follow from its seed.
+
+    Args:
+        preset: a key of `PRESETS`.
+        device: where to build it; on ``"meta"`` it has shapes and no bytes.
+        overrides: fields of `MoEConfig` to change.
+
+    Raises:
+        ValueError: if there is no such preset.
+        TypeError: if an override is not a field of `MoEConfig`.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r} of the MoE LM; there are {', '.join(PRESETS)}")
+    config = replace(PRESETS[preset], **overrides)  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(config.seed)
+        return MoELM(config)

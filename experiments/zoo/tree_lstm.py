@@ -1,0 +1,145 @@
+"""A Child-Sum Tree-LSTM: as many calls of one cell as the sample's tree has nodes.
+
+What it is: the network of Tai, Socher and Manning (2015, arXiv 1503.00075, equations 2 to 8) over
+the trees of `dynoffload.datasets.trees`, from the leaves up, without Python recursion. What it is
+not: batched by depth; one cell instance per node is the subject, as its shapes follow its arity.
+
+How it fits: it knows nothing of offloading. `TreeLSTM.sample_features` is the one courtesy to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dynoffload.datasets.trees import KINDS, Tree
+from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """The sizes of a network.
+
+    Attributes:
+        embedding: width of a node kind's vector.
+        hidden: width of a node's state.
+        kinds: how many kinds of nodes, and of labels.
+        seed: of the initial weights.
+    """
+
+    embedding: int
+    hidden: int
+    kinds: int = len(KINDS)
+    seed: int = 0
+
+
+PRESETS: dict[str, TreeConfig] = {
+    "tiny": TreeConfig(embedding=32, hidden=48),
+    "small": TreeConfig(embedding=256, hidden=384),
+    "base": TreeConfig(embedding=512, hidden=1024),
+}
+"""Sizes by name."""
+
+
+class TreeOutput(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        loss: scalar: mean cross entropy over the nodes, in nats.
+        logits: ``[nodes, kinds]``.
+    """
+
+    loss: Tensor
+    logits: Tensor
+
+
+class ChildSumCell(nn.Module):
+    """One node's step: from its kind's vector and its children's states to its own state."""
+
+    def __init__(self, embedding: int, hidden: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(embedding, 4 * hidden)
+        self.gates = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.forget = nn.Linear(hidden, hidden, bias=False)
+        self.hidden = hidden
+
+    def forward(self, x: Tensor, child_h: Tensor, child_c: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the node's ``h`` and ``c``, each ``[1, hidden]``.
+
+        Args:
+            x: the vector of its kind, ``[1, embedding]``.
+            child_h: the children's ``h``, stacked, ``[arity, hidden]``.
+            child_c: the children's ``c``, stacked, ``[arity, hidden]``.
+        """
+        from_input, from_input_forget = self.input(x).split((3 * self.hidden, self.hidden), dim=-1)
+        gates = from_input + self.gates(child_h.sum(dim=0, keepdim=True))
+        enter, leave, update = gates.chunk(3, dim=-1)
+        forget = torch.sigmoid(from_input_forget + self.forget(child_h))
+        kept = (forget * child_c).sum(dim=0, keepdim=True)
+        c = torch.sigmoid(enter) * torch.tanh(update) + kept
+        return torch.sigmoid(leave) * torch.tanh(c), c
+
+
+class TreeLSTM(nn.Module):
+    """Says for every node what kind of node it is part of, from what is below it."""
+
+    def __init__(self, config: TreeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.kinds, config.embedding)
+        self.cell = ChildSumCell(config.embedding, config.hidden)
+        self.head = nn.Linear(config.hidden, config.kinds)
+
+    def forward(self, tree: Tree) -> TreeOutput:
+        """Run the cell for each node, children first, and predict each node's label."""
+        inputs = self.embedding(tree.kinds).split(1)
+        no_child = inputs[0].new_zeros((0, self.config.hidden))
+        states: list[tuple[Tensor, Tensor]] = []
+        for x, children in zip(inputs, tree.children, strict=True):
+            child_h = torch.cat([states[child][0] for child in children]) if children else no_child
+            child_c = torch.cat([states[child][1] for child in children]) if children else no_child
+            states.append(self.cell(x, child_h, child_c))
+        logits: Tensor = self.head(torch.cat([h for h, _ in states]))
+        return TreeOutput(F.cross_entropy(logits.float(), tree.labels), logits)
+
+    def sample_features(self, tree: Tree) -> Sample:
+        """Describe a tree by its nodes in the order in which the cell is called for them.
+
+        Returns:
+            A sample whose elements are int64 ``[nodes, 3]``: arity, kind, parent's kind.
+        """
+        arity = np.fromiter(map(len, tree.children), dtype=np.int64, count=len(tree))
+        columns = (arity, tree.kinds.cpu().numpy(), tree.labels.cpu().numpy())
+        values = {
+            "nodes": float(len(tree)),
+            "leaves": float((arity == 0).sum()),
+            "widest": float(arity.max()),
+        }
+        return Sample(values=values, elements=np.stack(columns, axis=1)[:MAX_ELEMENTS])
+
+
+def build(
+    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int
+) -> TreeLSTM:
+    """Return a network of a preset's sizes with weights that follow from its seed.
+
+    Args:
+        preset: a key of `PRESETS`.
+        device: where to build it; on ``"meta"`` it has shapes and no bytes.
+        overrides: fields of `TreeConfig` to change.
+
+    Raises:
+        ValueError: if there is no such preset.
+        TypeError: if an override is not a field of `TreeConfig`.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r} of the Tree-LSTM; there are {', '.join(PRESETS)}")
+    config = replace(PRESETS[preset], **overrides)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(config.seed)
+        return TreeLSTM(config)

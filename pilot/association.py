@@ -1,0 +1,167 @@
+"""Association tables: which codes go with which blocks, learned from whole steps.
+
+What it is: `Association`, one table of P(an element with this n-gram runs this block), where only
+the step as a whole says which blocks ran. A block runs if any element runs it, so the tables are a
+noisy-or and are fitted by expectation-maximisation: counting "block ran while the code was there"
+instead would blame every element for what its 63 neighbours did. Longer n-grams lean on shorter
+ones. What it is not: the last word; its estimates are features for `dynoffload.pilot.models`.
+
+Sources: Pearl, "Probabilistic Reasoning in Intelligent Systems", 1988 (noisy-or); Dempster, Laird
+and Rubin 1977 (EM); Katz 1987 (backing off to shorter n-grams).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dynoffload.pilot.codes import CodeBook, Codes, columns_of, hash_prefixes, learn_code_book
+from dynoffload.profiler.sample import Sample
+
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+ORDERS = 3
+"""Unigrams, bigrams and trigrams."""
+LEAST = (1, 3, 3)
+"""How many samples must show an n-gram of each order."""
+MOST = (1024, 1024, 512)
+"""How many n-grams of each order are kept: with 400 blocks, 2 MB as float16."""
+STRENGTH = (1.0, 4.0, 4.0)
+"""How many observations of its own outweigh what an n-gram's prefix says."""
+ITERATIONS = 8
+"""Rounds of EM per order; the estimates settle within half of them."""
+CHUNK_CELLS = 2_000_000
+"""Elements times blocks worked on at once."""
+
+_SMALL = 1e-5
+
+
+@dataclass(frozen=True)
+class Association:
+    """P(an element runs a block), by the longest of its n-grams that is known.
+
+    Attributes:
+        books: numbers of the n-grams of each order. table: ``log(1 - P)``, float32 ``[rows,
+        blocks]``: row 0 for an unknown code, then the rows of
+            each order's book in turn.
+    """
+
+    books: tuple[CodeBook, ...]
+    table: Floats
+
+    def rows(self, sample: Sample) -> Codes:
+        """Return the table row of each of a sample's elements."""
+        if not len(sample.elements):
+            return np.zeros(0, dtype=np.int64)
+        hashes = hash_prefixes(columns_of(sample.elements), len(self.books))
+        rows = np.zeros(len(hashes[0]), dtype=np.int64)
+        offset = 0
+        for book, values in zip(self.books, hashes, strict=False):
+            numbers = book.look_up(values)
+            rows = np.where(numbers > 0, numbers + offset, rows)
+            offset += len(book) - 1
+        return rows
+
+    def evidence(self, sample: Sample) -> tuple[Floats, Floats]:
+        """Return ``log P(no element runs it)`` and the surest single element's, each
+        ``[blocks]``."""
+        rows = self.rows(sample)
+        if not rows.size:
+            nothing = np.zeros(self.table.shape[1], dtype=np.float32)
+            return nothing, nothing
+        found = self.table[rows]
+        return found.sum(axis=0), found.min(axis=0)
+
+
+def learn_association(samples: Sequence[Sample], present: Bools) -> Association:
+    """Fit the tables.
+
+    Args:
+        samples: one per step.
+        present: which block ran in which step, ``[steps, blocks]``.
+    """
+    blocks = present.shape[1]
+    sizes = np.array([len(sample.elements) for sample in samples])
+    mean = max(float(sizes.mean()), 1.0) if sizes.size else 1.0
+    share = np.clip((present.sum(axis=0) + 0.5) / (len(samples) + 1.0), 1e-4, 1 - 1e-4)
+    base = (1 - (1 - share) ** (1 / mean)).astype(np.float32)
+    chance = np.clip(base[None, :], _SMALL, 1 - _SMALL)
+    hashes = [
+        hash_prefixes(columns_of(sample.elements), ORDERS) if len(sample.elements) else []
+        for sample in samples
+    ]
+    width = min((len(h) for h in hashes if h), default=0)
+    books: list[CodeBook] = []
+    rows = [np.zeros(size, dtype=np.int64) for size in sizes]
+    for order in range(width):
+        of_order = [h[order] if h else np.zeros(0, dtype=np.int64) for h in hashes]
+        book = learn_code_book(of_order, least=LEAST[order], most=MOST[order])
+        prefix = np.zeros(len(book), dtype=np.int64)
+        offset = len(chance) - 1
+        for step, values in enumerate(of_order):
+            numbers = book.look_up(values)
+            prefix[numbers] = rows[step]
+            rows[step] = np.where(numbers > 0, numbers + offset, rows[step])
+        prior = chance[prefix[1:]]
+        fixed = len(chance)
+        chance = np.concatenate([chance, prior])
+        chance = _maximise(rows, present, chance, prior, fixed, STRENGTH[order])
+        books.append(book)
+    table = np.log1p(-chance).astype(np.float32).reshape(-1, blocks)
+    return Association(tuple(books), table)
+
+
+def _maximise(
+    rows: list[Codes], present: Bools, chance: Floats, prior: Floats, fixed: int, strength: float
+) -> Floats:
+    """Return ``chance`` with the rows from ``fixed`` on fitted by EM, leaning on ``prior``."""
+    chunks = _chunks(rows, present.shape[1])
+    counts = np.zeros(len(chance), dtype=np.float32)
+    for step_rows in rows:
+        counts += np.bincount(step_rows, minlength=len(chance)).astype(np.float32)
+    weight = counts[fixed:, None] + np.float32(strength)
+    for _ in range(ITERATIONS):
+        blame = np.zeros_like(chance)
+        nothing = np.log1p(-chance)
+        for steps, flat, starts, by_row, row_starts, row_ids in chunks:
+            each = chance[flat]
+            any_runs = -np.expm1(np.add.reduceat(nothing[flat], starts, axis=0))
+            share = np.where(present[steps], 1 / np.maximum(any_runs, _SMALL), 0).astype(np.float32)
+            sizes = np.diff(np.append(starts, flat.size))
+            each *= np.repeat(share, sizes, axis=0)
+            blame[row_ids] += np.add.reduceat(np.minimum(each, 1)[by_row], row_starts, axis=0)
+        chance = chance.copy()
+        chance[fixed:] = np.clip(
+            (blame[fixed:] + np.float32(strength) * prior) / weight, _SMALL, 1 - 1e-3
+        )
+    return chance
+
+
+def _chunks(
+    rows: list[Codes], blocks: int
+) -> list[tuple[Codes, Codes, Codes, Codes, Codes, Codes]]:
+    """Cut the steps into chunks of bounded size, with the sums over steps and rows laid out.
+
+    Each chunk: its steps; their rows one after the other; where each step begins; the permutation
+    that sorts by row; where each row begins in it; and the rows themselves.
+    """
+    result = []
+    steps: list[int] = []
+    size = 0
+    for step in range(len(rows)):
+        if rows[step].size:
+            steps.append(step)
+            size += rows[step].size
+        if steps and (size * blocks >= CHUNK_CELLS or step == len(rows) - 1):
+            flat = np.concatenate([rows[s] for s in steps])
+            ends = np.cumsum([rows[s].size for s in steps])
+            starts = np.concatenate([[0], ends[:-1]])
+            by_row = np.argsort(flat, kind="stable")
+            row_ids, row_starts = np.unique(flat[by_row], return_index=True)
+            result.append((np.array(steps), flat, starts, by_row, row_starts, row_ids))
+            steps, size = [], 0
+    return result

@@ -1,0 +1,68 @@
+"""The baselines a pilot must beat.
+
+What it is: `LastOrder`, which repeats the order of the sample before, as prefetchers that record an
+order do, and `MostFrequent`, which always predicts what samples mostly run. What it is not: a
+fallback; the session's own "repeat" policy is in the runtime.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.skeleton import learn_skeleton, tokens
+from dynoffload.planning.blocks import Block
+
+TUNING_SAMPLES = 200
+"""Training samples that the most frequent order's threshold is chosen on."""
+
+
+class LastOrder:
+    """Predicts what the last sample ran."""
+
+    def __init__(self, first: Sequence[int] = ()) -> None:
+        """Start from an order, or from none."""
+        self._last = list(first)
+
+    def __call__(self, example: Example) -> Sequence[int]:
+        """Return the order of the example before, then remember this one's."""
+        answer = self._last
+        self._last = [block for block in example.blocks if block >= 0]
+        return answer
+
+
+class MostFrequent:
+    """Predicts one order for all samples: the better of two, judged on the training samples.
+
+    One is the order seen most often (the first of equals); the other holds, in canonical order, the
+    blocks that more than a share of the samples run, with the share that scores best.
+    """
+
+    def __init__(self, orders: Sequence[Sequence[int]], blocks: Sequence[Block]) -> None:
+        """Choose the order.
+
+        Args:
+            orders: of the training samples, at least one.
+            blocks: the vocabulary's blocks.
+        """
+        known = [tuple(b for b in order if b >= 0) for order in orders]
+        candidates: list[list[int]] = [list(Counter(known).most_common(1)[0][0])]
+        skeleton = learn_skeleton(known, blocks)
+        filled = [tokens(order, skeleton.families) for order in known]
+        runs = {slot: Counter(f[slot] for f in filled if slot in f) for slot in skeleton.slots}
+        shares = {slot: sum(count.values()) / len(known) for slot, count in runs.items()}
+        for percent in range(10, 80, 5):
+            chosen = [slot for slot in skeleton.slots if shares[slot] >= percent / 100]
+            order = [b for slot in chosen for b in runs[slot].most_common(1)[0][0]]
+            if order not in candidates:
+                candidates.append(order)
+        tried = known[:: max(1, len(known) // TUNING_SAMPLES)]
+        self.order = max(
+            candidates, key=lambda order: sum(block_order_accuracy(order, t) for t in tried)
+        )
+
+    def __call__(self, example: Example) -> Sequence[int]:
+        """Return the order."""
+        return self.order

@@ -1,0 +1,182 @@
+"""Scores of predicted block orders.
+
+What it is: block-order accuracy and its companions for one order, and `score` for many. What it is
+not: a choice of what to hold out; `split_by_source` offers the honest one, whole sources.
+
+Block-order accuracy of one sample is 1 - Levenshtein(predicted, true) / max(length), over the
+training vocabulary; a block unknown to it (-1) is always wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from dynoffload.pilot.distance import edit_distance, weighted_edit_distance
+from dynoffload.pilot.features import Example, site_name
+from dynoffload.planning.blocks import Block
+
+Predictor = Callable[[Example], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How good a predictor is on held-out samples. Shares are between 0 and 1.
+
+    Attributes:
+        samples: how many samples were scored.
+        block_order_accuracy: mean over samples.
+        byte_weighted: the same over the blocks whose presence or place varies in training, each
+            edit weighing the block's bytes; NaN where no block varies.
+        whole_order: share of samples whose whole order is right.
+        site_f1: F1 of the set of blocks at each site with a varying block, mean over the sites a
+            sample or its prediction visits, then over samples; NaN where no block varies.
+    """
+
+    samples: int
+    block_order_accuracy: float
+    byte_weighted: float
+    whole_order: float
+    site_f1: float
+
+    def to_json(self) -> dict[str, float]:
+        """Return the scores by name."""
+        return asdict(self)
+
+
+def block_order_accuracy(predicted: Sequence[int], true: Sequence[int]) -> float:
+    """Return 1 - Levenshtein / max(length); 1 for two empty orders. A true -1 is always wrong."""
+    longest = max(len(predicted), len(true))
+    if not longest:
+        return 1.0
+    return 1.0 - edit_distance([-2 if b < 0 else b for b in predicted], true) / longest
+
+
+def byte_weighted_accuracy(
+    predicted: Sequence[int],
+    true: Sequence[int],
+    blocks: Sequence[Block],
+    varying: frozenset[int],
+) -> float:
+    """Return block-order accuracy over the varying blocks, each weighing its bytes.
+
+    Insertions and deletions cost the block's bytes (parameters and activations), a substitution
+    the larger of the two; the cost is divided by the bytes of the heavier order. Unknown blocks
+    weigh the mean. NaN where neither order has a varying block.
+    """
+    weights = np.array([max(b.nbytes + b.activation_bytes, 1) for b in blocks], dtype=np.float64)
+    first = [b for b in predicted if b in varying]
+    second = [b for b in true if b < 0 or b in varying]
+    unknown = float(weights.mean())
+    heaviest = max(
+        sum(weights[b] if b >= 0 else unknown for b in order) for order in (first, second)
+    )
+    if not heaviest:
+        return float("nan")
+    return float(1.0 - weighted_edit_distance(first, second, weights) / heaviest)
+
+
+def site_f1(
+    predicted: Sequence[int],
+    true: Sequence[int],
+    blocks: Sequence[Block],
+    varying: frozenset[int],
+) -> float:
+    """Return the mean F1 of the predicted set of blocks per site; NaN where no site is visited."""
+    found: dict[str, tuple[set[int], set[int]]] = {}
+    for side, order in enumerate((predicted, true)):
+        for block in order:
+            if block in varying:
+                found.setdefault(site_name(blocks[block]), (set(), set()))[side].add(block)
+    if not found:
+        return float("nan")
+    return float(np.mean([2 * len(p & t) / (len(p) + len(t)) for p, t in found.values()]))
+
+
+def varying_blocks(orders: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Return the blocks whose presence or place varies between orders.
+
+    A block keeps its place when every order has it equally often and its place among the blocks
+    of constant count is always the same.
+    """
+    if not orders:
+        return frozenset()
+    every = {block for order in orders for block in order if block >= 0}
+    counts = [Counter(order) for order in orders]
+    steady = {b for b in every if len({count[b] for count in counts}) == 1}
+    places: dict[int, set[tuple[int, ...]]] = {b: set() for b in steady}
+    for order in orders:
+        at: dict[int, list[int]] = {b: [] for b in steady}
+        for place, block in enumerate(b for b in order if b in steady):
+            at[block].append(place)
+        for block, where in at.items():
+            places[block].add(tuple(where))
+    return frozenset(every - {b for b, where in places.items() if len(where) == 1})
+
+
+def score(
+    predict: Predictor,
+    examples: Sequence[Example],
+    blocks: Sequence[Block],
+    varying: frozenset[int],
+) -> Scores:
+    """Score a predictor on samples in the order given.
+
+    Args:
+        predict: called with each example in turn; it must look at the sample only. (It gets the
+            example so that a baseline may remember its order after answering.)
+        examples: held-out samples, at least one.
+        blocks: the vocabulary's blocks.
+        varying: `varying_blocks` of the training orders.
+    """
+    rows = []
+    for example in examples:
+        predicted = predict(example)
+        accuracy = block_order_accuracy(predicted, example.blocks)
+        rows.append(
+            (
+                accuracy,
+                byte_weighted_accuracy(predicted, example.blocks, blocks, varying),
+                float(accuracy == 1.0),
+                site_f1(predicted, example.blocks, blocks, varying),
+            )
+        )
+    columns = np.array(rows, dtype=np.float64)
+    means = [
+        float(np.mean(column[~np.isnan(column)])) if not np.isnan(column).all() else float("nan")
+        for column in columns.T
+    ]
+    return Scores(len(examples), *means)
+
+
+def split_by_source(sources: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Return the indices to learn from and those held out: whole sources, about ``share`` of all.
+
+    With one source only, the last samples are held out: the nearest there is to unseen ones.
+
+    Raises:
+        ValueError: if there are fewer than two samples.
+    """
+    if len(sources) < 2:
+        raise ValueError("a split needs at least two samples")
+    names = sorted(set(sources))
+    wanted = max(1, round(share * len(sources)))
+    if len(names) == 1:
+        cut = min(max(len(sources) - wanted, 1), len(sources) - 1)
+        return list(range(cut)), list(range(cut, len(sources)))
+    sizes = Counter(sources)
+    shuffled = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
+    held: set[str] = set()
+    count = 0
+    for name in shuffled[:-1]:
+        if count >= wanted:
+            break
+        if held and count + sizes[name] - wanted > wanted - count:
+            continue
+        held.add(name)
+        count += sizes[name]
+    inside = [i for i, name in enumerate(sources) if name not in held]
+    return inside, [i for i, name in enumerate(sources) if name in held]

@@ -1,0 +1,141 @@
+"""Features: what the pilot's models see of a sample and of a block.
+
+What it is: `Example` (one recorded sample with its order), `Scaler` (a sample's named numbers as a
+vector of fixed length) and `block_features` (a block as its idiom vector, size and place). What it
+is not: per-element features, which are in `dynoffload.pilot.codes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynoffload.planning.blocks import Block
+from dynoffload.profiler.sample import Sample
+
+Floats = npt.NDArray[np.float32]
+
+MAX_VALUES = 32
+"""The most named numbers of a sample that the models look at."""
+CLIP = 8.0
+"""Scaled numbers farther out than this many deviations are brought back to it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sample and the order in which it ran the blocks.
+
+    Attributes:
+        sample: what was seen before the step.
+        blocks: indices into the vocabulary in forward order; -1 for a block unknown to it.
+        source: the file or document the sample is from, so that splits hold whole sources out.
+    """
+
+    sample: Sample
+    blocks: Sequence[int]
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """Names and scales of the numbers a model looks at.
+
+    Attributes:
+        names: the sample's values used, besides its number of elements.
+        centre: ``[1 + names]``.
+        scale: ``[1 + names]``, none zero.
+    """
+
+    names: tuple[str, ...]
+    centre: Floats
+    scale: Floats
+
+    def __call__(self, sample: Sample) -> Floats:
+        """Return a sample's numbers, scaled, ``[1 + names]``."""
+        scaled = (_numbers(sample, self.names) - self.centre) / self.scale
+        return np.asarray(np.clip(scaled, -CLIP, CLIP), dtype=np.float32)
+
+    def __len__(self) -> int:
+        """Return the length of the vector."""
+        return 1 + len(self.names)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the scaler as plain JSON data."""
+        return {
+            "names": list(self.names),
+            "centre": self.centre.tolist(),
+            "scale": self.scale.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Scaler:
+        """Read a scaler back.
+
+        Raises:
+            ValueError: if the data is not a scaler's.
+        """
+        names = tuple(str(name) for name in data["names"])
+        centre = np.array(data["centre"], dtype=np.float32)
+        scale = np.array(data["scale"], dtype=np.float32)
+        good = centre.shape == scale.shape == (1 + len(names),) and len(names) <= MAX_VALUES
+        good = good and bool((np.isfinite(centre) & np.isfinite(scale) & (scale > 0)).all())
+        if not good:
+            raise ValueError("a scaler of the wrong shape")
+        return cls(names, centre, scale)
+
+
+def learn_scaler(samples: Sequence[Sample]) -> Scaler:
+    """Choose the numbers that vary between samples and scale them to mean 0, deviation 1."""
+    names = sorted({name for sample in samples for name in sample.values})
+    varying = [n for n in names if len({sample.values.get(n, 0.0) for sample in samples}) > 1]
+    kept = tuple(varying[:MAX_VALUES])
+    points = np.stack([_numbers(sample, kept) for sample in samples])
+    scale = points.std(axis=0)
+    scale[scale < 1e-6] = 1.0
+    return Scaler(kept, points.mean(axis=0), scale)
+
+
+def _numbers(sample: Sample, names: Sequence[str]) -> Floats:
+    """Return the size of a sample and its values, on a signed logarithmic scale."""
+    values = [float(len(sample.elements)), *(sample.values.get(name, 0.0) for name in names)]
+    numbers = np.nan_to_num(np.array(values, dtype=np.float64), nan=0.0, posinf=1e30, neginf=-1e30)
+    return (np.sign(numbers) * np.log1p(np.abs(numbers))).astype(np.float32)
+
+
+def block_features(blocks: Sequence[Block], chosen: Sequence[int]) -> Floats:
+    """Return the idiom-encoded blocks, ``[chosen, 9]``, each column of mean 0 and deviation 1.
+
+    Columns: log of each of the six idiom counts, log of the bytes of the block and of its
+    activations, and its place in the vocabulary.
+    """
+    rows = [
+        [*map(float, blocks[i].idioms), float(blocks[i].nbytes), float(blocks[i].activation_bytes)]
+        for i in chosen
+    ]
+    counts = np.log1p(np.array(rows, dtype=np.float64).reshape(len(rows), 8))
+    place = np.array(chosen, dtype=np.float64)[:, None]
+    columns = np.concatenate([counts, place], axis=1)
+    if not len(columns):
+        return columns.astype(np.float32)
+    deviation = columns.std(axis=0)
+    deviation[deviation < 1e-9] = 1.0
+    return np.asarray((columns - columns.mean(axis=0)) / deviation, dtype=np.float32)
+
+
+def sites_of(blocks: Sequence[Block], chosen: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the number of the site each chosen block belongs to.
+
+    Blocks whose paths differ only in a last number (the experts of one layer) share a site.
+    """
+    names: dict[str, int] = {}
+    return np.array([names.setdefault(site_name(blocks[i]), len(names)) for i in chosen], np.int64)
+
+
+def site_name(block: Block) -> str:
+    """Return the path of a block less its last part where that is a number."""
+    head, _, tail = block.path.rpartition(".")
+    return head if tail.isdigit() else block.path

@@ -1,0 +1,201 @@
+"""Learning while the network trains: the pilot that corrects itself, and the one made from scratch.
+
+What it is: `OnlineLearner`, the session's one partner for predictions. Before each step it
+predicts; after it, it is told what ran. It does three things with that: corrects each block's odds
+by how often it ran of late (routing drifts as the network trains, faster than a pilot is
+retrained), keeps the latest steps to learn a new pilot from, and keeps count of how its predictions
+do against repeating the last order. What it is not: a thread; `learn` takes seconds and the caller
+says when and where.
+
+The correction is online gradient descent on one bias per optional block, with forgetting: with p
+the corrected chance and y whether the block ran, bias <- (1 - FORGET) * (bias + RATE * (y - p)).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.fit import AUTO, fit_pilot
+from dynoffload.pilot.pilot import Floats, Pilot, Prediction
+from dynoffload.pilot.skeleton import tokens
+from dynoffload.planning.blocks import Vocabulary
+from dynoffload.profiler.sample import Sample
+
+RATE = 0.3
+"""How far one step moves a block's log-odds, times its surprise."""
+FORGET = 0.02
+"""How much of the correction each step forgets."""
+FIRST = 16
+"""Steps after which a first pilot can be learned."""
+GROWTH = 2.0
+"""A new pilot is due when so many times the steps of the one before were seen."""
+WINDOW = 1024
+"""Steps kept to learn from, the latest ones."""
+AVERAGE = 0.1
+"""Weight of the newest step in the running accuracies."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the predictions have done of late, as running means of block-order accuracy.
+
+    Attributes:
+        pilot: of the pilot's predictions; NaN before the first.
+        last_order: of repeating the last order, on the same steps; NaN before the first.
+        steps: how many steps the means are over.
+    """
+
+    pilot: float = float("nan")
+    last_order: float = float("nan")
+    steps: int = 0
+
+
+class _Correction:
+    """A pilot with its drift: what is replaced as one when a new pilot is learned."""
+
+    def __init__(self, pilot: Pilot) -> None:
+        self.pilot = pilot
+        self.slots = [pilot.skeleton.slots[index] for index in pilot.skeleton.optional]
+        self.bias = np.zeros(len(self.slots), dtype=np.float32)
+
+    def corrected(self, chances: Floats) -> Floats:
+        """Return the chances with the bias on their log-odds."""
+        clipped = np.clip(chances, 1e-6, 1 - 1e-6)
+        odds = np.log(clipped / (1 - clipped)) + self.bias
+        return np.asarray(1 / (1 + np.exp(-odds)), dtype=np.float32)
+
+    def follow(self, corrected: Floats, blocks: Sequence[int]) -> None:
+        """Move the bias towards what ran."""
+        filled = tokens(blocks, self.pilot.skeleton.families)
+        ran: npt.NDArray[np.float32] = np.array([slot in filled for slot in self.slots], np.float32)
+        self.bias = np.asarray((1 - FORGET) * (self.bias + RATE * (ran - corrected)), np.float32)
+
+
+class OnlineLearner:
+    """Predicts, follows and learns within one run.
+
+    `predict` and `observe` are for the training thread and take well under a millisecond each;
+    `learn` may run on another thread meanwhile and swaps the new pilot in when it is done.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        pilot: Pilot | None = None,
+        model: str = AUTO,
+        grow: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """Start with a trained pilot or from nothing.
+
+        Args:
+            vocabulary: the network's blocks, which every order observed is over.
+            pilot: where there is one already, of the same network.
+            model: the kind of pilot to learn, as in `fit_pilot`.
+            grow: whether to keep samples for learning; without, only corrections are made.
+            seed: for learning.
+
+        Raises:
+            PilotError: if the pilot is of another network.
+        """
+        if pilot is not None:
+            pilot.check(vocabulary.network)
+        self._vocabulary = vocabulary
+        self._model = model
+        self._seed = seed
+        self._grow = grow
+        self._current = _Correction(pilot) if pilot is not None else None
+        self._examples: deque[Example] = deque(maxlen=WINDOW)
+        self._lock = threading.Lock()
+        self._seen = 0
+        self._next = FIRST
+        self._asked: tuple[Sample, _Correction, Floats, list[int]] | None = None
+        self._last: list[int] | None = None
+        self._standing = Standing()
+
+    @property
+    def pilot(self) -> Pilot | None:
+        """The pilot now in use."""
+        return self._current.pilot if self._current is not None else None
+
+    @property
+    def standing(self) -> Standing:
+        """How the predictions have done of late."""
+        return self._standing
+
+    @property
+    def due(self) -> bool:
+        """Whether enough was seen since the last `learn` for it to pay."""
+        return self._grow and self._seen >= self._next
+
+    def predict(self, sample: Sample) -> Prediction | None:
+        """Return the order a sample will run, or None as long as there is no pilot."""
+        current = self._current
+        if current is None:
+            self._asked = None
+            return None
+        start = perf_counter()
+        chances = current.corrected(current.pilot.chances(sample))
+        blocks, confidence = current.pilot.decode(sample, chances, current.pilot.threshold)
+        self._asked = (sample, current, chances, blocks)
+        return Prediction(blocks, perf_counter() - start, confidence)
+
+    def observe(self, sample: Sample, blocks: Sequence[int], source: str = "") -> None:
+        """Take note of what a sample ran.
+
+        Args:
+            sample: as it was given to `predict`, if it was.
+            blocks: the order it ran, -1 for a block unknown to the vocabulary.
+            source: the file or document it is from, where that is known.
+        """
+        order = list(blocks)
+        asked, self._asked = self._asked, None
+        if asked is not None and asked[0] is sample:
+            _, current, chances, predicted = asked
+            current.follow(chances, order)
+            self._judge(predicted, order)
+        elif self._current is not None:
+            current = self._current
+            current.follow(current.corrected(current.pilot.chances(sample)), order)
+        self._last = [block for block in order if block >= 0]
+        self._seen += 1
+        if self._grow:
+            with self._lock:
+                self._examples.append(Example(sample, order, source))
+
+    def learn(self) -> Pilot:
+        """Learn a new pilot from the steps kept, and use it from the next prediction on.
+
+        Raises:
+            PilotError: if too few steps were seen.
+        """
+        with self._lock:
+            examples = list(self._examples)
+            seen = self._seen
+        pilot = fit_pilot(self._vocabulary, examples, model=self._model, seed=self._seed)
+        self._next = max(FIRST, int(GROWTH * seen))
+        self._current = _Correction(pilot)
+        return pilot
+
+    def _judge(self, predicted: Sequence[int], order: Sequence[int]) -> None:
+        """Bring the running accuracies up to date."""
+        if self._last is None:
+            return
+        old = self._standing
+        pilot = block_order_accuracy(predicted, order)
+        last = block_order_accuracy(self._last, order)
+        weight = max(AVERAGE, 1 / (old.steps + 1))
+        if old.steps:
+            pilot = old.pilot + weight * (pilot - old.pilot)
+            last = old.last_order + weight * (last - old.last_order)
+        self._standing = Standing(pilot, last, old.steps + 1)

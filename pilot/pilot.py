@@ -1,0 +1,236 @@
+"""The pilot: from what a sample shows before its step, the order in which it will run the blocks.
+
+What it is: `Pilot` and `Prediction`. A pilot lays out the skeleton of its network, asks its model
+which optional blocks the sample runs, fills the segments from the sample's elements, and reads off
+the list. What it is not: a promise. A prediction is advice about which bytes to fetch; a wrong one
+costs time only. Nor is it the training (`dynoffload.pilot.fit`, `dynoffload.pilot.train`).
+
+How it fits: the session asks `Pilot.check` once whether the pilot knows its network, and `predict`
+before each step; a prediction takes well under a millisecond on one core.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynoffload.errors import PilotError
+from dynoffload.pilot.artifact import read_artifact, write_artifact
+from dynoffload.pilot.models import PresenceModel, load_model
+from dynoffload.pilot.segments import SegmentModel
+from dynoffload.pilot.skeleton import SEGMENT, Skeleton
+from dynoffload.planning.blocks import Vocabulary
+from dynoffload.profiler.sample import Sample
+
+Floats = npt.NDArray[np.float32]
+
+RULE = "rule"
+"""The kind of a pilot whose network has no optional blocks: its skeleton says it all."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a pilot expects of one sample.
+
+    Attributes:
+        blocks: indices into the vocabulary, in forward order.
+        seconds: how long the prediction took, in seconds.
+        confidence: for each of ``blocks``, the estimated chance that it runs, ``[blocks]``.
+    """
+
+    blocks: list[int]
+    seconds: float
+    confidence: Floats | None = None
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """A trained predictor of block orders for one network.
+
+    Attributes:
+        vocabulary: the network's blocks.
+        skeleton: what all orders have in common.
+        model: says which optional blocks run; None where there are none.
+        segments: a model for each of the skeleton's segments, in its order.
+        threshold: the estimated chance from which an optional block is predicted.
+        varying: the blocks whose presence or place varied in training, which scores weigh.
+        most_frequent: the one order that fits the training samples best, a baseline for scores.
+        card: how it was made: plain JSON data for people to read; nothing depends on it.
+    """
+
+    vocabulary: Vocabulary
+    skeleton: Skeleton
+    model: PresenceModel | None
+    segments: tuple[SegmentModel, ...]
+    threshold: float
+    varying: frozenset[int] = frozenset()
+    most_frequent: tuple[int, ...] = ()
+    card: dict[str, Any] = field(default_factory=dict)
+    _layout: _Layout = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Lay the slots out as arrays, once."""
+        object.__setattr__(self, "_layout", _Layout.of(self.skeleton))
+
+    @property
+    def kind(self) -> str:
+        """The kind of its model: ``"lightgbm"``, ``"mlp"``, or ``"rule"`` where none is needed."""
+        return self.model.kind if self.model is not None else RULE
+
+    def predict(self, sample: Sample) -> Prediction:
+        """Return the order of blocks that a sample will run.
+
+        Args:
+            sample: what `dynoffload.profiler.sample.describe_sample` read off the forward call.
+        """
+        start = time.perf_counter()
+        chances = self.chances(sample)
+        blocks, confidence = self.decode(sample, chances, self.threshold)
+        return Prediction(blocks, time.perf_counter() - start, confidence)
+
+    def chances(self, sample: Sample) -> Floats:
+        """Return P(runs) for each optional slot of the skeleton."""
+        if self.model is None:
+            return np.zeros(0, dtype=np.float32)
+        return self.model.probabilities(sample)
+
+    def decode(self, sample: Sample, chances: Floats, threshold: float) -> tuple[list[int], Floats]:
+        """Return the order that chances make at a threshold, and the confidence in its blocks."""
+        layout = self._layout
+        surety = np.ones(layout.blocks.size, dtype=np.float32)
+        surety[layout.optional] = chances
+        taken = surety >= threshold
+        if not self.segments:
+            return layout.blocks[taken].tolist(), surety[taken]
+        blocks: list[int] = []
+        confidence: list[Floats] = []
+        at = 0
+        for place, segment in zip(layout.segments, self.segments, strict=True):
+            part = taken[at:place]
+            blocks += layout.blocks[at:place][part].tolist()
+            confidence.append(surety[at:place][part])
+            run = segment.predict(sample)
+            blocks += run
+            confidence.append(np.full(len(run), segment.fidelity, dtype=np.float32))
+            at = place + 1
+        blocks += layout.blocks[at:][taken[at:]].tolist()
+        confidence.append(surety[at:][taken[at:]])
+        return blocks, np.concatenate(confidence)
+
+    def check(self, fingerprint: str) -> None:
+        """Refuse to steer a network that this pilot was not trained for.
+
+        Args:
+            fingerprint: of the network at hand, by `dynoffload.profiler.network.fingerprint`.
+
+        Raises:
+            PilotError: if the fingerprints differ.
+        """
+        if fingerprint != self.vocabulary.network:
+            raise PilotError(
+                f"this pilot was trained for network {self.vocabulary.network[:12]}, and the one "
+                f"at hand is {fingerprint[:12]}: their modules, parameter names, shapes or dtypes "
+                "differ. Train a pilot on traces of this network, or use pilot='auto'"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write the pilot to one file.
+
+        Raises:
+            PilotError: if the file cannot be written.
+        """
+        document = {
+            "vocabulary": self.vocabulary.to_json(),
+            "slots": [list(slot) for slot in self.skeleton.slots],
+            "always": sorted(self.skeleton.always),
+            "families": [sorted(family) for family in self.skeleton.families],
+            "segments": [segment.to_json() for segment in self.segments],
+            "kind": self.kind,
+            "model": self.model.document() if self.model is not None else None,
+            "threshold": self.threshold,
+            "varying": sorted(self.varying),
+            "most_frequent": list(self.most_frequent),
+            "card": self.card,
+        }
+        arrays = self.model.arrays() if self.model is not None else {}
+        write_artifact(Path(path), document, arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Pilot:
+        """Read a pilot from a file that `save` wrote. Nothing in the file is executed.
+
+        Raises:
+            PilotError: if the file is missing, foreign, damaged or of another version.
+        """
+        path = Path(path)
+        document, arrays = read_artifact(path)
+        try:
+            vocabulary = Vocabulary.from_json(document["vocabulary"])
+            size = len(vocabulary.blocks)
+            skeleton = _load_skeleton(document, size)
+            optional = len(skeleton.optional)
+            model = None
+            if document["kind"] != RULE:
+                model = load_model(str(document["kind"]), document["model"], arrays, optional)
+            elif optional:
+                raise ValueError("optional blocks without a model")
+            segments = tuple(SegmentModel.from_json(s, size) for s in document["segments"])
+            if len(segments) != len(skeleton.segments):
+                raise ValueError("another number of segments than models for them")
+            threshold = float(document["threshold"])
+            if not 0 < threshold <= 1 or not isinstance(document["card"], dict):
+                raise ValueError("an impossible threshold or card")
+            varying = frozenset(map(int, document["varying"]))
+            most_frequent = tuple(map(int, document["most_frequent"]))
+            if not all(0 <= block < size for block in (*varying, *most_frequent)):
+                raise ValueError("a block outside the vocabulary")
+            return cls(
+                vocabulary,
+                skeleton,
+                model,
+                segments,
+                threshold,
+                varying,
+                most_frequent,
+                document["card"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise PilotError(
+                f"{path}: cannot be used as a pilot: {error}. Train the pilot again."
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A skeleton as arrays: the block of each slot, and which slots are optional or segments."""
+
+    blocks: npt.NDArray[np.int64]
+    optional: npt.NDArray[np.int64]
+    segments: tuple[int, ...]
+
+    @classmethod
+    def of(cls, skeleton: Skeleton) -> _Layout:
+        blocks = np.array([slot[0] for slot in skeleton.slots], dtype=np.int64)
+        return cls(blocks, np.array(skeleton.optional, dtype=np.int64), skeleton.segments)
+
+
+def _load_skeleton(document: Any, blocks: int) -> Skeleton:
+    """Build a skeleton from its stored form; ValueError if it is not one."""
+    slots = tuple((int(block), int(occurrence)) for block, occurrence in document["slots"])
+    families = tuple(frozenset(map(int, family)) for family in document["families"])
+    always = frozenset(map(int, document["always"]))
+    first = SEGMENT - len(families) + 1
+    if len(set(slots)) != len(slots) or not all(
+        first <= block < blocks and block != -1 and occurrence >= 0 for block, occurrence in slots
+    ):
+        raise ValueError("slots that are not of this vocabulary")
+    if not all(0 <= block < blocks for family in families for block in family):
+        raise ValueError("looping blocks that are not of this vocabulary")
+    if not all(0 <= slot < len(slots) for slot in always):
+        raise ValueError("a slot that is not there")
+    return Skeleton(slots, always, families)

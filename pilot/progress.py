@@ -1,0 +1,53 @@
+"""A progress bar that appears only where somebody has waited for it.
+
+What it is: `progress_bar`, for the jobs of the pilot. What it is not: a log; a short job shows
+nothing, and a bar is gone once its job is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Protocol
+
+PATIENCE = 2.0
+"""Seconds before a bar appears."""
+
+
+class Report(Protocol):
+    """Says how far a job is."""
+
+    def __call__(self, doing: str, done: int | None = None, total: int | None = None) -> None:
+        """Say what is being done and, where it is known, how much of how much is done."""
+        ...
+
+
+@contextmanager
+def progress_bar(wanted: bool) -> Iterator[Report]:
+    """Yield a `Report` that shows a bar on stderr from the third second on, or shows nothing."""
+    if not wanted:
+        yield lambda doing, done=None, total=None: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("pilot", total=None)
+    start = monotonic()
+
+    def report(doing: str, done: int | None = None, total: int | None = None) -> None:
+        if not bar.live.is_started and monotonic() - start > PATIENCE:
+            bar.start()
+        bar.update(task, description=doing, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        bar.stop()

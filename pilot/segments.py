@@ -1,0 +1,283 @@
+"""Segments: stretches of blocks that follow the sample's elements, one after the other.
+
+What it is: `SegmentModel`, which learns how a loop's blocks come from the elements that drive it:
+how many blocks an element makes (solved exactly, as whole numbers, from the lengths of the recorded
+stretches), which of the element's codes decide them, and what each value of those codes makes. A
+Tree-LSTM's cells by arity, a cell per token, a loop that skips some kinds of node, all come out as
+small tables. Where no such rule explains the records, the stretch of the nearest recorded sample is
+repeated. What it is not: a model for blocks that noise decides; see `dynoffload.pilot.models`.
+
+How it fits: one model per segment slot of the `Skeleton`; a prediction for 200 elements takes well
+under 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynoffload.errors import PilotError
+from dynoffload.pilot.codes import columns_of
+from dynoffload.profiler.sample import Sample
+
+Codes = npt.NDArray[np.int64]
+Run = tuple[int, ...]
+
+EXPLAINED = 0.98
+"""The share of training samples whose stretch a rule must give the length of, to be believed."""
+MAX_LENGTH_CODES = 512
+"""The most distinct codes for which lengths are solved."""
+MAX_NEIGHBOURS = 512
+"""The most recorded stretches kept where no rule explains them."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What each element makes, by some of its codes.
+
+    Attributes:
+        columns: the columns of the elements that decide.
+        table: the blocks made, by the values of those columns.
+        nearest: for values never seen: the table's keys as an array ``[keys, columns]``.
+    """
+
+    columns: tuple[int, ...]
+    table: Mapping[tuple[int, ...], Run]
+    nearest: Codes
+
+    def apply(self, codes: Codes) -> list[int]:
+        """Return the blocks that elements with these codes ``[n, columns]`` make, in order."""
+        result: list[int] = []
+        table = self.table
+        for key in map(tuple, codes[:, self.columns].tolist()):
+            run = table.get(key)
+            if run is None:
+                far = np.abs(self.nearest - np.array(key, dtype=np.int64)).astype(np.float64)
+                agree = (far == 0).sum(axis=1)
+                best = int(np.lexsort((far.sum(axis=1), -agree))[0])
+                run = table[tuple(self.nearest[best].tolist())]
+            result.extend(run)
+        return result
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Recorded stretches, found again by the numbers of their samples.
+
+    Attributes:
+        names: the values of a sample that are compared, besides its number of elements.
+        centre: ``[1 + names]`` subtracted before samples are compared.
+        scale: ``[1 + names]`` divided by before samples are compared.
+        points: ``[records, 1 + names]``, scaled.
+        runs: the stretch of each record.
+    """
+
+    names: tuple[str, ...]
+    centre: npt.NDArray[np.float64]
+    scale: npt.NDArray[np.float64]
+    points: npt.NDArray[np.float64]
+    runs: tuple[Run, ...]
+
+    def apply(self, sample: Sample) -> list[int]:
+        """Return the stretch of the record nearest to a sample; the earliest of equals."""
+        point = (_numbers(sample, self.names) - self.centre) / self.scale
+        distance = ((self.points - point) ** 2).sum(axis=1)
+        return list(self.runs[int(distance.argmin())])
+
+
+@dataclass(frozen=True)
+class SegmentModel:
+    """What stands in one segment of the skeleton.
+
+    Attributes:
+        how: the rule found, or the records to repeat.
+        fidelity: share of the training stretches that it gives back exactly.
+    """
+
+    how: Rule | Neighbours
+    fidelity: float
+
+    def predict(self, sample: Sample) -> list[int]:
+        """Return the blocks of this segment for a sample, in order."""
+        if isinstance(self.how, Rule):
+            return self.how.apply(columns_of(sample.elements))
+        return self.how.apply(sample)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the model as plain JSON data."""
+        if isinstance(self.how, Rule):
+            how: dict[str, Any] = {
+                "columns": list(self.how.columns),
+                "table": [[list(key), list(run)] for key, run in self.how.table.items()],
+            }
+        else:
+            how = {
+                "names": list(self.how.names),
+                "centre": self.how.centre.tolist(),
+                "scale": self.how.scale.tolist(),
+                "points": self.how.points.tolist(),
+                "runs": [list(run) for run in self.how.runs],
+            }
+        return {"fidelity": self.fidelity, **how}
+
+    @classmethod
+    def from_json(cls, data: Any, blocks: int) -> SegmentModel:
+        """Read a model back.
+
+        Args:
+            data: what `to_json` returned.
+            blocks: size of the vocabulary; a block outside it is refused.
+
+        Raises:
+            PilotError: if the data is not such a model.
+        """
+        try:
+            fidelity = float(data["fidelity"])
+            how: Rule | Neighbours
+            if "columns" in data:
+                table = {_key(key): _run(run, blocks) for key, run in data["table"]}
+                columns = _key(data["columns"])
+                if not table or not all(0 <= column < 64 for column in columns):
+                    raise ValueError("an empty rule")
+                if any(len(key) != len(columns) for key in table):
+                    raise ValueError("a key of another length than the columns")
+                how = _rule(columns, table)
+            else:
+                names = tuple(str(name) for name in data["names"])
+                centre, scale, points = (
+                    np.array(data[name], dtype=np.float64) for name in ("centre", "scale", "points")
+                )
+                runs = tuple(_run(run, blocks) for run in data["runs"])
+                width = 1 + len(names)
+                if points.shape != (len(runs), width) or not runs:
+                    raise ValueError("records of the wrong shape")
+                if centre.shape != (width,) or scale.shape != (width,) or not scale.all():
+                    raise ValueError("scales of the wrong shape")
+                how = Neighbours(names, centre, scale, points, runs)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise PilotError(f"a segment's model is damaged: {error}") from error
+        return cls(how, fidelity)
+
+
+def learn_segment(samples: Sequence[Sample], runs: Sequence[Run]) -> SegmentModel:
+    """Learn one segment from recorded samples.
+
+    Args:
+        samples: one per record.
+        runs: the blocks that stood in the segment; an empty tuple where there was none.
+    """
+    codes = [columns_of(sample.elements) for sample in samples]
+    if len({code.shape[1] for code in codes}) == 1 and sum(code.shape[0] for code in codes):
+        lengths = _element_lengths(codes, np.array([len(run) for run in runs]))
+        if lengths is not None:
+            rule = _learn_rule(codes, runs, lengths)
+            right = sum(rule.apply(c) == list(r) for c, r in zip(codes, runs, strict=True))
+            return SegmentModel(rule, right / len(runs))
+    return SegmentModel(_remember(samples, runs), 1.0)
+
+
+def _element_lengths(codes: list[Codes], lengths: Codes) -> list[Codes] | None:
+    """Return how many blocks each element makes, or None where no rule says.
+
+    Tried in order: the same number for all; then, column by column, one whole number per code (the
+    least-squares solution of "lengths = histogram of codes x blocks per code").
+    """
+    sizes = np.array([len(code) for code in codes])
+    total = float(sizes.sum())
+    same = round(float(lengths.sum()) / total)
+    if same and np.mean(lengths == same * sizes) >= EXPLAINED:
+        return [np.full(size, same) for size in sizes]
+    for column in range(codes[0].shape[1]):
+        values = np.unique(np.concatenate([code[:, column] for code in codes]))
+        if values.size > MAX_LENGTH_CODES:
+            continue
+        places = [np.searchsorted(values, code[:, column]) for code in codes]
+        histogram = np.stack([np.bincount(p, minlength=values.size) for p in places])
+        system = histogram.astype(np.float64)
+        solved = np.linalg.lstsq(system, lengths.astype(np.float64), rcond=None)[0]
+        whole = np.maximum(np.rint(solved), 0).astype(np.int64)
+        if np.mean(histogram @ whole == lengths) >= EXPLAINED:
+            return [whole[p] for p in places]
+    return None
+
+
+def _learn_rule(codes: list[Codes], runs: Sequence[Run], lengths: list[Codes]) -> Rule:
+    """Return the rule over the fewest columns that tells elements apart as well as any."""
+    keys: list[tuple[int, ...]] = []
+    made: list[Run] = []
+    for code, run, length in zip(codes, runs, lengths, strict=True):
+        if int(length.sum()) != len(run):
+            continue
+        stops = np.cumsum(length).tolist()
+        for key, start, stop in zip(code.tolist(), [0, *stops], stops, strict=False):
+            keys.append(tuple(key))
+            made.append(tuple(run[start:stop]))
+    width = min(codes[0].shape[1], 6)
+    best: tuple[float, tuple[int, ...]] = (-math.inf, ())
+    for size in range(1, min(width, 3) + 1):
+        for columns in combinations(range(width), size):
+            score = _left_out_accuracy([tuple(k[c] for c in columns) for k in keys], made)
+            if score > best[0] + 1e-3:
+                best = (score, columns)
+        if best[0] >= 1 - 1e-3:
+            break
+    columns = best[1]
+    votes: dict[tuple[int, ...], Counter[Run]] = defaultdict(Counter)
+    for key, run in zip(keys, made, strict=True):
+        votes[tuple(key[c] for c in columns)][run] += 1
+    table = {key: max(count, key=lambda r: (count[r], r)) for key, count in sorted(votes.items())}
+    return _rule(columns, table)
+
+
+def _left_out_accuracy(keys: list[tuple[int, ...]], made: list[Run]) -> float:
+    """Return how often the other elements with the same key foretell what an element makes."""
+    votes: dict[tuple[int, ...], Counter[Run]] = defaultdict(Counter)
+    for key, run in zip(keys, made, strict=True):
+        votes[key][run] += 1
+    right = 0
+    for count in votes.values():
+        top = count.most_common(2)
+        if len(top) == 1:
+            right += top[0][1] if top[0][1] > 1 else 0
+        elif top[0][1] > top[1][1] + 1:
+            right += top[0][1]
+    return right / max(len(keys), 1)
+
+
+def _rule(columns: tuple[int, ...], table: dict[tuple[int, ...], Run]) -> Rule:
+    nearest = np.array(sorted(table), dtype=np.int64).reshape(len(table), len(columns))
+    return Rule(columns, table, nearest)
+
+
+def _remember(samples: Sequence[Sample], runs: Sequence[Run]) -> Neighbours:
+    """Keep the latest records and the scales of their numbers."""
+    samples, runs = samples[-MAX_NEIGHBOURS:], runs[-MAX_NEIGHBOURS:]
+    names = tuple(sorted({name for sample in samples for name in sample.values}))[:64]
+    points = np.stack([_numbers(sample, names) for sample in samples])
+    centre = points.mean(axis=0)
+    scale = points.std(axis=0)
+    scale[scale == 0] = 1.0
+    return Neighbours(names, centre, scale, (points - centre) / scale, tuple(map(tuple, runs)))
+
+
+def _numbers(sample: Sample, names: Sequence[str]) -> npt.NDArray[np.float64]:
+    values = [float(len(sample.elements)), *(sample.values.get(name, 0.0) for name in names)]
+    return np.nan_to_num(np.array(values, dtype=np.float64))
+
+
+def _key(values: Any) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _run(values: Any, blocks: int) -> Run:
+    run = tuple(int(value) for value in values)
+    if not all(0 <= block < blocks for block in run):
+        raise ValueError("a block outside the vocabulary")
+    return run

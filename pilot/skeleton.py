@@ -1,0 +1,203 @@
+"""The skeleton: what the orders of all samples have in common.
+
+What it is: `Skeleton`, learned from recorded block orders. It puts every place a block was seen in
+into one canonical sequence of slots, says which slots are always filled, and marks the stretches in
+which blocks repeat a varying number of times (one cell per tree node, say) as segments. What it is
+not: a predictor; which optional slots are filled is for `dynoffload.pilot.models` to say, and what
+stands in a segment for `dynoffload.pilot.segments`.
+
+A slot is ``(block, occurrence)`` or ``(SEGMENT - family, run)``: a block that always runs twice has
+two slots, and a family of looping blocks that runs in two stretches has two segments.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from dynoffload.planning.blocks import Block
+
+SEGMENT = -2
+"""The first code that names a family of looping blocks, in place of a block's index."""
+
+Slot = tuple[int, int]
+Order = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The canonical sequence of slots of one network.
+
+    Attributes:
+        slots: every slot seen in training, in canonical order.
+        always: indices into ``slots`` of those filled in every training sample.
+        families: the looping blocks of each family; family ``f`` is coded ``SEGMENT - f``.
+    """
+
+    slots: tuple[Slot, ...]
+    always: frozenset[int]
+    families: tuple[frozenset[int], ...]
+
+    @property
+    def optional(self) -> tuple[int, ...]:
+        """Indices of the slots that hold one block in some samples only."""
+        return tuple(
+            index
+            for index, slot in enumerate(self.slots)
+            if index not in self.always and slot[0] >= 0
+        )
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Indices of the slots that hold a stretch of looping blocks."""
+        return tuple(index for index, slot in enumerate(self.slots) if slot[0] <= SEGMENT)
+
+    def read(self, order: Order) -> tuple[dict[Slot, tuple[int, ...]], int]:
+        """Lay an order over the slots.
+
+        Returns:
+            the blocks found in each slot, and how many blocks found none.
+        """
+        known = set(self.slots)
+        filled = tokens(order, self.families)
+        strangers = sum(len(run) for slot, run in filled.items() if slot not in known)
+        return {slot: run for slot, run in filled.items() if slot in known}, strangers
+
+
+def learn_skeleton(orders: Sequence[Order], blocks: Sequence[Block]) -> Skeleton:
+    """Learn the skeleton of a network from the block orders of its samples.
+
+    Args:
+        orders: one list of block indices per sample; negative ones (unseen blocks) are skipped.
+        blocks: the vocabulary's blocks, whose paths break ties.
+    """
+    families = _families(orders, blocks)
+    filled = [tokens(order, families) for order in orders]
+    counts = Counter(slot for slots in filled for slot in slots)
+    slots = _canonical([list(slots) for slots in filled], blocks, families)
+    always = frozenset(i for i, slot in enumerate(slots) if counts[slot] == len(orders))
+    return Skeleton(tuple(slots), always, families)
+
+
+def tokens(order: Order, families: tuple[frozenset[int], ...]) -> dict[Slot, tuple[int, ...]]:
+    """Return the slots an order fills, in its own order, with the blocks in each."""
+    home = {block: family for family, members in enumerate(families) for block in members}
+    seen: Counter[int] = Counter()
+    result: dict[Slot, tuple[int, ...]] = {}
+    run: list[int] = []
+    current = -1
+    for block in [*order, None]:
+        family = home.get(block, -1) if block is not None else -1
+        if run and family != current:
+            code = SEGMENT - current
+            result[code, seen[code]] = tuple(run)
+            seen[code] += 1
+            run = []
+        current = family
+        if block is None or block < 0:
+            continue
+        if family >= 0:
+            run.append(block)
+        else:
+            result[block, seen[block]] = (block,)
+            seen[block] += 1
+    return result
+
+
+def _families(orders: Sequence[Order], blocks: Sequence[Block]) -> tuple[frozenset[int], ...]:
+    """Return the looping blocks, grouped by who stands beside whom.
+
+    A path loops when one sample calls it more than once and samples differ in how often. A block
+    that only some samples have and that always stands between looping blocks belongs to the loop.
+    """
+    counts: dict[str, set[int]] = {}
+    for order in orders:
+        for path, count in Counter(blocks[b].path for b in order if b >= 0).items():
+            counts.setdefault(path, set()).add(count)
+    loops = {path for path, seen in counts.items() if max(seen) > 1 and len(seen) > 1}
+    looping = {b.index for b in blocks if b.path in loops}
+    presence = Counter(block for order in orders for block in set(order) if block >= 0)
+    while True:
+        outside: set[int] = set()
+        inside: set[int] = set()
+        for order in orders:
+            for place, block in enumerate(order):
+                if block < 0 or block in looping or presence[block] == len(orders):
+                    continue
+                beside = [*order[max(place - 1, 0) : place], *order[place + 1 : place + 2]]
+                enclosed = len(beside) == 2 and all(other in looping for other in beside)
+                (inside if enclosed else outside).add(block)
+        if not inside - outside:
+            break
+        looping |= inside - outside
+    parent = {block: block for block in looping}
+
+    def root(block: int) -> int:
+        while parent[block] != block:
+            block = parent[block]
+        return block
+
+    for order in orders:
+        for left, right in pairwise(order):
+            if left in looping and right in looping:
+                parent[root(right)] = root(left)
+    first_of: dict[str, int] = {}
+    for block in sorted(looping):
+        parent[root(block)] = root(first_of.setdefault(blocks[block].path, block))
+    groups: dict[int, set[int]] = {}
+    for block in looping:
+        groups.setdefault(root(block), set()).add(block)
+    return tuple(frozenset(group) for group in sorted(groups.values(), key=min))
+
+
+def _canonical(
+    sequences: list[list[Slot]], blocks: Sequence[Block], families: tuple[frozenset[int], ...]
+) -> list[Slot]:
+    """Return all slots in the order that contradicts the fewest samples.
+
+    Kahn's algorithm on "mostly runs before"; where a cycle remains, the slot with the least weight
+    of unplaced predecessors goes first. Slots that never met are ordered by path and number.
+    """
+    slots = sorted({slot for sequence in sequences for slot in sequence})
+    number = {slot: i for i, slot in enumerate(slots)}
+    before = np.zeros((len(slots), len(slots)), dtype=np.int32)
+    for sequence in sequences:
+        places = np.array([number[slot] for slot in sequence], dtype=np.int64)
+        upper = np.triu(np.ones((places.size, places.size), dtype=np.int32), 1)
+        before[np.ix_(places, places)] += upper
+    edges = before > before.T
+    weight = np.where(edges, before - before.T, 0)
+
+    def rank(slot: Slot) -> tuple[object, ...]:
+        block = slot[0] if slot[0] >= 0 else min(families[SEGMENT - slot[0]])
+        parts = re.split(r"(\d+)", blocks[block].path)
+        natural = tuple((int(p), "") if i % 2 else (-1, p) for i, p in enumerate(parts))
+        return (natural, block, slot[1])
+
+    ranks = {number[slot]: rank(slot) for slot in slots}
+    degree = edges.sum(axis=0)
+    left = np.ones(len(slots), dtype=bool)
+    ready = [(ranks[i], i) for i in range(len(slots)) if degree[i] == 0]
+    heapq.heapify(ready)
+    result: list[Slot] = []
+    while len(result) < len(slots):
+        if ready:
+            node = heapq.heappop(ready)[1]
+        else:
+            debt = np.where(left, weight[left].sum(axis=0), np.iinfo(np.int64).max)
+            node = min(np.flatnonzero(debt == debt.min()).tolist(), key=ranks.__getitem__)
+        if not left[node]:
+            continue
+        left[node] = False
+        result.append(slots[node])
+        for follower in np.flatnonzero(edges[node] & left).tolist():
+            degree[follower] -= 1
+            if degree[follower] == 0:
+                heapq.heappush(ready, (ranks[follower], follower))
+    return result

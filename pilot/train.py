@@ -1,0 +1,210 @@
+"""The offline job: from a directory of traces to a pilot with its scores.
+
+What it is: `train_pilot` and `evaluate_pilot`, which read traces, hold whole sources out, and score
+the pilot and the baselines it must beat on the same samples. What it is not: the fitting itself
+(`dynoffload.pilot.fit`), nor learning within a run (`dynoffload.pilot.online`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from dynoffload.errors import PilotError, TraceError
+from dynoffload.pilot.baselines import LastOrder
+from dynoffload.pilot.evaluate import Scores, score, split_by_source
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.fit import AUTO, fit_pilot
+from dynoffload.pilot.online import OnlineLearner
+from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.planning.blocks import Vocabulary
+from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.profiler.program import Program, resolve
+from dynoffload.profiler.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+HOLDOUT = 0.25
+"""Share of the samples that scores are measured on."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of a pilot and of the baselines on the same samples.
+
+    Attributes:
+        pilot: before the first operator, from the sample alone.
+        following: the same pilot, corrected after each step by what that step ran.
+        last_order: repeating the order of the sample before.
+        most_frequent: the one order that fitted the training samples best.
+        latency_s: median seconds of one prediction.
+        latency_p95_s: seconds that 95% of the predictions stay below.
+        sources: the sources that were scored.
+    """
+
+    pilot: Scores
+    following: Scores
+    last_order: Scores
+    most_frequent: Scores
+    latency_s: float
+    latency_p95_s: float
+    sources: tuple[str, ...]
+
+    def rows(self) -> dict[str, Scores]:
+        """Return the scores by the name of who made them, as a table's rows."""
+        return {
+            "pilot": self.pilot,
+            "pilot, following": self.following,
+            "last order": self.last_order,
+            "most frequent": self.most_frequent,
+        }
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training job made.
+
+    Attributes:
+        pilot: trained on the sources that were not held out.
+        evaluation: scores on the sources held out.
+        train_samples: how many samples the pilot learned from.
+        seconds: how long the job took, reading included.
+    """
+
+    pilot: Pilot
+    evaluation: Evaluation
+    train_samples: int
+    seconds: float
+
+
+def train_pilot(
+    traces: str | Path,
+    *,
+    model: str = AUTO,
+    budget: int | None = None,
+    holdout: float = HOLDOUT,
+    seed: int = 0,
+    progress: bool = True,
+) -> TrainResult:
+    """Train a pilot on a directory of traces and score it on sources it has not seen.
+
+    Args:
+        traces: directory that `dynoffload profile` wrote; its ``*.parquet`` files are read.
+        model: ``"lightgbm"``, ``"mlp"``, or ``"auto"`` for the better of the two.
+        budget: bytes of fast memory that blocks shall fit in; None to cut by structure alone.
+        holdout: share of the samples held out, in whole sources, between 0 and 1.
+        seed: makes the result the same every time.
+        progress: show a bar on stderr once the job has taken two seconds.
+
+    Raises:
+        TraceError: if there is no trace, one cannot be read, or they are of several networks.
+        PilotError: if there are too few traces or the model is unknown.
+    """
+    if not 0 < holdout < 1:
+        raise PilotError(f"holdout is a share between 0 and 1, not {holdout}")
+    start = perf_counter()
+    with progress_bar(progress) as report:
+        programs = load_programs(traces, report)
+        if len(programs) < 4:
+            raise PilotError(
+                f"{traces}: {len(programs)} traces are too few to learn from and to score on; "
+                "profile at least 4 steps, better some hundreds"
+            )
+        inside, aside = split_by_source([p.source for p in programs], holdout, seed)
+        report("cutting blocks")
+        vocabulary = build_vocabulary([programs[i] for i in inside], budget)
+        examples = [encode_example(vocabulary, programs[i]) for i in inside]
+        pilot = fit_pilot(vocabulary, examples, model=model, seed=seed, on_progress=report)
+        report("scoring")
+        held_out = [encode_example(vocabulary, programs[i]) for i in aside]
+        evaluation = evaluate(pilot, held_out)
+    seconds = perf_counter() - start
+    logger.info(
+        "pilot (%s) learned from %d samples in %.1f s: block-order accuracy %.3f on %d held out",
+        pilot.kind,
+        len(inside),
+        seconds,
+        evaluation.pilot.block_order_accuracy,
+        len(aside),
+    )
+    return TrainResult(pilot, evaluation, len(inside), seconds)
+
+
+def evaluate_pilot(pilot: Pilot, traces: str | Path, *, progress: bool = True) -> Evaluation:
+    """Score a pilot on a directory of traces.
+
+    Raises:
+        TraceError: if there is no trace, one cannot be read, or they are of several networks.
+        PilotError: if the traces are of another network than the pilot's.
+    """
+    with progress_bar(progress) as report:
+        programs = load_programs(traces, report)
+        pilot.check(programs[0].network)
+        report("scoring")
+        return evaluate(pilot, [encode_example(pilot.vocabulary, p) for p in programs])
+
+
+def evaluate(pilot: Pilot, examples: Sequence[Example]) -> Evaluation:
+    """Score a pilot and the baselines on samples, in the order given."""
+    blocks, varying = pilot.vocabulary.blocks, pilot.varying
+    times: list[float] = []
+
+    def alone(example: Example) -> list[int]:
+        prediction = pilot.predict(example.sample)
+        times.append(prediction.seconds)
+        return prediction.blocks
+
+    learner = OnlineLearner(pilot.vocabulary, pilot=pilot, grow=False)
+
+    def following(example: Example) -> list[int]:
+        prediction = learner.predict(example.sample)
+        assert prediction is not None
+        learner.observe(example.sample, example.blocks)
+        return prediction.blocks
+
+    frequent = list(pilot.most_frequent)
+    return Evaluation(
+        pilot=score(alone, examples, blocks, varying),
+        following=score(following, examples, blocks, varying),
+        last_order=score(LastOrder(frequent), examples, blocks, varying),
+        most_frequent=score(lambda _: frequent, examples, blocks, varying),
+        latency_s=float(np.median(times)),
+        latency_p95_s=float(np.quantile(times, 0.95)),
+        sources=tuple(sorted({example.source for example in examples})),
+    )
+
+
+def encode_example(vocabulary: Vocabulary, program: Program) -> Example:
+    """Return a program as the pilot learns from it."""
+    return Example(program.sample, vocabulary.encode(program), program.source)
+
+
+def load_programs(traces: str | Path, report: Report | None = None) -> list[Program]:
+    """Read and resolve every trace of a directory, in order of step, then of file name.
+
+    Raises:
+        TraceError: if there is no trace, one cannot be read, or they are of several networks.
+    """
+    folder = Path(traces)
+    paths = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
+    if not paths:
+        what = "holds no trace (*.parquet)" if folder.is_dir() else "is not a directory"
+        raise TraceError(f"{folder}: {what}; record some with 'dynoffload profile -o {folder}'")
+    programs: list[Program] = []
+    for number, path in enumerate(paths):
+        if report is not None:
+            report("reading traces", number, len(paths))
+        program = resolve(Trace.load(path))
+        if programs and program.network != programs[0].network:
+            raise TraceError(
+                f"{folder}: {paths[0].name} is of network {programs[0].network[:12]}, {path.name} "
+                f"of {program.network[:12]}: keep the traces of each network in their own directory"
+            )
+        programs.append(program)
+    return sorted(programs, key=lambda program: program.step)

@@ -1,0 +1,82 @@
+"""Names for a network and for the shapes of a call.
+
+What it is: `fingerprint`, by which a pilot recognises the network it was trained for, and
+`shape_key`, by which two calls of one module are told apart. What it is not: a hash of weights; the
+same architecture has the same fingerprint whatever it has learned.
+
+How it fits: the recorder and the runtime name things by the same two functions, so that what was
+profiled is recognised when it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+MAX_KEY_TENSORS = 8
+"""The most tensors of one call that its shape key names."""
+_MAX_DEPTH = 3
+_EXACT = 8
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Return the sha256 (hex, 64 characters) of the model's architecture.
+
+    Module paths and class names, and the names, shapes and types of parameters and buffers go in;
+    values, devices, ties and the Python module a class was defined in do not. A model on the meta
+    device has the fingerprint of the same model with storage.
+    """
+    digest = hashlib.sha256()
+    for path, module in model.named_modules(remove_duplicate=False):
+        digest.update(f"m {path} {type(module).__qualname__}\n".encode())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        digest.update(f"p {name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        digest.update(f"b {name} {tuple(buffer.shape)} {buffer.dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def shape_key(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Return the canonical bucket of the tensor shapes of one call, such as ``"2x256,1x256"``.
+
+    Each extent is exact to 8; above that it is rounded up to a power of two, so that calls of like
+    cost share a name. Tensors are named in the order of the arguments, keywords by name, at most
+    `MAX_KEY_TENSORS` of them; a tensor without dimensions is ``"0d"``; a call without tensors
+    has the key ``""``.
+
+    Args:
+        args: positional arguments of the call; tensors, or lists, tuples and dicts of them.
+        kwargs: its keyword arguments.
+    """
+    parts: list[str] = []
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            parts.append(_bucket(argument))
+        elif isinstance(argument, list | tuple | dict):
+            _collect(argument, parts, _MAX_DEPTH)
+    if kwargs:
+        for name in sorted(kwargs):
+            _collect(kwargs[name], parts, _MAX_DEPTH)
+    return ",".join(parts[:MAX_KEY_TENSORS])
+
+
+def _collect(value: object, parts: list[str], depth: int) -> None:
+    if len(parts) >= MAX_KEY_TENSORS:
+        return
+    if isinstance(value, torch.Tensor):
+        parts.append(_bucket(value))
+    elif depth and isinstance(value, list | tuple):
+        for item in value[:MAX_KEY_TENSORS]:
+            _collect(item, parts, depth - 1)
+    elif depth and isinstance(value, dict):
+        for item in list(value.values())[:MAX_KEY_TENSORS]:
+            _collect(item, parts, depth - 1)
+
+
+def _bucket(tensor: torch.Tensor) -> str:
+    return (
+        "x".join([str(n if n <= _EXACT else 1 << (n - 1).bit_length()) for n in tensor.shape])
+        or "0d"
+    )

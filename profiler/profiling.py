@@ -1,0 +1,180 @@
+"""Profiling without a loop of one's own: `profile` drives the model and writes the traces.
+
+What it is: the training loop in its plainest form, around a `Recorder`. What it is not: needed by
+who has a loop; they put a `Recorder` around theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from dynoffload.errors import TraceError
+from dynoffload.profiler.recorder import Recorder
+from dynoffload.profiler.sample import Features
+from dynoffload.profiler.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 2.0  # Seconds before a progress bar appears.
+_NAME = re.compile(r"step-(\d{6,})\.parquet")
+
+
+def profile(
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    *,
+    out: str | Path,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    features: Features | None = None,
+    source: Callable[[Any], str] | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Train ``model`` on ``batches``, one step each, and write one trace per step.
+
+    Each step is forward, backward and, with an optimizer, ``step()``; gradients are dropped after
+    it. Without an optimizer the parameters stay as they are. Numbering goes on after the traces
+    that ``out`` already holds.
+
+    Args:
+        model: the network, in the mode (train or eval) it shall be profiled in.
+        batches: what to call it with: a mapping is passed by name, a tuple or list by position,
+            an object with a tuple ``args`` (and perhaps a dict ``kwargs``) by those, anything else
+            as the one argument.
+        out: directory for the traces; made if it is missing.
+        optimizer: the optimizer to step.
+        loss: makes a scalar from (output, batch). By default the output itself if it is a scalar,
+            its ``loss`` attribute or item, or the first item of a tuple.
+        features: featurizer for samples, as in `describe_sample`.
+        source: names the file or document a batch is from, so that a pilot can be scored on
+            sources it has not seen. By default the batch's own ``source``, if it has one.
+        progress: show a progress bar on stderr once it has taken two seconds.
+
+    Returns:
+        The files, in order.
+
+    Raises:
+        TraceError: if ``out`` cannot be written, no loss can be found, or ``batches`` is empty.
+    """
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TraceError(f"{folder}: cannot be made a directory of traces ({error})") from error
+    number = _next_number(folder)
+    paths: list[Path] = []
+    current: Any = None
+
+    def write(trace: Trace) -> None:
+        path = folder / f"step-{number + len(paths):06d}.parquet"
+        trace.step = number + len(paths)
+        trace.save(path)
+        paths.append(path)
+
+    recorder = Recorder(
+        model,
+        optimizer,
+        features=features,
+        on_step=write,
+        source=lambda: (source or _source_of)(current),
+    )
+    with recorder, _progress_bar(batches, progress) as tracked:
+        for batch in tracked:
+            current = batch
+            _loss_of(_call(model, batch), batch, loss).backward()  # type: ignore[no-untyped-call]
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad(set_to_none=True)
+    if not paths:
+        raise TraceError(f"nothing to profile: `batches` gave no batch, {folder} has no new trace")
+    logger.info("profiled %d steps into %s", len(paths), folder)
+    return paths
+
+
+def _call(model: torch.nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, list | tuple):
+        return model(*batch)
+    if isinstance(getattr(batch, "args", None), tuple):
+        return model(*batch.args, **getattr(batch, "kwargs", {}))
+    return model(batch)
+
+
+def _source_of(batch: Any) -> str:
+    source = getattr(batch, "source", "")
+    return source if isinstance(source, str) else ""
+
+
+def _loss_of(
+    output: Any, batch: Any, loss: Callable[[Any, Any], torch.Tensor] | None
+) -> torch.Tensor:
+    if loss is not None:
+        found = loss(output, batch)
+    elif isinstance(output, Mapping) and "loss" in output:
+        found = output["loss"]
+    elif isinstance(output, list | tuple) and output and not hasattr(output, "loss"):
+        found = output[0]
+    else:
+        found = getattr(output, "loss", output)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        raise TraceError(
+            f"no loss to run backward from: the model returned {type(output).__name__}, and that"
+            " gives no scalar with a gradient; pass loss=lambda output, batch: ..."
+        )
+    return found
+
+
+def _next_number(folder: Path) -> int:
+    taken = [int(m.group(1)) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name))]
+    return max(taken, default=-1) + 1
+
+
+@contextmanager
+def _progress_bar(batches: Iterable[Any], wanted: bool) -> Iterator[Iterator[Any]]:
+    """Yield the batches through a progress bar that appears only where it is long enough to."""
+    if not wanted:
+        yield iter(batches)
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        TextColumn("profile"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    total = len(batches) if isinstance(batches, Sized) else None
+    task = bar.add_task("profile", total=total)
+    start = monotonic()
+
+    def steps() -> Iterator[Any]:
+        for done, batch in enumerate(batches):
+            if not bar.live.is_started and monotonic() - start > _PATIENCE:
+                bar.start()
+            bar.update(task, completed=done)
+            yield batch
+
+    try:
+        yield steps()
+    finally:
+        bar.stop()

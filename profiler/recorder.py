@@ -1,0 +1,363 @@
+"""The recorder: listens to a training loop and makes a trace of each step.
+
+What it is: `Recorder`, a context manager around a user's own loop. It sees every ATen operator of
+forward, backward and optimizer through a dispatch mode, module calls through hooks, and the end of
+a step through the optimizer's hooks. What it is not: a part of training under a budget; the runtime
+has its own, cheaper ways to know where a step is. It changes no result: it runs each operator once,
+as it was called, and keeps no tensor alive.
+
+How it fits: `dynoffload.profiler.steps` keeps what is heard, `dynoffload.profiler.profiling` drives
+a loop for users who have none.
+
+Known limitations. Operators inside a compiled region are not seen one by one. Modules run by
+calling ``forward`` directly, past their hooks, count as part of their caller. Sites of backward are
+known for forward passes made in the thread that entered the recorder. On an accelerator the seconds
+of an operator are those of its launch. Higher-order operators are run but not recorded. A model
+pickled whole inside the block would carry the hooks; save its state_dict instead.
+
+[Note: what a step is]
+A step begins with the first call, in grad mode, of the model or, outside any other call, of one of
+its modules. With an optimizer it ends after ``optimizer.step()``, so that several calls before it
+(gradient accumulation) are one step; without one it ends where the next call of the model begins,
+or with the block. Calls without grad mode (evaluation, sampling) are not recorded, wherever they
+come. With an optimizer, what has not reached ``step()`` when the block ends is no step and is
+dropped; so is a step that an exception cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from dynoffload.errors import TraceError
+from dynoffload.profiler.network import fingerprint, shape_key
+from dynoffload.profiler.sample import Features, describe_sample
+from dynoffload.profiler.signatures import signature_of
+from dynoffload.profiler.steps import StepLog
+from dynoffload.profiler.trace import Phase, Trace
+
+logger = logging.getLogger(__name__)
+
+_graph_task = torch._C._current_graph_task_id
+_graph_node = torch._C._current_autograd_node
+_NO_NUMBER = 2**64 - 1  # Sequence number of nodes that accumulate gradients.
+
+
+class _Frame(NamedTuple):
+    """A module call that is under way."""
+
+    module: int  # id of the module.
+    call: int  # Index of its forward call, -1 if it is not recorded.
+    in_backward: bool  # Run again by backward (checkpointing).
+
+
+class Recorder:
+    """Records each training step that runs inside its block.
+
+    Args:
+        model: the network; its root call marks a sample.
+        optimizer: the optimizer whose ``step()`` ends a step; see [Note: what a step is].
+        features: featurizer for samples, as in `describe_sample`.
+        on_step: called with the trace of each step, after it.
+        source: called at the start of each step; names the file or document its sample is from.
+
+    Example:
+        with Recorder(model, optimizer, on_step=traces.append):
+            for batch in loader:
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        features: Features | None = None,
+        on_step: Callable[[Trace], None],
+        source: Callable[[], str] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.features = features
+        self.on_step = on_step
+        self.source = source
+        self._mode = _Mode(self._dispatch)
+        self._handles: list[RemovableHandle] = []
+        self._paths: dict[int, str] = {}  # id of a module -> its path
+        self._parameters: dict[int, str] = {}  # id of a parameter -> its name
+        self._network = ""
+        self._thread = 0
+        self._log: StepLog | None = None  # The step under way.
+        self._stack: list[_Frame] = []
+        self._suspended = False  # While an outermost call without grad mode is under way.
+        self._in_optimizer = False
+        self._backward_seen = False
+        self._after_backward = False  # Whether, since then, something ran outside the optimizer.
+        self._paused = False  # While a featurizer runs.
+        self._steps = 0
+        self._entered = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        """Return itself: a copy of the model made inside the block carries hooks, not a recorder.
+
+        Modules of such a copy are not among the managed ones and are ignored.
+        """
+        return self
+
+    def __enter__(self) -> Recorder:
+        """Begin to listen.
+
+        Raises:
+            TraceError: if this recorder is already in use.
+        """
+        if self._entered:
+            raise TraceError("this Recorder is already in use; make one for each block")
+        self._entered = True
+        self._thread = threading.get_ident()
+        self._network = fingerprint(self.model)
+        for path, module in self.model.named_modules():
+            self._paths[id(module)] = path
+            self._handles.append(
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            )
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        if self.optimizer is not None:
+            self._handles.append(self.optimizer.register_step_pre_hook(self._before_optimizer))
+            self._handles.append(self.optimizer.register_step_post_hook(self._after_optimizer))
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop listening; see [Note: what a step is] for what becomes of the last step."""
+        self._mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if kind is None and self.optimizer is None:
+            self._end_step()
+        elif self._log is not None:
+            logger.info("a step of %d operators did not end and is dropped", len(self._log))
+        self._log = None
+        self._stack.clear()
+        self._suspended = self._in_optimizer = False
+        self._backward_seen = self._after_backward = False
+        self._paths.clear()
+        self._parameters.clear()
+        self._entered = False
+
+    # Operators ------------------------------------------------------------------------------
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        log = self._log
+        if (
+            log is None
+            or self._paused
+            or self._suspended
+            or not isinstance(func, torch._ops.OpOverload)
+        ):
+            return func(*args, **kwargs)
+        start = perf_counter()
+        result = func(*args, **kwargs)
+        seconds = perf_counter() - start
+        if func.namespace != "profiler":
+            node = _graph_node() if _graph_task() != -1 else None
+            phase, call = self._place(log, node)
+            log.record(signature_of(func), phase, call, args, kwargs, result, seconds)
+            if node is not None and node._sequence_nr() == _NO_NUMBER:
+                self._note_gradient(log, node, result)
+        return result
+
+    def _place(self, log: StepLog, node: Any) -> tuple[Phase, int]:
+        """Return the phase of the operator at hand and the module call it belongs to."""
+        stack = self._stack
+        if node is not None:
+            self._backward_seen = True
+            if self._after_backward:
+                self._after_backward = False
+                log.reopen()
+            if stack and stack[-1].in_backward:
+                return Phase.BACKWARD, stack[-1].call
+            call = self._call_of(log, node)
+            if torch.is_grad_enabled():  # Backward is itself recorded for another backward.
+                log.cut_within_backward(call)
+            return Phase.BACKWARD, call
+        if stack:
+            return Phase.FORWARD, stack[-1].call
+        if self._in_optimizer:
+            return Phase.OPTIMIZER, -1
+        if self._backward_seen:
+            self._after_backward = True
+            return Phase.OPTIMIZER, -1
+        return Phase.FORWARD, -1
+
+    def _call_of(self, log: StepLog, node: Any) -> int:
+        sequence = node._sequence_nr()
+        if sequence != _NO_NUMBER:
+            return log.call_of_node(sequence)
+        name = self._parameters.get(id(getattr(node, "variable", None)))
+        return -1 if name is None else log.last_call_of(name.rpartition(".")[0])
+
+    def _note_gradient(self, log: StepLog, node: Any, result: Any) -> None:
+        """Name the storage in which a gradient is being accumulated."""
+        name = self._parameters.get(id(getattr(node, "variable", None)))
+        if name is not None and isinstance(result, torch.Tensor):
+            log.regions.label(result, f"{name}:grad", "gradient")
+
+    # Module calls ---------------------------------------------------------------------------
+
+    def _enter(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        path = self._paths.get(id(module))
+        in_backward = _graph_task() != -1
+        if path is None or self._paused or not (in_backward or self._is_own_thread()):
+            return
+        call = -1
+        if not self._suspended:
+            if not self._stack and not in_backward:
+                self._begin_sample(module, args, kwargs)
+            log = self._log
+            if log is not None and not self._suspended:
+                outer = self._stack[-1].call if self._stack else -1
+                if in_backward:
+                    node = _graph_node()
+                    if not (self._stack and self._stack[-1].in_backward) and node is not None:
+                        outer = self._call_of(log, node)
+                    call = log.recomputed(path, outer)
+                    log.cut(call)
+                else:
+                    call = log.enter(path, shape_key(args, kwargs), outer)
+        self._stack.append(_Frame(id(module), call, in_backward))
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        stack = self._stack
+        if self._paused or not any(frame.module == id(module) for frame in reversed(stack)):
+            return
+        while stack:  # Frames above it belong to calls that an exception cut off.
+            frame = stack.pop()
+            if self._log is not None and frame.call >= 0:
+                outer = stack[-1].call if stack else -1
+                if frame.in_backward:
+                    self._log.cut(outer)
+                else:
+                    self._log.leave(frame.call, outer)
+            if frame.module == id(module):
+                break
+        if not stack:
+            self._suspended = False
+
+    def _is_own_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    # Steps ----------------------------------------------------------------------------------
+
+    def _begin_sample(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Begin a step, or another sample of it, or suspend recording for a call without grad."""
+        if not torch.is_grad_enabled():
+            self._suspended = True
+            return
+        is_root = module is self.model
+        if is_root and self.optimizer is None:
+            self._end_step()
+        if self._log is None:
+            self._log = StepLog()
+            self._label_tensors(self._log)
+            self._log.source = "" if self.source is None else self.source()
+        elif self._after_backward:
+            self._log.reopen()
+        self._backward_seen = self._after_backward = False
+        if is_root or not self._log.samples:
+            features = self.features if is_root else None
+            self._paused = True
+            try:
+                with torch.no_grad():
+                    sample = describe_sample(module, args, kwargs, features)
+            finally:
+                self._paused = False
+            self._log.samples.append(sample)
+
+    def _end_step(self) -> None:
+        log, self._log = self._log, None
+        if log is None or not len(log):
+            return
+        self._label_tensors(log)
+        trace = log.finish(self._network, type(self.model).__qualname__, self._steps)
+        self._steps += 1
+        self.on_step(trace)
+
+    def _before_optimizer(self, *_: Any) -> None:
+        self._in_optimizer = True
+        self._after_backward = False
+        if self._log is not None:
+            self._label_tensors(self._log)
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._in_optimizer = False
+        self._end_step()
+
+    def _label_tensors(self, log: StepLog) -> None:
+        """Name the storages of parameters, buffers, gradients and optimizer state as they are now.
+
+        Run at both ends of a step and before the optimizer: parameters may have been replaced,
+        and state comes to life inside the first ``step()``.
+        """
+        regions = log.regions
+        self._parameters.clear()
+        state: Mapping[torch.Tensor, Any] = {} if self.optimizer is None else self.optimizer.state
+        for name, parameter in self.model.named_parameters():
+            self._parameters[id(parameter)] = name
+            regions.label(parameter, name, "parameter")
+            if parameter.grad is not None:
+                regions.label(parameter.grad, f"{name}:grad", "gradient")
+            for key, tensor in _named_tensors(state.get(parameter)):
+                regions.label(tensor, f"{name}:{key}", "state")
+        for name, buffer in self.model.named_buffers():
+            regions.label(buffer, name, "buffer")
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands every operator to the recorder."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, handle: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._handle = handle
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self._handle(func, args, kwargs or {})
+
+
+def _named_tensors(state: object, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in one parameter's optimizer state, with the keys that lead to them."""
+    if isinstance(state, torch.Tensor):
+        yield key, state
+    elif isinstance(state, Mapping):
+        for name, value in state.items():
+            yield from _named_tensors(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(state, list | tuple):
+        for position, value in enumerate(state):
+            yield from _named_tensors(value, f"{key}.{position}" if key else str(position))

@@ -1,0 +1,201 @@
+"""What a sample says about itself before the network runs: the pilot's input.
+
+What it is: `Sample`, a handful of named numbers and one array of discrete codes, and the function
+that reads them off the arguments of a forward call in well under a millisecond. What it is not: a
+featurizer for a pilot model; it keeps what was seen, and the pilot decides what to make of it.
+
+How it fits: the recorder stores a `Sample` in every `Trace`; the runtime makes one at the start of
+each step and hands it to the pilot. Both call `describe_sample`, so the two always agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dynoffload.errors import TraceError
+
+MAX_ELEMENTS = 65_536
+"""The most discrete codes one sample keeps."""
+MAX_TENSORS = 32
+"""The most tensors of one call that are described."""
+MAX_OBJECTS = 256
+"""The most objects that the walk over the arguments of one call looks at."""
+MAX_DEPTH = 6
+"""How deep the walk over nested arguments goes."""
+
+_NO_ELEMENTS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+_SUMMED = 65_536  # The most elements of a mask that are summed.
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+
+Features = Callable[..., "Sample | Mapping[str, float]"]
+"""A user's featurizer: called with the arguments of the forward call."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one sample shows before it is run.
+
+    Attributes:
+        values: named numbers, such as ``{"input_ids.numel": 512.0}``.
+        elements: int64 ``[n]`` or ``[n, k]``: discrete codes in the order the network consumes
+            them, such as tokens, or the arities of a tree's nodes. Empty where there are none.
+    """
+
+    values: dict[str, float]
+    elements: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_ELEMENTS)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when names, numbers and codes are (an array has no plain truth value)."""
+        if not isinstance(other, Sample):
+            return NotImplemented
+        return self.values == other.values and np.array_equal(self.elements, other.elements)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def describe_sample(
+    module: torch.nn.Module | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    features: Features | None = None,
+) -> Sample:
+    """Describe one forward call ``module(*args, **kwargs)`` before it runs.
+
+    The first of these that there is decides: ``features(*args, **kwargs)``;
+    ``module.sample_features(*args, **kwargs)``; or the default, which keeps the shapes, sizes and
+    types of the tensors in the arguments (nested in dicts, lists, tuples and dataclasses), the
+    numbers among them, the count of true values of each mask, and the values of the first integer
+    tensor, flattened, at most `MAX_ELEMENTS` of them.
+
+    Args:
+        module: the module that is about to be called, or None.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        features: the user's own featurizer.
+
+    Returns:
+        The sample, detached from the arguments: nothing of it aliases a tensor.
+
+    Raises:
+        TraceError: if a featurizer returns something that is neither a `Sample` nor a mapping of
+            names to numbers, or elements that are not integers in one or two dimensions.
+    """
+    if features is not None:
+        return _checked(features(*args, **kwargs), "the featurizer passed as `features`")
+    method = getattr(module, "sample_features", None)
+    if callable(method):
+        return _checked(method(*args, **kwargs), f"{type(module).__name__}.sample_features")
+    walk = _Walk()
+    for position, argument in enumerate(args):
+        walk.visit(f"arg{position}", argument, MAX_DEPTH)
+    for name, argument in kwargs.items():
+        walk.visit(name, argument, MAX_DEPTH)
+    return Sample(walk.values, walk.elements)
+
+
+def merge_samples(samples: Sequence[Sample]) -> Sample:
+    """Return one sample for a step that ran several (gradient accumulation).
+
+    Numbers are those of the first, with their count under ``"samples"``; elements are joined in
+    the order of the calls, as far as their widths agree and `MAX_ELEMENTS` allows.
+    """
+    if len(samples) == 1:
+        return samples[0]
+    first = samples[0]
+    alike = [s.elements for s in samples if s.elements.shape[1:] == first.elements.shape[1:]]
+    elements = np.concatenate(alike)[:MAX_ELEMENTS]
+    return Sample({**first.values, "samples": float(len(samples))}, elements)
+
+
+class _Walk:
+    """One bounded walk over the arguments of a call."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.elements = _NO_ELEMENTS
+        self._objects = MAX_OBJECTS
+        self._tensors = MAX_TENSORS
+        self._seen_codes = False
+
+    def visit(self, name: str, value: Any, depth: int) -> None:
+        """Keep what ``value`` shows, and walk on into it while the bounds allow."""
+        self._objects -= 1
+        if self._objects < 0 or value is None or isinstance(value, str | bytes):
+            return
+        if isinstance(value, torch.Tensor):
+            self._tensor(name, value)
+        elif isinstance(value, bool | int | float):
+            self.values[name] = float(value)
+        elif depth == 0:
+            return
+        elif isinstance(value, Mapping):
+            for key, item in list(value.items())[:MAX_OBJECTS]:
+                self.visit(f"{name}.{key}", item, depth - 1)
+        elif isinstance(value, list | tuple):
+            self.values[f"{name}.len"] = float(len(value))
+            for position, item in enumerate(value[:MAX_OBJECTS]):
+                self.visit(f"{name}.{position}", item, depth - 1)
+        elif is_dataclass(value) and not isinstance(value, type):
+            for part in fields(value):
+                self.visit(f"{name}.{part.name}", getattr(value, part.name, None), depth - 1)
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if self._tensors == 0:
+            return
+        self._tensors -= 1
+        count = tensor.numel()
+        self.values[f"{name}.numel"] = float(count)
+        for position, extent in enumerate(tensor.shape[:MAX_DEPTH]):
+            self.values[f"{name}.shape{position}"] = float(extent)
+        self.values[f"{name}.itemsize"] = float(tensor.element_size())
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        if tensor.dtype is torch.bool:
+            if count <= _SUMMED:
+                self.values[f"{name}.sum"] = float(tensor.detach().sum())
+        elif tensor.dtype in _INTEGERS and self._seen_codes:
+            if 0 < count <= _SUMMED:
+                self.values[f"{name}.sum"] = float(tensor.detach().sum())
+        elif tensor.dtype in _INTEGERS:
+            self._seen_codes = True
+            codes = tensor.detach().reshape(-1)[:MAX_ELEMENTS]
+            # The copy keeps the sample apart from a tensor that the loop may overwrite.
+            self.elements = codes.to("cpu", torch.int64, copy=True).numpy()
+
+
+def _checked(made: object, maker: str) -> Sample:
+    if isinstance(made, Sample):
+        elements = made.elements
+        if (
+            not isinstance(elements, np.ndarray)
+            or elements.ndim not in (1, 2)
+            or elements.dtype.kind not in "iu"
+        ):
+            raise TraceError(
+                f"{maker} returned elements that are not an integer array [n] or [n, k]; build"
+                " them with numpy.asarray(codes, dtype=numpy.int64)"
+            )
+        kept = np.ascontiguousarray(elements[:MAX_ELEMENTS], dtype=np.int64)
+        return Sample(_numbers(made.values, maker), kept)
+    if isinstance(made, Mapping):
+        return Sample(_numbers(made, maker))
+    raise TraceError(
+        f"{maker} returned {type(made).__name__}; it must return a Sample or a mapping of names"
+        " to numbers"
+    )
+
+
+def _numbers(values: Mapping[str, float], maker: str) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in values.items()}
+    except (TypeError, ValueError) as error:
+        raise TraceError(
+            f"{maker} returned a value that is not a number ({error}); each must be an int or a"
+            " float"
+        ) from error

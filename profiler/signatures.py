@@ -1,0 +1,191 @@
+"""What an operator's schema says about the memory of one call.
+
+What it is: `signature_of`, which reads an overload's schema once and keeps what the recorder needs
+for each call of it, and `traffic`, which applies it to the arguments. What it is not: bookkeeping
+of regions (see `dynoffload.profiler.regions`); here tensors are only listed with their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from dynoffload.profiler.idioms import Idioms, idioms_of, rule_of
+
+# Operators that read of their first tensor only what the others select.
+_SELECTING = frozenset(
+    "embedding index_select gather index take _unsafe_index _embedding_bag"
+    " _embedding_bag_forward_only select_copy slice_copy".split()
+)
+# Operators that, in place, touch of their first tensor only what the others select.
+_PLACING = frozenset(
+    "index_add_ index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ scatter_add_"
+    " scatter_reduce_ index_reduce_ put_".split()
+)
+# Operators in place whose result does not depend on what was there.
+_OVERWRITING = frozenset("zero_ fill_ copy_ _foreach_zero_ _foreach_copy_".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What one overload does to memory.
+
+    Attributes:
+        name: full name, such as ``"aten.mm.default"``.
+        idioms: its six counts.
+        moves: False for views and metadata, which touch no data.
+        allocates: False for views: their result is never new memory.
+        written: positions of the arguments it writes.
+        written_names: the same for arguments passed by name.
+        fresh: whether it returns something that is not one of its arguments.
+        overwrites: whether what it writes is not read before.
+        selecting: whether it reads of its first tensor only as much as it returns.
+        placing: whether it touches of its first tensor only as much as the others hold.
+    """
+
+    name: str
+    idioms: Idioms
+    moves: bool
+    allocates: bool
+    written: frozenset[int]
+    written_names: frozenset[str]
+    fresh: bool
+    overwrites: bool
+    selecting: bool
+    placing: bool
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The tensors one call read, wrote in place and returned, and how many bytes of them."""
+
+    reads: list[torch.Tensor]
+    writes: list[torch.Tensor]
+    results: list[torch.Tensor]
+    bytes_read: int
+    bytes_written: int
+
+
+@cache
+def signature_of(func: torch._ops.OpOverload) -> Signature:
+    """Return the signature of ``func``."""
+    schema = func._schema
+    base = schema.name.split("::", 1)[1]
+    rule = rule_of(func)
+    written: set[int] = set()
+    names: set[str] = set()
+    out = False
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.add(position)
+            names.add(argument.name)
+            out = out or argument.is_out
+    return Signature(
+        name=str(func),
+        idioms=idioms_of(func),
+        moves=rule not in ("view", "metadata"),
+        allocates=rule != "view",
+        written=frozenset(written),
+        written_names=frozenset(names),
+        fresh=any(r.alias_info is None for r in schema.returns),
+        overwrites=out or base in _OVERWRITING or rule == "fill",
+        selecting=base in _SELECTING,
+        placing=base in _PLACING,
+    )
+
+
+def traffic(
+    signature: Signature, args: Sequence[object], kwargs: Mapping[str, object], result: object
+) -> Traffic:
+    """Return what one call read and wrote.
+
+    Bytes of a view are those it shows, at most those of its storage: a tensor expanded from one
+    row is read as that row. An argument written in place that is also returned is listed once. A
+    result that turns out to share an argument's storage is for the caller to recognise, who knows
+    the storages.
+
+    Args:
+        signature: of the overload that was called.
+        args: positional arguments.
+        kwargs: arguments by name.
+        result: what the call returned.
+    """
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    if not signature.moves:
+        results = list(_tensors(result)) if signature.allocates else []
+        return Traffic(reads, writes, results, 0, 0)
+    for position, argument in enumerate(args):
+        if position in signature.written:
+            for tensor in _tensors(argument):
+                writes.append(tensor)
+                if not signature.overwrites:
+                    reads.append(tensor)
+        else:
+            reads.extend(_tensors(argument))
+    for name, value in kwargs.items():
+        if name in signature.written_names:
+            for tensor in _tensors(value):
+                writes.append(tensor)
+                if not signature.overwrites:
+                    reads.append(tensor)
+        else:
+            reads.extend(_tensors(value))
+    results = list(_tensors(result)) if signature.fresh else []
+    if results and writes:
+        results = [made for made in results if all(made is not old for old in writes)]
+    if signature.placing and writes:
+        return _placed(reads, writes)
+    written = sum([shown_bytes(tensor) for tensor in writes + results])
+    if signature.selecting and reads:
+        read = min(shown_bytes(reads[0]), written) + sum([shown_bytes(t) for t in reads[1:]])
+    else:
+        read = sum([shown_bytes(tensor) for tensor in reads])
+    return Traffic(reads, writes, results, read, written)
+
+
+def shown_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes ``tensor`` shows, at most those of its storage (sparse: of its values)."""
+    if tensor.layout is not torch.strided:
+        return sum([part.nbytes for part in dense_parts(tensor)])
+    nbytes: int = tensor.nbytes
+    for stride in tensor.stride():
+        if stride == 0:
+            return min(nbytes, tensor.untyped_storage().nbytes())
+    return nbytes
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the strided tensors that hold ``tensor``'s data: itself, or the parts of a sparse one.
+
+    A layout that this release cannot look into has no parts; its bytes are not counted.
+    """
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return ()
+
+
+def _placed(reads: list[torch.Tensor], writes: list[torch.Tensor]) -> Traffic:
+    target = writes[0]
+    others = [tensor for tensor in reads if tensor is not target]
+    moved = max([tensor.numel() for tensor in others], default=target.numel())
+    placed = min(moved * target.element_size(), shown_bytes(target))
+    read = placed + sum([shown_bytes(tensor) for tensor in others])
+    return Traffic(reads, writes, [], read, placed)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

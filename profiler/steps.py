@@ -1,0 +1,217 @@
+"""One step while it is being recorded.
+
+What it is: `StepLog`, the growing lists of calls and operators of one step and the map from graph
+nodes to the module calls that made them; `finish` makes a `Trace` of it. What it is not: the part
+that listens to torch (see `dynoffload.profiler.recorder`), nor that decides when a step begins.
+
+[Note: a node's sequence number finds its module call]
+Autograd numbers the nodes of one thread as forward makes them. Noting the next number whenever a
+module is entered or left therefore cuts the numbers into stretches, each of one innermost call; in
+backward the number of the running node, looked up among the cuts, gives the call whose forward made
+it. That costs two notes per module call and nothing per operator, and holds no graph alive. Nodes
+that accumulate gradients have no number; they belong to the owner of their parameter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from dynoffload.profiler.regions import RegionTable
+from dynoffload.profiler.sample import Sample, merge_samples
+from dynoffload.profiler.signatures import Signature, traffic
+from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace, owner_of
+
+_sequence_number = torch._C._autograd._get_sequence_nr
+
+
+class _Record(NamedTuple):
+    """An operator before its regions have their final names."""
+
+    signature: Signature
+    phase: Phase
+    call: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    memory: int
+
+
+class StepLog:
+    """The calls, operators and regions of one step."""
+
+    def __init__(self) -> None:
+        self.regions = RegionTable()
+        self.samples: list[Sample] = []
+        self.source = ""
+        self._records: list[_Record] = []
+        self._paths: list[str] = []
+        self._keys: list[str] = []
+        self._parents: list[int] = []
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._last_call: dict[str, int] = {}
+        self._cuts: list[int] = []  # Sequence number from which ...
+        self._cut_calls: list[int] = []  # ... nodes belong to this call.
+        self._next_number = 0  # The next sequence number, as of the last operator.
+
+    def __len__(self) -> int:
+        """Return how many operators the step has so far."""
+        return len(self._records)
+
+    def enter(self, path: str, key: str, parent: int) -> int:
+        """Note that a module call begins in forward; return its index."""
+        call = len(self._paths)
+        self._paths.append(path)
+        self._keys.append(key)
+        self._parents.append(parent)
+        self._starts.append(len(self._records))
+        self._stops.append(len(self._records))
+        self._last_call[path] = call
+        self.cut(call)
+        return call
+
+    def leave(self, call: int, outer: int) -> None:
+        """Note that ``call`` has ended and that ``outer`` (-1: none) goes on."""
+        self._stops[call] = len(self._records)
+        self.cut(outer)
+
+    def cut(self, call: int) -> None:
+        """Say that graph nodes made from now on belong to ``call``."""
+        self._cuts.append(_sequence_number())
+        self._cut_calls.append(call)
+
+    def cut_within_backward(self, call: int) -> None:
+        """Say that the nodes that backward itself makes now belong to ``call``.
+
+        Those of the operator at hand have their numbers already: the cut lies where the numbers
+        stood at the operator before.
+        """
+        if self._cut_calls and self._cut_calls[-1] != call:
+            self._cuts.append(max(self._next_number, self._cuts[-1]))
+            self._cut_calls.append(call)
+
+    def call_of_node(self, sequence: int) -> int:
+        """Return the call whose forward made the node with this number, or -1."""
+        position = bisect_right(self._cuts, sequence) - 1
+        return self._cut_calls[position] if position >= 0 else -1
+
+    def last_call_of(self, path: str) -> int:
+        """Return the latest forward call of a module, or -1."""
+        return self._last_call.get(path, -1)
+
+    def recomputed(self, path: str, outer: int) -> int:
+        """Return the forward call that is being run again inside ``outer`` (-1: unknown).
+
+        The latest call of the path that ``outer`` encloses, else the latest of all.
+        """
+        if outer >= 0:
+            for call in range(len(self._paths) - 1, outer, -1):
+                if self._paths[call] == path and self._encloses(outer, call):
+                    return call
+        return self.last_call_of(path)
+
+    def record(
+        self,
+        signature: Signature,
+        phase: Phase,
+        call: int,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        result: object,
+        seconds: float,
+    ) -> None:
+        """Append one executed operator."""
+        regions = self.regions
+        reads: dict[int, None] = {}
+        writes: dict[int, None] = {}
+        bytes_read = bytes_written = 0
+        if signature.allocates:  # Else it is a view and touches nothing.
+            moved = traffic(signature, args, kwargs, result)
+            bytes_read, bytes_written = moved.bytes_read, moved.bytes_written
+            for tensor in moved.reads:
+                for index in regions.read(tensor):
+                    reads[index] = None
+            for tensor in moved.writes:
+                for index in regions.write(tensor):
+                    writes[index] = None
+            site = self._paths[call] if call >= 0 else ""
+            for tensor in moved.results:
+                for index in regions.make(tensor, site):
+                    if index not in reads:  # Else it only aliases an argument.
+                        writes[index] = None
+        self._records.append(
+            _Record(
+                signature,
+                phase,
+                call,
+                bytes_read,
+                bytes_written,
+                seconds,
+                tuple(reads),
+                tuple(writes),
+                regions.live,
+            )
+        )
+        regions.clock = len(self._records)
+        self._next_number = _sequence_number()
+
+    def reopen(self) -> None:
+        """Say that the step is not over after all: what ran since backward was forward again.
+
+        That is so where another sample begins, which it prepared, and where another backward
+        does, whose loss it made.
+        """
+        for index in range(len(self._records) - 1, -1, -1):
+            if self._records[index].phase is not Phase.OPTIMIZER:
+                break
+            self._records[index] = self._records[index]._replace(phase=Phase.FORWARD)
+
+    def finish(self, network: str, model: str, step: int) -> Trace:
+        """Return the trace of the step; the log must not be used afterwards."""
+        regions = self.regions.infos()
+        self.regions.close()
+        calls = [
+            ModuleCall(*call)
+            for call in zip(
+                self._paths, self._keys, self._parents, self._starts, self._stops, strict=True
+            )
+        ]
+        operators = [
+            Operator(
+                name=record.signature.name,
+                phase=record.phase,
+                site=self._site(record, regions),
+                call=record.call,
+                idioms=record.signature.idioms,
+                bytes_read=record.bytes_read,
+                bytes_written=record.bytes_written,
+                seconds=record.seconds,
+                reads=record.reads,
+                writes=record.writes,
+                memory=record.memory,
+            )
+            for record in self._records
+        ]
+        sample = merge_samples(self.samples) if self.samples else Sample({})
+        return Trace(network, model, step, self.source, sample, regions, calls, operators)
+
+    def _site(self, record: _Record, regions: Sequence[RegionInfo]) -> str:
+        """Return the call's path; in the optimizer, the one owner of what the operator used."""
+        if record.call >= 0:
+            return self._paths[record.call]
+        if record.phase is not Phase.OPTIMIZER:
+            return ""
+        owners = {owner_of(regions[i]) for i in record.reads + record.writes}
+        owners.discard(None)
+        return (owners.pop() or "") if len(owners) == 1 else ""
+
+    def _encloses(self, outer: int, call: int) -> bool:
+        while call > outer:
+            call = self._parents[call]
+        return call == outer

@@ -1,0 +1,340 @@
+"""Traces on disk: one Parquet file each.
+
+What it is: `save_trace` and `load_trace`. The rows of the table are the operators, so that any
+Parquet reader shows them; the rest of the trace (header, sample, regions, calls) is JSON in the
+file's metadata. What it is not: a place for anything that could be executed; nothing is unpickled,
+and pyarrow is imported only when a file is read or written.
+
+[Note: what a hostile trace can do]
+Nothing but raise `TraceError`. Before a table is read, the file's size, its schema, its number of
+rows and, for each column, codec and declared sizes are compared with what this module writes. Files
+are written without compression, and columns of text or bytes are read as dictionaries: no byte in
+the file can stand for many in memory, other than by repetition that stays shared. Lists of regions
+are packed bytes, not Parquet lists, whose lengths a file could claim at will. What is decoded is
+checked again: every index in range, every number finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynoffload.errors import TraceError
+from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+SCHEMA_VERSION = 1
+"""Version of the file's layout; a file of any other version is refused."""
+MAX_FILE_BYTES = 512 * 1024**2
+"""The largest file that is read."""
+MAX_OPERATORS = 2_000_000
+"""The most operators a file may hold."""
+
+_VERSION_KEY = b"dynoffload.trace_version"
+_HEADER_KEY = b"dynoffload.trace"
+_PHASES = tuple(Phase)
+_KINDS = frozenset(("parameter", "gradient", "state", "activation", "buffer", "input"))
+_TEXT = ("name", "site", "reads", "writes")
+_AGAIN = "record it again with `dynoffload profile`"
+_LARGEST = 2**62
+_MAX_VALUES = 100_000
+_MAX_MODULE_CALLS = 2_000_000
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Write ``trace`` to ``path``; a file that is there is replaced only when all is written.
+
+    Raises:
+        TraceError: if the directory is missing or cannot be written, or the trace is too large.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    if len(trace.operators) > MAX_OPERATORS:
+        raise TraceError(
+            f"{path}: a trace holds at most {MAX_OPERATORS} operators, this step has"
+            f" {len(trace.operators)}; record a smaller batch"
+        )
+    columns = _columns(trace.operators)
+    schema = _schema().with_metadata(
+        {
+            _VERSION_KEY: str(SCHEMA_VERSION).encode(),
+            _HEADER_KEY: json.dumps(_header(trace), separators=(",", ":")).encode(),
+        }
+    )
+    table = pa.table(columns, schema=schema)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        pq.write_table(table, partial, compression="NONE", use_dictionary=True)
+        os.replace(partial, path)
+    except OSError as error:
+        if path.parent.is_dir():
+            partial.unlink(missing_ok=True)
+        raise TraceError(
+            f"{path}: the trace cannot be written ({error.strerror or error}); make the directory"
+            " or choose another"
+        ) from error
+
+
+def load_trace(path: Path) -> Trace:
+    """Read the trace in ``path``.
+
+    Raises:
+        TraceError: if the file is missing, truncated, foreign, of another version, larger than a
+            trace can be, or inconsistent in itself.
+    """
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise TraceError(f"{path}: no trace can be read there ({error.strerror})") from error
+    if not path.is_file():
+        raise TraceError(f"{path}: is not a file; name one trace in it")
+    if size > MAX_FILE_BYTES:
+        raise TraceError(f"{path}: {size} bytes is larger than any trace ({MAX_FILE_BYTES})")
+    try:
+        return _read(path)
+    except TraceError:
+        raise
+    except Exception as error:
+        # pyarrow raises many kinds for a damaged file, OSError and ValueError among them.
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise TraceError(f"{path}: is truncated or damaged ({what}); {_AGAIN}") from error
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    fields = [
+        ("name", pa.string()),
+        ("phase", pa.int8()),
+        ("site", pa.string()),
+        ("call", pa.int32()),
+        *[(idiom, pa.int16()) for idiom in Idioms._fields],
+        ("bytes_read", pa.int64()),
+        ("bytes_written", pa.int64()),
+        ("seconds", pa.float64()),
+        ("reads", pa.binary()),
+        ("writes", pa.binary()),
+        ("memory", pa.int64()),
+    ]
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
+
+
+def _columns(operators: list[Operator]) -> dict[str, Any]:
+    columns: dict[str, Any] = {
+        "name": [op.name for op in operators],
+        "phase": np.array([_PHASES.index(op.phase) for op in operators], np.int8),
+        "site": [op.site for op in operators],
+        "call": np.array([op.call for op in operators], np.int32),
+        "bytes_read": np.array([op.bytes_read for op in operators], np.int64),
+        "bytes_written": np.array([op.bytes_written for op in operators], np.int64),
+        "seconds": np.array([op.seconds for op in operators], np.float64),
+        "reads": [np.array(op.reads, "<i4").tobytes() for op in operators],
+        "writes": [np.array(op.writes, "<i4").tobytes() for op in operators],
+        "memory": np.array([op.memory for op in operators], np.int64),
+    }
+    for position, idiom in enumerate(Idioms._fields):
+        columns[idiom] = np.array([op.idioms[position] for op in operators], np.int16)
+    return {name: columns[name] for name in _schema().names}
+
+
+def _header(trace: Trace) -> dict[str, Any]:
+    regions, calls, elements = trace.regions, trace.calls, trace.sample.elements
+    return {
+        "network": trace.network,
+        "model": trace.model,
+        "step": trace.step,
+        "source": trace.source,
+        "values": {k: v if math.isfinite(v) else str(v) for k, v in trace.sample.values.items()},
+        "elements": elements.reshape(-1).tolist(),
+        "width": elements.shape[1] if elements.ndim == 2 else 0,
+        "regions": [[getattr(r, f) for r in regions] for f in RegionInfo.__dataclass_fields__],
+        "calls": [[getattr(c, f) for c in calls] for f in ModuleCall.__dataclass_fields__],
+    }
+
+
+def _read(path: Path) -> Trace:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(
+        path,
+        read_dictionary=list(_TEXT),
+        thrift_string_size_limit=MAX_FILE_BYTES,
+        thrift_container_size_limit=1_000_000,
+        page_checksum_verification=False,
+    ) as file:
+        metadata = file.metadata.metadata or {}
+        version = metadata.get(_VERSION_KEY)
+        if version is None:
+            raise TraceError(f"{path}: is a Parquet file, but not a dynoffload trace; {_AGAIN}")
+        if version != str(SCHEMA_VERSION).encode():
+            raise TraceError(
+                f"{path}: is a trace of version {version[:16]!r}; this release reads version"
+                f" {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
+            )
+        _check_layout(file, path)
+        table = file.read(use_threads=False)
+    header = json.loads(metadata[_HEADER_KEY])
+    regions = _regions(header["regions"], table.num_rows)
+    calls = _calls(header["calls"], table.num_rows)
+    operators = _operators(table, len(regions), len(calls))
+    return Trace(
+        network=_text(header["network"]),
+        model=_text(header["model"]),
+        step=_integer(header["step"]),
+        source=_text(header["source"]),
+        sample=_sample(header),
+        regions=regions,
+        calls=calls,
+        operators=operators,
+    )
+
+
+def _check_layout(file: Any, path: Path) -> None:
+    """Refuse a file whose layout is not the one this module writes, before any column is read."""
+    import pyarrow as pa
+
+    expected = _schema()
+    found = file.schema_arrow
+    _require(found.names == expected.names, "its columns are not those of a trace")
+    for field, wanted in zip(found, expected, strict=True):
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        _require(kind == wanted.type, f"column {field.name} has type {field.type}")
+    metadata = file.metadata
+    if metadata.num_rows > MAX_OPERATORS:
+        raise TraceError(
+            f"{path}: claims {metadata.num_rows} operators; a trace has at most {MAX_OPERATORS}"
+        )
+    for group in range(metadata.num_row_groups):
+        for position in range(metadata.num_columns):
+            column = metadata.row_group(group).column(position)
+            _require(column.compression == "UNCOMPRESSED", f"column {position} is compressed")
+            _require(
+                0 <= column.total_uncompressed_size <= MAX_FILE_BYTES
+                and 0 <= column.num_values <= MAX_OPERATORS,
+                f"column {position} claims more than the file can hold",
+            )
+
+
+def _regions(columns: Any, operators: int) -> list[RegionInfo]:
+    names, kinds, sizes, born, died = columns
+    _require(set(kinds) <= _KINDS, "a region is of no known kind")
+    for value in [*names, *kinds]:
+        _text(value)
+    for value in sizes:
+        _require(0 <= _integer(value) < _LARGEST, "a region has an impossible size")
+    for value in [*born, *died]:
+        _require(-1 <= _integer(value) <= operators, "a region's life lies outside the step")
+    return [RegionInfo(*row) for row in zip(names, kinds, sizes, born, died, strict=True)]
+
+
+def _calls(columns: Any, operators: int) -> list[ModuleCall]:
+    calls = [ModuleCall(*row) for row in zip(*columns, strict=True)]
+    _require(len(calls) <= _MAX_MODULE_CALLS, "too many module calls")
+    for index, call in enumerate(calls):
+        _text(call.path)
+        _text(call.shape_key)
+        _require(-1 <= _integer(call.parent) < index, "a module call encloses itself")
+        _require(
+            0 <= _integer(call.start) <= _integer(call.stop) <= operators,
+            "a module call lies outside the step",
+        )
+    return calls
+
+
+def _operators(table: Any, regions: int, calls: int) -> list[Operator]:
+    names, sites = _strings(table["name"]), _strings(table["site"])
+    reads, writes = _indices(table["reads"], regions), _indices(table["writes"], regions)
+    phases = table["phase"].to_numpy()
+    call = table["call"].to_numpy()
+    seconds = table["seconds"].to_numpy()
+    counts = {name: table[name].to_numpy() for name in ("bytes_read", "bytes_written", "memory")}
+    vectors = [table[idiom].to_numpy() for idiom in Idioms._fields]
+    if table.num_rows:
+        _require(phases.min() >= 0 and phases.max() < len(_PHASES), "an operator has no phase")
+        _require(call.min() >= -1 and call.max() < calls, "an operator has no module call")
+        _require(bool(np.isfinite(seconds).all()) and seconds.min() >= 0, "a time is not a time")
+        for name, column in counts.items():
+            _require(column.min() >= 0 and column.max() < _LARGEST, f"{name} is impossible")
+        _require(min(vector.min() for vector in vectors) >= 0, "an idiom is counted below zero")
+    shared: dict[tuple[int, ...], Idioms] = {}
+    rows = zip(*[vector.tolist() for vector in vectors], strict=True)
+    idioms = [shared.setdefault(row, Idioms(*row)) for row in rows]
+    phase = [_PHASES[p] for p in phases.tolist()]
+    columns = zip(
+        names,
+        phase,
+        sites,
+        call.tolist(),
+        idioms,
+        counts["bytes_read"].tolist(),
+        counts["bytes_written"].tolist(),
+        seconds.tolist(),
+        reads,
+        writes,
+        counts["memory"].tolist(),
+        strict=True,
+    )
+    return [Operator(*column) for column in columns]
+
+
+def _strings(column: Any) -> list[str]:
+    """Return the text of each row; equal text is one object, as it was in the dictionary."""
+    texts: list[str] = []
+    for chunk in column.chunks:
+        words = chunk.dictionary.to_pylist()
+        texts.extend([words[i] for i in chunk.indices.to_pylist()])
+    return texts
+
+
+def _indices(column: Any, regions: int) -> list[tuple[int, ...]]:
+    """Return the packed region indices of each row."""
+    lists: list[tuple[int, ...]] = []
+    for chunk in column.chunks:
+        packed = []
+        for data in chunk.dictionary.to_pylist():
+            indices = np.frombuffer(data, "<i4")
+            _require(
+                not len(indices) or (indices.min() >= 0 and indices.max() < regions),
+                "an operator uses a region that is not there",
+            )
+            packed.append(tuple(indices.tolist()))
+        lists.extend([packed[i] for i in chunk.indices.to_pylist()])
+    return lists
+
+
+def _sample(header: dict[str, Any]) -> Sample:
+    values = header["values"]
+    _require(isinstance(values, dict) and len(values) <= _MAX_VALUES, "the sample has no values")
+    width = _integer(header["width"])
+    elements = np.array([_integer(code) for code in header["elements"]], dtype=np.int64)
+    _require(0 <= width <= 1024, "the sample's elements have an impossible width")
+    _require(len(elements) <= MAX_ELEMENTS * max(width, 1), "the sample has too many elements")
+    if width:
+        elements = elements.reshape(-1, width)
+    return Sample({name: float(value) for name, value in values.items()}, elements)
+
+
+def _text(value: object) -> str:
+    _require(isinstance(value, str), "a name is not text")
+    return str(value)
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"expected a whole number, found {str(value)[:40]!r}")
+    return value
+
+
+def _require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise ValueError(complaint)

@@ -1,0 +1,163 @@
+"""The trace: what one training step executed, and on which bytes.
+
+What it is: the plain data of a recorded step (`Operator`, `ModuleCall`, `RegionInfo`, `Trace`).
+What it is not: a recorder (see `dynoffload.profiler.recorder`), nor a file format (see
+`dynoffload.profiler.storage`, which `Trace.save` and `Trace.load` call).
+
+How it fits: the recorder makes traces, `dynoffload.profiler.program` resolves them into programs,
+and everything above (planning, pilot) reads programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.sample import Sample
+
+
+class Phase(str, Enum):
+    """The part of a training step in which an operator ran.
+
+    Forward includes the loss; optimizer is all that runs after backward and outside the network:
+    clipping, and the optimizer's own step.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class RegionInfo:
+    """Bytes that live and move as one.
+
+    Attributes:
+        name: the parameter's or buffer's own name (the first of tied ones); for a gradient
+            ``"<parameter>:grad"``; for optimizer state ``"<parameter>:<key>"``; for an activation
+            ``"<site>:<number>"``; for what came from outside ``"input:<number>"``.
+        kind: ``"parameter"``, ``"gradient"``, ``"state"``, ``"activation"``, ``"buffer"`` or
+            ``"input"``.
+        nbytes: size of the storage in bytes.
+        born: index of the operator that made it, -1 if it was there before the step.
+        died: index of the last operator recorded before it was freed, -1 if it outlived the step.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    born: int = -1
+    died: int = -1
+
+
+def owner_of(region: RegionInfo) -> str | None:
+    """Return the path of the module that owns a parameter, its gradient or its state.
+
+    None for any other region.
+    """
+    if region.kind not in ("parameter", "gradient", "state"):
+        return None
+    return region.name.partition(":")[0].rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One executed ATen call.
+
+    A view or a question about metadata touches no data: it has no bytes, reads and writes.
+
+    Attributes:
+        name: the overload's full name, such as ``"aten.mm.default"``.
+        phase: the part of the step it ran in.
+        site: path of the module it belongs to, ``""`` for the root or outside any module. In
+            backward, the module whose forward call made the graph node.
+        call: index into `Trace.calls` of the innermost module call it belongs to, -1 if none.
+        idioms: its six memory-access counts.
+        bytes_read: bytes of its tensor arguments (views by what they show, not their storage).
+        bytes_written: bytes of what it created or changed in place.
+        seconds: time it took, in seconds, less the recorder's own time.
+        reads: indices into `Trace.regions` of the storages it read.
+        writes: indices into `Trace.regions` of the storages it created or wrote.
+        memory: bytes of all recorded storages alive after it.
+    """
+
+    name: str
+    phase: Phase
+    site: str
+    call: int
+    idioms: Idioms
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    memory: int
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of one module in forward.
+
+    Attributes:
+        path: the module's path, ``""`` for the root.
+        shape_key: canonical bucket of its input shapes.
+        parent: index of the enclosing call, or -1.
+        start: index of the first operator that ran inside it.
+        stop: one past the last operator that ran inside it.
+    """
+
+    path: str
+    shape_key: str
+    parent: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Trace:
+    """The operators of one step and the regions each used.
+
+    Attributes:
+        network: the model's fingerprint.
+        model: the model's class name.
+        step: number of the step, from 0.
+        source: which file or document the sample came from, so that splits can hold whole
+            sources out; may be ``""``.
+        sample: what the sample showed before it ran.
+        regions: every storage the step touched.
+        calls: module calls of forward, in the order they began.
+        operators: what ran, in order.
+    """
+
+    network: str
+    model: str
+    step: int
+    source: str
+    sample: Sample
+    regions: list[RegionInfo] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write the trace to ``path`` as Parquet, by way of a temporary file beside it.
+
+        Raises:
+            TraceError: if the directory is missing or cannot be written.
+        """
+        from dynoffload.profiler.storage import save_trace
+
+        save_trace(self, Path(path))
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Read a trace from ``path``.
+
+        Raises:
+            TraceError: if the file is missing, truncated, foreign, of another schema version, or
+                larger than any trace can be.
+        """
+        from dynoffload.profiler.storage import load_trace
+
+        return load_trace(Path(path))

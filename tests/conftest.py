@@ -1,0 +1,64 @@
+"""Which dynoffload the tests meet: the installed one, or this checkout where none is installed.
+
+What it is: the paths, put right before the first test is imported. What it is not: a home for
+fixtures; each test file makes what it needs.
+
+The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
+transformers would take it for Hugging Face's package, so the root leaves the path, here and in
+every child process. Where no dynoffload is installed, ``build/path/`` takes its place: a folder
+with one link, to the package of this checkout.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAIN = ROOT / "build" / "path"
+
+
+def _is_root(entry: str) -> bool:
+    """Return whether a path entry means the repository's root; an empty one means here."""
+    return Path(entry or os.curdir).resolve() == ROOT
+
+
+def _leave_root() -> None:
+    """Take the root off the path of this process and of its children."""
+    sys.path[:] = [entry for entry in sys.path if not _is_root(entry)]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [entry for entry in inherited if entry and not _is_root(entry)]
+    os.environ.pop("PYTHONPATH", None)
+    if kept:
+        os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def _use_checkout() -> None:
+    """Put this checkout's package, and nothing else of the root, on the path."""
+    PLAIN.mkdir(parents=True, exist_ok=True)
+    link = PLAIN / "dynoffload"
+    if not link.exists():
+        try:
+            link.symlink_to(Path("..") / ".." / "dynoffload", target_is_directory=True)
+        except FileExistsError:  # another test process was faster, or the link is broken
+            if not link.exists():
+                raise
+    sys.path.insert(0, str(PLAIN))
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(PLAIN), *([inherited] if inherited else [])])
+
+
+_leave_root()
+importlib.invalidate_caches()
+if importlib.util.find_spec("dynoffload") is None:
+    _use_checkout()
+
+
+def pytest_report_header() -> str:
+    """Say which package is tested."""
+    spec = importlib.util.find_spec("dynoffload")
+    return f"dynoffload: {spec.origin if spec else 'not importable'}"

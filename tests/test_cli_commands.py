@@ -1,0 +1,311 @@
+"""The other commands: help, report, doctor, experiment, pilot; their output and exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dynoffload import __version__, experiments
+from dynoffload.cli import app
+from dynoffload.cli.experiment import options_of, parse_options
+from dynoffload.cli.pilot import numbers_of
+from dynoffload.doctor.system import filesystem_of
+from dynoffload.errors import ConfigError
+from dynoffload.pilot.evaluate import Scores
+from dynoffload.pilot.train import Evaluation, TrainResult
+
+synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
+    "synthetic_log"
+]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+# -- the root -----------------------------------------------------------------------------------
+
+
+def test_version(runner: CliRunner) -> None:
+    assert runner.invoke(app, ["--version"]).stdout == f"dynoffload {__version__}\n"
+
+
+def test_help_names_every_command_and_the_exit_codes(runner: CliRunner) -> None:
+    text = runner.invoke(app, ["--help"]).stdout
+    for command in ("profile", "pilot", "run", "report", "doctor", "experiment"):
+        assert command in text
+    assert "Exit codes" in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["profile"],
+        ["run"],
+        ["report"],
+        ["doctor"],
+        ["experiment"],
+        ["pilot", "train"],
+        ["pilot", "eval"],
+    ],
+)
+def test_every_help_shows_an_example(runner: CliRunner, command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert f"$ dynoffload {' '.join(command)}" in result.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from dynoffload.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'pandas', 'matplotlib', 'jinja2', 'lightgbm'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stderr.strip() == "[]"
+
+
+# -- report -------------------------------------------------------------------------------------
+
+
+def test_report_writes_page_and_trace_and_says_what_was(runner: CliRunner, tmp_path: Path) -> None:
+    log = synthetic_log(5).save(tmp_path / "run.runlog.json.gz")
+    page = tmp_path / "page.html"
+    result = runner.invoke(app, ["report", str(log), "-o", str(page)])
+    assert result.exit_code == 0, result.output
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert (tmp_path / "page.perfetto.json.gz").exists()
+    assert "MoELanguageModel ran 5 steps" in result.stdout
+    assert "Order predicted" in result.stdout
+    assert str(page) in result.stderr
+
+
+def test_report_puts_the_page_beside_the_log(runner: CliRunner, tmp_path: Path) -> None:
+    log = synthetic_log(2).save(tmp_path / "run.runlog.json")
+    assert runner.invoke(app, ["report", str(log)]).exit_code == 0
+    assert (tmp_path / "run.html").exists()
+
+
+def test_report_as_json_is_json_alone(runner: CliRunner, tmp_path: Path) -> None:
+    log = synthetic_log(6, policy="on-demand")
+    path = log.save(tmp_path / "run.json")
+    trace = tmp_path / "t.json"
+    result = runner.invoke(app, ["report", str(path), "--json", "--perfetto", str(trace)])
+    numbers = json.loads(result.stdout)
+    assert numbers["accuracy"] is None
+    assert numbers["peak_fast_bytes"] == max(s.peak_fast_bytes for s in log.steps)
+    assert numbers["perfetto"] == str(trace)
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_report_of_what_is_no_log(runner: CliRunner, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    result = runner.invoke(app, ["report", str(path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {path}: this is not a run log")
+    assert result.stderr.count("\n") == 1
+    assert runner.invoke(app, ["report", str(tmp_path / "nowhere")]).exit_code == 2
+
+
+# -- doctor -------------------------------------------------------------------------------------
+
+
+def test_doctor_shows_bandwidth_and_a_verdict(runner: CliRunner, tmp_path: Path) -> None:
+    if filesystem_of(tmp_path).in_memory:
+        pytest.skip("the directory for temporary files is in memory")
+    result = runner.invoke(app, ["doctor", "--spill-dir", str(tmp_path), "--seconds", "0.05"])
+    assert result.exit_code == 0, result.output
+    for expected in ("GB/s", "O_DIRECT", "cgroup", "userfaultfd", "overcommit", "backend"):
+        assert expected in result.stdout
+
+
+def test_doctor_as_json_of_a_refused_directory(runner: CliRunner, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    result = runner.invoke(app, ["doctor", "--spill-dir", str(missing), "--json"])
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert found["tiers"] is None
+    assert str(missing) in found["refusal"]
+    assert found["system"]["memory_available"] > 0
+    assert found["advice"]["backend"] in ("pager", "mapped")
+
+
+# -- experiment ---------------------------------------------------------------------------------
+
+
+def run_fake(
+    json_path: Path | None = None,
+    *,
+    steps: int = 3,
+    rate: float | None = None,
+    fast: bool = False,
+    preset: str = "tiny",
+    budgets: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    return {"steps": steps, "rate": rate, "fast": fast, "preset": preset, "budgets": list(budgets)}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = types.ModuleType("fake_experiment")
+    module.run = run_fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_experiment", module)
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"fake": "fake_experiment:run"})
+    monkeypatch.setattr(experiments, "summary", lambda name: f"What {name} measures.")
+
+
+def test_experiments_are_listed(runner: CliRunner, fake: None) -> None:
+    result = runner.invoke(app, ["experiment"])
+    assert result.exit_code == 0
+    assert "What fake measures." in result.stdout
+
+
+def test_options_reach_the_experiment_by_type(
+    runner: CliRunner, fake: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "deep" / "fake.json"
+    words = ["--steps", "5", "--rate=0.5", "--fast", "--preset", "base", "--budgets", "1,2"]
+    result = runner.invoke(app, ["experiment", "fake", "--json", str(path), *words])
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text()) == {
+        "steps": 5,
+        "rate": 0.5,
+        "fast": True,
+        "preset": "base",
+        "budgets": [1, 2],
+    }
+
+
+def test_json_to_standard_output(runner: CliRunner, fake: None) -> None:
+    result = runner.invoke(app, ["experiment", "fake", "--json", "-"])
+    assert json.loads(result.stdout)["steps"] == 3
+
+
+def test_an_experiments_options_are_listed(runner: CliRunner, fake: None) -> None:
+    text = runner.invoke(app, ["experiment", "fake", "--options"]).stdout
+    assert "--budgets" in text
+    assert "'tiny'" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--stepps", "5"], "--steps"),
+        (["--steps", "five"], "'five' is not of type int"),
+        (["--steps"], "needs a value"),
+        (["--fast=maybe"], "neither true nor false"),
+        (["--budgets", "1,x"], "'x'"),
+        (["loose"], "'loose'"),
+    ],
+)
+def test_bad_options_are_named(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options("fake", words, options_of(run_fake))
+    assert named in str(caught.value)
+
+
+def test_an_unknown_experiment_is_named_with_the_nearest(runner: CliRunner, fake: None) -> None:
+    result = runner.invoke(app, ["experiment", "fak"])
+    assert result.exit_code == 1
+    assert "did you mean 'fake'?" in result.stderr
+
+
+def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        experiments.write_json(tmp_path / "x.json", {"value": math.nan})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(experiments.EXPERIMENTS))
+def test_every_registered_experiment_is_there_and_runs_by_its_name_alone(name: str) -> None:
+    assert experiments.summary(name)
+    function = experiments.load(name)
+    assert "json_path" in function.__annotations__
+    options_of(function)  # raises where an option has no default
+
+
+# -- pilot --------------------------------------------------------------------------------------
+
+
+def scores(order: float, rare: float = math.nan) -> Scores:
+    return Scores(7, order, rare, 0.5, rare)
+
+
+@pytest.fixture
+def evaluation() -> Evaluation:
+    rows = (scores(0.9, 0.8), scores(0.95), scores(0.6), scores(0.5))
+    return Evaluation(*rows, latency_s=2e-4, latency_p95_s=3e-4, sources=("a", "b"))
+
+
+def test_scores_of_every_predictor_fit_json(evaluation: Evaluation) -> None:
+    numbers = json.loads(json.dumps(numbers_of(evaluation), allow_nan=False))
+    assert numbers["pilot"]["block_order_accuracy"] == 0.9
+    assert numbers["pilot_following"]["byte_weighted"] is None
+    assert numbers["last_order"]["samples"] == 7
+    assert numbers["sources"] == 2
+
+
+def test_training_shows_scores_and_saves_the_pilot(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation: Evaluation
+) -> None:
+    asked: dict[str, Any] = {}
+
+    class Trained:
+        kind = "mlp"
+
+        def save(self, path: Path) -> None:
+            path.write_text("pilot")
+
+    def train(traces: Path, **options: Any) -> TrainResult:
+        asked.update(options, traces=traces)
+        return TrainResult(Trained(), evaluation, 30, 1.5)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dynoffload.pilot.train.train_pilot", train)
+    out = tmp_path / "deep" / "x.pilot"
+    words = ["pilot", "train", str(tmp_path), "-o", str(out), "--model", "mlp", "--seed", "3"]
+    result = runner.invoke(app, [*words, "--budget", "1MiB"])
+    assert result.exit_code == 0, result.output
+    assert asked == {"traces": tmp_path, "model": "mlp", "seed": 3, "budget": 1024**2}
+    assert out.read_text() == "pilot"
+    for expected in ("pilot, following", "95.0%", "last order", "mlp; one prediction takes 200 µs"):
+        assert expected in result.stdout
+    numbers = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
+    assert (numbers["model"], numbers["train_samples"], numbers["seconds"]) == ("mlp", 30, 1.5)
+
+
+def test_a_pilot_is_not_trained_from_nothing(runner: CliRunner, tmp_path: Path) -> None:
+    out = tmp_path / "x.pilot"
+    result = runner.invoke(app, ["pilot", "train", str(tmp_path), "-o", str(out)])
+    assert result.exit_code == 1
+    assert result.stderr.strip().startswith(f"error: {tmp_path}")
+    assert not out.exists()
+
+
+def test_a_corrupt_pilot_is_one_clear_line(runner: CliRunner, tmp_path: Path) -> None:
+    pilot = tmp_path / "x.pilot"
+    pilot.write_bytes(b"not a pilot")
+    result = runner.invoke(app, ["pilot", "eval", str(pilot), str(tmp_path)])
+    assert result.exit_code == 1
+    assert str(pilot) in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_pilot_usage(runner: CliRunner, tmp_path: Path) -> None:
+    assert runner.invoke(app, ["pilot", "train", str(tmp_path)]).exit_code == 2
+    words = ["pilot", "train", str(tmp_path), "-o", "x", "--model", "oracle"]
+    assert runner.invoke(app, words).exit_code == 2

@@ -1,0 +1,276 @@
+"""``run`` and ``profile``: a script runs as Python would run it, and ends as it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dynoffload import config
+from dynoffload.cli import app
+from dynoffload.cli.training import split_tail
+
+REPORT = """
+import json, os, sys
+import dynoffload.config as config
+found = config.defaults()
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "file": __file__, "path0": sys.path[0],
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "budget": found.budget, "policy": found.policy,
+    "pilot": found.pilot and str(found.pilot), "spill": found.spill_dir and str(found.spill_dir),
+    "report": found.report and str(found.report),
+    "profile": found.profile_dir and str(found.profile_dir), "steps": found.profile_steps,
+}))
+"""
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+def write(directory: Path, text: str, name: str = "train.py") -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path
+
+
+def test_options_before_the_script_are_ours_and_after_it_the_scripts(
+    runner: CliRunner, tmp_path: Path
+) -> None:
+    script = write(tmp_path, REPORT)
+    pilot = write(tmp_path, "", "moe.pilot")
+    options = ["--budget", "512MiB", "--policy", "repeat", "--spill-dir", "/var/tmp"]
+    options += ["--pilot", str(pilot), "--report", "out/run.html"]
+    words = ["--budget", "7", "-x", "--help", "--", "a b"]
+    result = runner.invoke(app, ["run", *options, str(script), *words])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["argv"] == [str(script), *words]
+    assert found["name"] == "__main__"
+    assert found["main"] is True
+    assert found["file"] == str(script)
+    assert found["budget"] == 512 * 1024**2
+    assert found["policy"] == "repeat"
+    assert (found["pilot"], found["spill"]) == (str(pilot), "/var/tmp")
+    assert found["report"] == "out/run.html"
+
+
+def test_nothing_of_a_run_stays_behind(runner: CliRunner, tmp_path: Path) -> None:
+    argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
+    script = write(tmp_path, "import sys; sys.argv.append('x'); sys.path.append('y'); 1 / 0")
+    result = runner.invoke(app, ["run", "--budget", "1GiB", str(script)])
+    assert result.exit_code == 1
+    assert config.defaults() == config.Defaults()
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == (argv, path, main)
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_the_path_is_what_python_makes_it(tmp_path: Path, safe: str) -> None:
+    """Compared with ``python script.py`` itself, through a link, with and without safe path."""
+    real = tmp_path / "real"
+    real.mkdir()
+    write(real, "import sys, os; print(sys.path[0], sys.argv[0], os.getcwd())")
+    link = tmp_path / "link.py"
+    link.symlink_to(real / "train.py")
+    environment = {**os.environ, "PYTHONSAFEPATH": safe}
+    outputs = [
+        subprocess.run(
+            [sys.executable, *way, str(link)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=tmp_path,
+        ).stdout
+        for way in ([], ["-m", "dynoffload", "run"])
+    ]
+    assert outputs[0] == outputs[1]
+    assert (str(real) in outputs[0]) is not bool(safe)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("sys.exit()", 0), ("raise SystemExit(3)", 3)],
+)
+def test_a_scripts_exit_code_is_ours(
+    runner: CliRunner, tmp_path: Path, end: str, code: int
+) -> None:
+    script = write(tmp_path, f"import sys; {end}")
+    assert runner.invoke(app, ["run", str(script)]).exit_code == code
+
+
+def test_an_exception_shows_the_scripts_frames_alone(tmp_path: Path) -> None:
+    script = write(tmp_path, "def f():\n    raise KeyError('lost')\n\nf()\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "dynoffload", "run", str(script)], capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert ended.stderr == plain.stderr
+
+
+def test_a_syntax_error_is_shown_without_our_frames(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    result = runner.invoke(app, ["run", str(write(tmp_path, "x = (\n"))])
+    assert result.exit_code == 1
+    assert "SyntaxError" in result.stderr
+    assert "runpy" not in result.stderr
+
+
+def test_an_interrupted_script_ends_as_shells_expect(runner: CliRunner, tmp_path: Path) -> None:
+    script = write(tmp_path, "raise KeyboardInterrupt")
+    assert runner.invoke(app, ["run", str(script)]).exit_code == 130
+
+
+def test_our_error_is_one_line_that_names_the_place(runner: CliRunner, tmp_path: Path) -> None:
+    text = (
+        "from dynoffload.errors import BudgetError\n\nraise BudgetError('need 2 GiB, [have] 1')\n"
+    )
+    script = write(tmp_path, text)
+    result = runner.invoke(app, ["run", str(script)])
+    assert result.exit_code == 1
+    assert result.stderr == f"error: need 2 GiB, [have] 1 ({script}:3)\n"
+    debug = runner.invoke(app, ["--debug", "run", str(script)])
+    assert "Traceback" in debug.stderr
+    assert debug.stderr.endswith(f"error: need 2 GiB, [have] 1 ({script}:3)\n")
+
+
+def test_a_bad_budget_is_refused_before_the_script_runs(runner: CliRunner, tmp_path: Path) -> None:
+    script = write(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')")
+    result = runner.invoke(app, ["run", "--budget", "8 parsecs", str(script)])
+    assert result.exit_code == 1
+    assert "8 parsecs" in result.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run"],
+        ["run", "nowhere.py"],
+        ["run", "--bugdet", "1GiB", __file__],
+        ["run", "--pilot", "nowhere.pilot", __file__],
+        ["profile", __file__],
+        ["profile", __file__, "-o", "x", "--steps", "none"],
+        ["profile", "-o", __file__, __file__],
+        ["profile", "--steps", "0", "-o", "x", __file__],
+        ["dance"],
+    ],
+)
+def test_misspelt_commands_end_with_2(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runner.invoke(app, words).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_our_log_lines_are_shown_unless_the_script_logs(tmp_path: Path) -> None:
+    log = "import logging\nlogging.getLogger('dynoffload.plan').info('12 blocks')\n"
+    quiet = write(tmp_path, log, "quiet.py")
+    loud = write(
+        tmp_path, "import logging\nlogging.basicConfig(level=20, format='own %(message)s')\n" + log
+    )
+    errors = [
+        subprocess.run(
+            [sys.executable, "-m", "dynoffload", "run", str(script)], capture_output=True, text=True
+        ).stderr
+        for script in (quiet, loud)
+    ]
+    assert errors == ["dynoffload: 12 blocks\n", "own 12 blocks\n"]
+
+
+# -- profile ------------------------------------------------------------------------------------
+
+RECORD = """
+import sys
+import dynoffload.config as config
+from dynoffload.errors import ProfilingDone
+found = config.defaults()
+for step in range(int(sys.argv[1])):
+    if step == found.profile_steps:
+        raise ProfilingDone
+    (found.profile_dir / f"step-{step}.parquet").write_bytes(b"x" * 1000)
+print("finished", sys.argv[1:])
+"""
+"""What the recorder does to a script, without a network: a trace per step, then the end."""
+
+
+def test_profile_stops_the_script_after_the_steps(runner: CliRunner, tmp_path: Path) -> None:
+    script, out = write(tmp_path, RECORD), tmp_path / "traces"
+    result = runner.invoke(app, ["profile", "-o", str(out), "--steps", "3", str(script), "100"])
+    assert result.exit_code == 0, result.output
+    assert "finished" not in result.stdout
+    assert f"3 in {out}" in result.stdout
+    assert "pilot train" in result.stderr
+    assert len(list(out.iterdir())) == 3
+    assert config.defaults() == config.Defaults()
+
+
+def test_profile_takes_its_options_at_the_end_too(runner: CliRunner, tmp_path: Path) -> None:
+    script, out = write(tmp_path, RECORD), tmp_path / "traces"
+    words = ["profile", str(script), "5", "--steps", "9", "-o", str(out)]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "finished ['5', '--steps', '9']" in result.stdout
+    assert f"5 in {out}" in result.stdout
+
+
+def test_only_new_traces_are_counted(runner: CliRunner, tmp_path: Path) -> None:
+    script, out = write(tmp_path, RECORD), tmp_path / "traces"
+    out.mkdir()
+    (out / "old.parquet").write_bytes(b"old")
+    result = runner.invoke(app, ["profile", "-o", str(out), str(script), "2"])
+    assert f"2 in {out}" in result.stdout
+
+
+def test_a_script_that_records_nothing_is_an_error(runner: CliRunner, tmp_path: Path) -> None:
+    script = write(tmp_path, "print('no training here')")
+    result = runner.invoke(app, ["profile", "-o", str(tmp_path / "traces"), str(script)])
+    assert result.exit_code == 1
+    assert "dynoffload.offload(model, optimizer)" in result.stderr
+
+
+def test_a_failing_script_keeps_its_code_and_its_traces(runner: CliRunner, tmp_path: Path) -> None:
+    script, out = write(tmp_path, RECORD + "sys.exit(5)"), tmp_path / "traces"
+    result = runner.invoke(app, ["profile", "-o", str(out), str(script), "2"])
+    assert result.exit_code == 5
+    assert len(list(out.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ([], None, None)),
+        (["-o", "d"], ([], Path("d"), None)),
+        (["a", "--out", "d"], (["a"], Path("d"), None)),
+        (["--steps", "5", "-o", "d"], (["--steps", "5"], Path("d"), None)),
+        (["a", "-o", "d", "--steps", "5"], (["a"], Path("d"), 5)),
+        (["-o", "mine", "-o", "d"], (["-o", "mine"], Path("d"), None)),
+        (["-o", "mine", "more"], (["-o", "mine", "more"], None, None)),
+        (["-o", "d", "--steps", "5", "more"], (["-o", "d", "--steps", "5", "more"], None, None)),
+        (["--steps", "5"], (["--steps", "5"], None, None)),
+        (["-o"], (["-o"], None, None)),
+    ],
+)
+def test_what_stands_at_the_end_is_split_off(
+    words: list[str], expected: tuple[list[str], Path | None, int | None]
+) -> None:
+    assert split_tail(words, None) == expected
+
+
+@pytest.mark.parametrize("count", ["0", "many", "-3"])
+def test_a_bad_count_at_the_end_is_a_usage_error(count: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        split_tail(["-o", "d", "--steps", count], None)

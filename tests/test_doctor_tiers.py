@@ -1,0 +1,166 @@
+"""Measuring the tiers: plausible numbers, no trace on the disk, clear refusals."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from dynoffload.doctor import Advice, advise, inspect, measure_tiers, tiers
+from dynoffload.doctor.system import CgroupMemory, FileSystem, System, Userfaultfd, filesystem_of
+from dynoffload.doctor.tiers import Direction
+from dynoffload.errors import ConfigError, SpillError
+from dynoffload.units import GiB, MiB
+
+SMALL = 64 * MiB
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    if filesystem_of(tmp_path).in_memory:
+        pytest.skip("the directory for temporary files is in memory")
+    return tmp_path
+
+
+def test_all_is_measured_and_nothing_is_left(disk: Path) -> None:
+    told: list[tuple[str, float]] = []
+    open_before = len(os.listdir("/proc/self/fd"))
+    found = measure_tiers(
+        disk, 0.05, file_bytes=SMALL, progress=lambda name, share: told.append((name, share))
+    )
+    assert list(disk.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    for direction in Direction:
+        assert [row for row in found.rows if row.direction is direction]
+    for value in (found.read_bps, found.write_bps, found.mixed_bps, found.memory_bps):
+        assert 1e6 < value < 1e13
+    assert found.read_bps == max(r.bps for r in found.rows if r.direction is Direction.READ)
+    assert found.alignment & (found.alignment - 1) == 0
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert told[0][0] == "write, 1 thread"
+
+
+def test_the_file_is_private_and_already_unlinked_while_it_is_measured(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[os.stat_result] = []
+    original = tiers._fill
+
+    def spy(descriptor: int, size: int) -> None:
+        assert list(disk.iterdir()) == []
+        seen.append(os.fstat(descriptor))
+        original(descriptor, size)
+
+    monkeypatch.setattr(tiers, "_fill", spy)
+    measure_tiers(disk, 0.02, file_bytes=SMALL)
+    assert seen[0].st_mode & 0o777 == 0o600
+    assert seen[0].st_nlink == 0
+    assert seen[0].st_size == SMALL  # allocated in full before it is timed
+
+
+def test_without_o_direct_it_measures_buffered(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.open
+
+    def refuse(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return original(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = measure_tiers(disk, 0.02, file_bytes=SMALL)
+    assert not found.direct
+    assert found.alignment == 1
+    assert found.read_bps > 0
+
+
+def test_a_failing_disk_is_an_error_not_a_number(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tiers, "_alignment", lambda _: 512)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(SpillError, match="Input/output error"):
+        measure_tiers(disk, 0.02, file_bytes=SMALL)
+    assert list(disk.iterdir()) == []
+
+
+def test_memory_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "filesystem_of", lambda _: FileSystem("tmpfs", "/tmp", 10 * GiB))
+    with pytest.raises(SpillError, match="tmpfs"):
+        measure_tiers(tmp_path)
+
+
+def test_a_full_disk_is_refused_before_a_file_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "filesystem_of", lambda _: FileSystem("ext4", "/", 100 * MiB))
+    with pytest.raises(SpillError, match=r"100\.00 MiB free.*64\.00 MiB"):
+        measure_tiers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_no_time_is_no_measurement(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(ConfigError, match="positive"):
+        measure_tiers(tmp_path, seconds)
+
+
+def system(available: int, group: CgroupMemory | None = None, *, full: bool = True) -> System:
+    return System(
+        kernel="Linux 6.8",
+        cores=2,
+        memory_total=2 * available,
+        memory_available=available,
+        swap_total=0,
+        cgroup=group,
+        huge_pages="madvise",
+        userfaultfd=Userfaultfd(True, full, True, True),
+        limits=inspect().limits,
+    )
+
+
+DISK = FileSystem("ext4", "/", 100 * GiB)
+
+
+def advice_for(*args: System, **refusals: str) -> Advice:
+    return advise(args[0], DISK, **refusals)
+
+
+def test_a_budget_leaves_room_for_the_process() -> None:
+    small, large = advice_for(system(4 * GiB)), advice_for(system(64 * GiB))
+    assert small.budget == 3 * GiB
+    assert 50 * GiB < large.budget < 0.86 * 64 * GiB
+    assert small.budget % (64 * MiB) == 0
+    assert small.bound_by == "memory"
+
+
+def test_the_cgroup_binds_where_it_leaves_less() -> None:
+    group = CgroupMemory(2, "/job", limit=6 * GiB, usage=3 * GiB, reclaimable=1 * GiB)
+    advice = advice_for(system(64 * GiB, group))
+    assert (advice.bound_by, advice.room) == ("cgroup", 4 * GiB)
+    assert advice.budget == 3 * GiB
+    unlimited = CgroupMemory(2, "/job", limit=None, usage=3 * GiB, reclaimable=0)
+    assert advice_for(system(64 * GiB, unlimited)).bound_by == "memory"
+
+
+def test_no_budget_fits_a_full_machine() -> None:
+    advice = advice_for(system(GiB // 2))
+    assert advice.budget == 0
+    assert advice.line.startswith("No budget fits")
+
+
+def test_the_backend_follows_what_the_pager_says() -> None:
+    assert advice_for(system(8 * GiB)).backend == "pager"
+    assert "user mode only" in advice_for(system(8 * GiB, full=False)).line
+    refused = advice_for(system(8 * GiB), pager_refusal="userfaultfd is refused here")
+    assert refused.backend == "mapped"
+    assert "userfaultfd is refused here" in refused.line
+
+
+def test_a_refused_directory_is_said_first() -> None:
+    advice = advise(system(8 * GiB), None, spill_refusal="spill directory /x does not exist")
+    assert advice.line == "Nothing can be spilled: spill directory /x does not exist"

@@ -1,0 +1,394 @@
+"""Blocks: cut where samples decide, small enough to move, and named so that samples compare."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynoffload.errors import PilotError
+from dynoffload.planning import UNSEEN, Block, Vocabulary, build_vocabulary
+from dynoffload.profiler import (
+    Idioms,
+    ModuleCall,
+    Phase,
+    Program,
+    Recorder,
+    RegionInfo,
+    Sample,
+    Visit,
+    resolve,
+)
+
+MIB = 1 << 20
+
+
+class Call:
+    """One call of a tree of calls, from which a program is written down."""
+
+    def __init__(self, path: str, key: str = "2x8", inner: Sequence[Call] = (), own: int = 0):
+        self.path, self.key, self.inner, self.own = path, key, inner, own
+
+
+def program(root: Sequence[Call], network: str = "net") -> Program:
+    """Write the program of some calls; a call with ``own`` bytes has one parameter and two states.
+
+    Every visit takes 1 s in forward and 2 s in backward, and leaves 10 bytes of activations.
+    """
+    calls: list[ModuleCall] = []
+    visits: list[Visit] = []
+    regions: dict[str, RegionInfo] = {}
+    counts: dict[str, int] = {}
+
+    def count(call: Call) -> None:
+        counts[call.path] = counts.get(call.path, 0) + 1
+        for inner in call.inner:
+            count(inner)
+
+    def write(call: Call, parent: int, operator: int) -> int:
+        index, start = len(calls), operator
+        calls.append(ModuleCall(call.path, call.key, parent, start, start))
+        if call.own:
+            names = {
+                f"{call.path}.weight{end}": kind
+                for end, kind in [
+                    ("", "parameter"), (":grad", "gradient"), (":exp_avg", "state"),
+                ]
+            }  # fmt: skip
+            regions.update((n, RegionInfo(n, kind, call.own)) for n, kind in names.items())
+            variant = call.key if counts[call.path] > 1 else ""
+            visits.append(
+                Visit(call.path, variant, Phase.FORWARD, Idioms(stream=1), 1.0,
+                      (f"{call.path}.weight",), 10, (operator, operator + 1))
+            )  # fmt: skip
+            operator += 1
+        for inner in call.inner:
+            operator = write(inner, index, operator)
+        calls[index] = ModuleCall(call.path, call.key, parent, start, operator)
+        return operator
+
+    for call in root:
+        count(call)
+    last = 0
+    for call in root:
+        last = write(call, -1, last)
+    for number, visit in enumerate(reversed(visits)):
+        used = (*visit.regions, f"{visit.path}.weight:grad")
+        place = (last + number, last + number + 1)
+        visits.append(
+            Visit(visit.path, visit.variant, Phase.BACKWARD, Idioms(), 2.0, used, 0, place)
+        )
+    return Program(network, tuple(visits), regions, tuple(calls), Sample({}), "", 0)
+
+
+def linear(path: str, own: int = 100) -> Call:
+    return Call(path, own=own)
+
+
+def moe(*hit: int, layers: int = 1) -> Program:
+    """A step of a mixture of experts: attention of two linears, a router, the experts hit."""
+    inner = []
+    for layer in range(layers):
+        at = f"layers.{layer}"
+        attention = Call(f"{at}.attn", inner=[linear(f"{at}.attn.qkv"), linear(f"{at}.attn.out")])
+        experts = [
+            Call(f"{at}.moe.experts.{e}", key=f"{e}x8",
+                 inner=[linear(f"{at}.moe.experts.{e}.{part}") for part in ("up", "down")])
+            for e in hit
+        ]  # fmt: skip
+        router = linear(f"{at}.moe.router")
+        inner.append(Call(at, inner=[attention, Call(f"{at}.moe", inner=[router, *experts])]))
+    return program([Call("", inner=[linear("embed"), *inner, linear("head")])])
+
+
+def tree(*arities: int) -> Program:
+    """A step of a tree network: one cell per node, told apart by its number of children."""
+    cells = [Call("cell", key=f"{arity}x4", inner=[linear("cell.a")], own=50) for arity in arities]
+    return program([Call("", inner=[linear("embed"), *cells, linear("head")])])
+
+
+def names(vocabulary: Vocabulary, order: Iterable[int]) -> list[str]:
+    return [vocabulary.blocks[index].name if index >= 0 else "?" for index in order]
+
+
+def test_experts_are_blocks_and_attention_is_one() -> None:
+    programs = [moe(0, 2), moe(1, 2), moe(0, 1, 2)]
+    vocabulary = build_vocabulary(programs)
+    assert names(vocabulary, vocabulary.encode(programs[2])) == [
+        "embed",
+        "layers.0.attn",
+        "layers.0.moe.router",
+        "layers.0.moe.experts.0",
+        "layers.0.moe.experts.1",
+        "layers.0.moe.experts.2",
+        "head",
+    ]
+    assert names(vocabulary, vocabulary.encode(programs[0]))[3:5] == [
+        "layers.0.moe.experts.0",
+        "layers.0.moe.experts.2",
+    ]
+    optional = {block.name for block in vocabulary.blocks if block.optional}
+    assert optional == {"layers.0.moe.experts.0", "layers.0.moe.experts.1"}
+    assert vocabulary.repeated == frozenset()
+
+
+def test_one_skipped_expert_in_any_sample_opens_the_layer() -> None:
+    always = build_vocabulary([moe(0, 1), moe(0, 1)])
+    assert [block.name for block in always.blocks] == ["embed", "layers.0", "head"]
+    skipped = build_vocabulary([moe(0, 1)] * 20 + [moe(0)])
+    assert "layers.0.moe.experts.1" in {block.name for block in skipped.blocks}
+    assert not {"layers.0", "layers.0.moe"} & {block.name for block in skipped.blocks}
+
+
+def test_cells_are_blocks_by_variant() -> None:
+    vocabulary = build_vocabulary([tree(0, 0, 2), tree(0, 1)])
+    assert vocabulary.repeated == {"cell"}
+    order = vocabulary.encode(tree(0, 1, 2, 9))
+    assert names(vocabulary, order) == ["embed", "cell[0x4]", "cell[1x4]", "cell[2x4]", "?", "head"]
+    assert order[4] == UNSEEN
+    assert vocabulary.index_of("cell", "2x4") == order[3]
+    assert vocabulary.index_of("head", "any") == order[5]
+
+
+def test_an_unseen_expert_is_one_unseen_block() -> None:
+    vocabulary = build_vocabulary([moe(0), moe(1)])
+    order = vocabulary.encode(moe(0, 2))
+    assert names(vocabulary, order)[3:] == ["layers.0.moe.experts.0", "?", "head"]
+
+
+def test_a_path_called_once_in_a_sample_is_named_as_in_others() -> None:
+    vocabulary = build_vocabulary([tree(0, 2), tree(2)])
+    assert names(vocabulary, vocabulary.encode(tree(2))) == ["embed", "cell[2x4]", "head"]
+
+
+def test_accumulation_does_not_make_a_module_a_loop() -> None:
+    twice = program([Call("", inner=[linear("a"), linear("b")])] * 2)
+    vocabulary = build_vocabulary([twice])
+    assert vocabulary.repeated == frozenset()
+    assert names(vocabulary, vocabulary.encode(twice)) == ["a", "b", "a", "b"]
+
+
+def test_beyond_sixteen_variants_the_rarest_share_one() -> None:
+    arities = [arity for arity in range(20) for _ in range(40 - arity)]
+    vocabulary = build_vocabulary([tree(*arities)])
+    cells = [block for block in vocabulary.blocks if block.path == "cell"]
+    assert len(cells) == 16
+    assert {block.variant for block in cells} == {"", *(f"{arity}x4" for arity in range(15))}
+    assert names(vocabulary, vocabulary.encode(tree(3, 18, 99)))[1:4] == [
+        "cell[3x4]",
+        "cell",
+        "cell",
+    ]
+
+
+def test_a_budget_cuts_what_is_too_large_to_move_at_once() -> None:
+    programs = [moe(0, 2), moe(1, 2)]
+    # An expert and attention use 2 modules x 3 regions x 100 bytes each.
+    whole = build_vocabulary(programs, budget=8 * 600)
+    assert "layers.0.attn" in {block.name for block in whole.blocks}
+    cut = build_vocabulary(programs, budget=8 * 600 - 1)
+    assert names(cut, cut.encode(programs[0])) == [
+        "embed",
+        "layers.0.attn.qkv",
+        "layers.0.attn.out",
+        "layers.0.moe.router",
+        "layers.0.moe.experts.0.up",
+        "layers.0.moe.experts.0.down",
+        "layers.0.moe.experts.2.up",
+        "layers.0.moe.experts.2.down",
+        "head",
+    ]
+    for block in build_vocabulary(programs, budget=1).blocks:
+        assert block.visits == (block.path,)
+
+
+def test_a_loop_body_may_use_half_of_the_budget() -> None:
+    body = 3 * 50 + 3 * 100
+    kept = build_vocabulary([tree(0, 1)], budget=2 * body)
+    assert {block.path for block in kept.blocks} == {"embed", "cell", "head"}
+    cut = build_vocabulary([tree(0, 1)], budget=2 * body - 1)
+    assert {block.path for block in cut.blocks} == {"embed", "cell", "cell.a", "head"}
+
+
+def test_parameters_of_a_module_that_decides_are_a_block_of_their_own() -> None:
+    def layer(*hit: int) -> Program:
+        experts = [linear(f"moe.experts.{e}") for e in hit]
+        return program([Call("", inner=[Call("moe", inner=experts, own=7)])])
+
+    vocabulary = build_vocabulary([layer(0), layer(1)])
+    assert names(vocabulary, vocabulary.encode(layer(1))) == ["moe", "moe.experts.1"]
+    assert vocabulary.blocks[0].regions == ("moe.weight", "moe.weight:grad", "moe.weight:exp_avg")
+    assert vocabulary.blocks[0].forward_s == 1.0
+
+
+def test_the_root_is_no_block_unless_it_has_parameters_itself() -> None:
+    static = program([Call("", inner=[linear("a"), linear("b")])])
+    assert [block.path for block in build_vocabulary([static]).blocks] == ["a", "b"]
+    bare = program([Call("", own=100)])
+    vocabulary = build_vocabulary([bare])
+    assert names(vocabulary, vocabulary.encode(bare)) == ["(root)"]
+
+
+def test_a_block_tells_what_it_holds_and_costs() -> None:
+    attention = build_vocabulary([moe(0), moe(1)]).blocks[1]
+    assert attention.visits == ("layers.0.attn.qkv", "layers.0.attn.out")
+    assert set(attention.regions) == {
+        f"layers.0.attn.{part}.weight{end}"
+        for part in ("qkv", "out")
+        for end in ("", ":grad", ":exp_avg")
+    }
+    assert (attention.nbytes, attention.activation_bytes) == (600, 20)
+    assert (attention.forward_s, attention.backward_s) == (2.0, 4.0)
+    assert attention.idioms == Idioms(stream=2)
+
+
+def test_costs_of_blocks_sum_to_those_of_the_step() -> None:
+    programs = [tree(0, 0, 2, 1), tree(0, 2, 2)]
+    vocabulary = build_vocabulary(programs)
+    for one in programs:
+        blocks = [vocabulary.blocks[index] for index in vocabulary.encode(one)]
+        for phase, seconds in (
+            (Phase.FORWARD, sum(block.forward_s for block in blocks)),
+            (Phase.BACKWARD, sum(block.backward_s for block in blocks)),
+        ):
+            assert seconds == sum(visit.seconds for visit in one.visits if visit.phase is phase)
+
+
+def test_programs_of_other_networks_are_refused() -> None:
+    one, other = tree(0), program([linear("embed")], network="other")
+    with pytest.raises(PilotError, match="two networks"):
+        build_vocabulary([one, other])
+    with pytest.raises(PilotError, match="profile the network at hand"):
+        build_vocabulary([one]).encode(other)
+    with pytest.raises(PilotError, match="profile some samples"):
+        build_vocabulary([])
+
+
+def test_a_vocabulary_survives_being_written_and_read() -> None:
+    vocabulary = build_vocabulary([tree(0, 2), tree(1, 1, 0)])
+    read = Vocabulary.from_json(json.loads(json.dumps(vocabulary.to_json())))
+    assert read == vocabulary
+    assert read.encode(tree(2, 0)) == vocabulary.encode(tree(2, 0))
+
+
+def _drop(key: str) -> Callable[[dict[str, Any]], object]:
+    return lambda document: document["blocks"][0].pop(key)
+
+
+def _put(key: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda document: document["blocks"][0].update({key: value})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda document: document.pop("format"),
+        lambda document: document.update(version=99),
+        lambda document: document.update(blocks={}),
+        lambda document: document.update(network=7),
+        lambda document: document.update(repeated="cell"),
+        lambda document: document["blocks"].append(document["blocks"][0]),
+        lambda document: document["blocks"].append("block"),
+        _drop("visits"),
+        _put("path", "x" * 5000),
+        _put("nbytes", -1),
+        _put("nbytes", True),
+        _put("activation_bytes", 1.5),
+        _put("forward_s", float("nan")),
+        _put("backward_s", "fast"),
+        _put("idioms", [1, 2]),
+        _put("optional", 1),
+        _put("regions", [3]),
+    ],
+)
+def test_what_is_no_vocabulary_is_refused(spoil: Callable[[dict[str, Any]], object]) -> None:
+    document = copy.deepcopy(build_vocabulary([tree(0, 2)]).to_json())
+    Vocabulary.from_json(document)
+    spoil(document)
+    with pytest.raises(PilotError):
+        Vocabulary.from_json(document)
+
+
+@pytest.mark.parametrize("data", [None, [], "text", 3])
+def test_what_is_no_object_is_refused(data: object) -> None:
+    with pytest.raises(PilotError, match="not an object"):
+        Vocabulary.from_json(data)
+
+
+def test_blocks_out_of_order_are_refused() -> None:
+    block = Block(1, "a", "", ("a",), (), 0, 0, 0.0, 0.0, Idioms())
+    with pytest.raises(PilotError, match="not numbered in order"):
+        Vocabulary("net", (block,))
+
+
+class Experts(nn.Module):
+    """Runs the experts that a sample names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, hit: Sequence[int]) -> Tensor:
+        x = self.norm(x)
+        out = torch.zeros_like(x)
+        for index in hit:
+            out = out + self.experts[index](x)
+        return out.square().mean()
+
+
+class Cells(nn.Module):
+    """Calls one cell for each entry, with as many rows as it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor, arities: Sequence[int]) -> Tensor:
+        for arity in arities:
+            x = x + self.cell(x.expand(arity, 8)).sum(0, keepdim=True)
+        return x.square().mean()
+
+
+def record(model: nn.Module, samples: Iterable[Sequence[int]]) -> list[Program]:
+    """Train ``model`` on samples and return their programs."""
+    programs: list[Program] = []
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, on_step=lambda trace: programs.append(resolve(trace))):
+        for sample in samples:
+            model(torch.ones(1, 8), sample).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return programs
+
+
+def test_recorded_experts_and_cells_encode_as_they_ran() -> None:
+    experts = record(Experts(), [(0, 2), (1, 2), (3, 0)])
+    vocabulary = build_vocabulary(experts)
+    assert [names(vocabulary, vocabulary.encode(one)) for one in experts] == [
+        ["norm", "experts.0", "experts.2"],
+        ["norm", "experts.1", "experts.2"],
+        ["norm", "experts.3", "experts.0"],
+    ]
+    second = vocabulary.blocks[vocabulary.index_of("experts.2")]
+    weights = 4 * (8 * 16 + 16 + 16 * 8 + 8)
+    assert 4 * weights <= second.nbytes < 4 * weights + 64  # Adam's step counters
+    assert second.forward_s > 0
+    assert second.backward_s > 0
+
+    cells = record(Cells(), [(1, 3, 1), (2, 1)])
+    vocabulary = build_vocabulary(cells)
+    order = [names(vocabulary, vocabulary.encode(one)) for one in cells]
+    assert order == [["cell[1x8]", "cell[3x8]", "cell[1x8]"], ["cell[2x8]", "cell[1x8]"]]
+    total = sum(visit.seconds for one in cells for visit in one.visits
+                if visit.phase is not Phase.OPTIMIZER)  # fmt: skip
+    blocks = [vocabulary.blocks[index] for one in cells for index in vocabulary.encode(one)]
+    assert np.isclose(sum(block.forward_s + block.backward_s for block in blocks), total)

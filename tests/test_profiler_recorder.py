@@ -1,0 +1,524 @@
+"""The recorder: it changes nothing, loses nothing, and knows where each operator belongs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dynoffload.errors import TraceError
+from dynoffload.experiments import zoo
+from dynoffload.profiler import Operator, Phase, Recorder, Trace
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw-loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
+
+
+class Branching(nn.Module):
+    """Runs a number of its blocks that depends on the data; its head is tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.act = nn.Tanh()
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.full((4,), 0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * self.scale
+        for block in self.blocks[: int(tokens[0]) % 3 + 1]:
+            x = x + self.act(block(x))
+        return self.head(x).square().mean()
+
+
+def _tokens(first: int) -> torch.Tensor:
+    return torch.tensor([first, 3, 5])
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = model(_tokens(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _record(model: nn.Module, **options: Any) -> list[Trace]:
+    traces: list[Trace] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Recorder(model, optimizer, on_step=traces.append, **options):
+        _train(model, optimizer)
+    return traces
+
+
+def _at(trace: Trace, phase: Phase, name: str) -> list[Operator]:
+    return [op for op in trace.operators if op.phase is phase and op.name.startswith(name)]
+
+
+def _names(trace: Trace, indices: tuple[int, ...]) -> list[str]:
+    return [trace.regions[i].name for i in indices]
+
+
+# Exactness ----------------------------------------------------------------------------------
+
+
+@cache
+def _samples(name: str) -> list[Any]:
+    return list(itertools.islice(zoo.samples(name), 3))
+
+
+def _zoo_steps(name: str, optimizer: str, bf16: bool, record: bool) -> tuple[Any, ...]:
+    """Train a zoo network for three steps; return all that training leaves behind."""
+    torch.manual_seed(0)
+    model = zoo.build(name, "tiny")
+    made = OPTIMIZERS[optimizer](model.parameters())
+    samples = _samples(name)
+    losses = []
+
+    def steps() -> None:
+        for sample in samples:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(*sample.args).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            made.step()
+            losses.append(loss.detach())
+            made.zero_grad()
+
+    if record:
+        traces: list[Trace] = []
+        with Recorder(model, made, on_step=traces.append):
+            steps()
+        assert len(traces) == len(samples)
+    else:
+        steps()
+    state = [v for p in model.parameters() for v in made.state[p].values() if v is not None]
+    return losses, list(model.parameters()), state, [torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("network", zoo.NETWORKS)
+@pytest.mark.parametrize(
+    ("optimizer", "bf16"),
+    [("adamw-loop", False), ("adamw-foreach", True), ("adamw-fused", False), ("sgd", True)],
+)
+def test_recording_changes_no_bit(network: str, optimizer: str, bf16: bool) -> None:
+    plain = _zoo_steps(network, optimizer, bf16, record=False)
+    recorded = _zoo_steps(network, optimizer, bf16, record=True)
+    for left, right in zip(plain, recorded, strict=True):
+        for a, b in zip(left, right, strict=True):
+            assert torch.equal(a, b)
+
+
+def _mixtral_gradients(record: bool) -> list[torch.Tensor]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=64, attention_dropout=0.1,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).train()
+    tokens = torch.randint(0, 128, (2, 16))
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    if record:
+        with Recorder(model, on_step=lambda trace: None):
+            step()
+    else:
+        step()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_recording_changes_no_bit_of_mixtral_with_dropout() -> None:
+    for a, b in zip(_mixtral_gradients(False), _mixtral_gradients(True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_is_left_behind() -> None:
+    """No hook stays, no tensor is held, and operators after the block are not recorded."""
+    model = Branching()
+    traces = _record(model)
+    count = len(traces[-1].operators)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    model(_tokens(1)).backward()
+    assert len(traces) == 3
+    assert len(traces[-1].operators) == count
+
+
+# Sites --------------------------------------------------------------------------------------
+
+
+def test_forward_and_backward_know_their_module() -> None:
+    trace = _record(Branching())[1]  # Token 1: two blocks.
+    forward = [op.site for op in _at(trace, Phase.FORWARD, "aten.addmm")]
+    assert forward == ["blocks.0", "blocks.1"]
+    products = [op.site for op in _at(trace, Phase.BACKWARD, "aten.mm")]
+    assert products == ["head"] * 2 + ["blocks.1"] * 2 + ["blocks.0"] * 2
+    activations = _at(trace, Phase.BACKWARD, "aten.tanh_backward")
+    assert [op.site for op in activations] == ["act", "act"]
+    assert len({op.call for op in activations}) == 2  # One module, two calls, told apart.
+    assert [op.site for op in _at(trace, Phase.BACKWARD, "aten.embedding_dense")] == ["embedding"]
+
+
+def test_every_call_of_the_sample_is_there_and_nested() -> None:
+    traces = _record(Branching())
+    for step, trace in enumerate(traces):
+        paths = [call.path for call in trace.calls]
+        assert paths[0] == ""
+        assert [p for p in paths if p.startswith("blocks.")] == [
+            f"blocks.{i}" for i in range(step + 1)
+        ]
+        assert all(call.parent == 0 for call in trace.calls[1:])
+        for call in trace.calls:
+            inside = trace.operators[call.start : call.stop]
+            assert all(op.phase is Phase.FORWARD for op in inside)
+        root = trace.calls[0]
+        assert all(root.start <= call.start <= call.stop <= root.stop for call in trace.calls)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_belongs_to_the_call_it_repeats(reentrant: bool) -> None:
+    """Each block is called twice; what checkpointing runs again is found under the right call."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = checkpoint(self.block, x, use_reentrant=reentrant)
+            return x.sum()
+
+    model = Twice()
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        model(torch.ones(2, 4, requires_grad=True)).backward()
+    (trace,) = traces
+    assert [c.path for c in trace.calls] == ["", "block", "block.0", "block.1"] + [
+        "block",
+        "block.0",
+        "block.1",
+    ]
+    again = _at(trace, Phase.BACKWARD, "aten.addmm")
+    assert [op.site for op in again] == ["block.0", "block.0"]
+    assert all(op.site != "" for op in _at(trace, Phase.BACKWARD, "aten.tanh_backward"))
+    assert len(_at(trace, Phase.BACKWARD, "aten.tanh_backward")) == 2
+
+
+def test_double_backward_keeps_the_site() -> None:
+    """A gradient penalty: backward makes nodes of its own, which belong where their maker does."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        x = torch.ones(2, 3, requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    (trace,) = traces
+    second = _at(trace, Phase.BACKWARD, "aten.mm")
+    assert {op.site for op in second} == {"0", "2"}
+    assert len(second) > 6
+    assert {op.site for op in _at(trace, Phase.BACKWARD, "aten.tanh_backward")} == {"1"}
+    (penalty,) = [op for op in _at(trace, Phase.FORWARD, "aten.pow") if op.site == ""]
+    assert penalty.call == -1  # The loss of the second backward, made after the first.
+
+
+def test_optimizer_operators_belong_to_the_parameter_they_update() -> None:
+    model = Branching()
+    traces: list[Trace] = []
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with Recorder(model, optimizer, on_step=traces.append):
+        _train(model, optimizer)
+    updates = _at(traces[2], Phase.OPTIMIZER, "aten.addcdiv_")
+    assert [op.site for op in updates] == ["embedding"] + [f"blocks.{i // 2}" for i in range(6)]
+    norms = _at(traces[2], Phase.OPTIMIZER, "aten._foreach_norm")
+    assert [op.site for op in norms] == [""]
+
+
+# Regions ------------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_one_region() -> None:
+    trace = _record(Branching())[0]
+    parameters = [r.name for r in trace.regions if r.kind == "parameter"]
+    assert "embedding.weight" in parameters
+    assert "head.weight" not in parameters
+    (product,) = [op for op in _at(trace, Phase.FORWARD, "aten.mm") if op.site == "head"]
+    assert "embedding.weight" in _names(trace, product.reads)
+
+
+def test_kinds_of_regions() -> None:
+    trace = _record(Branching())[1]
+    kinds = {region.name: region.kind for region in trace.regions}
+    assert kinds["blocks.0.weight"] == "parameter"
+    assert kinds["blocks.0.weight:grad"] == "gradient"
+    assert kinds["blocks.0.weight:momentum_buffer"] == "state"
+    assert kinds["scale"] == "buffer"
+    assert "blocks.2.weight:grad" not in kinds  # Token 1 runs two blocks.
+    assert sum(kind == "input" for kind in kinds.values()) >= 1
+    sizes = {region.name: region.nbytes for region in trace.regions}
+    assert sizes["blocks.0.weight"] == sizes["blocks.0.weight:grad"] == 4 * 4 * 4
+
+
+def test_state_is_named_in_the_step_that_makes_it() -> None:
+    first = _record(Branching())[0]
+    (momentum,) = [r for r in first.regions if r.name == "blocks.0.bias:momentum_buffer"]
+    assert momentum.kind == "state"
+    assert momentum.born >= 0
+    later = _record_again()
+    (momentum,) = [r for r in later.regions if r.name == "blocks.0.bias:momentum_buffer"]
+    assert momentum.born == -1
+
+
+def _record_again() -> Trace:
+    return _record(Branching())[2]
+
+
+def test_bytes_of_a_product() -> None:
+    model = nn.Linear(8, 16)
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        model(torch.ones(4, 8)).sum().backward()
+    (product,) = _at(traces[0], Phase.FORWARD, "aten.addmm")
+    assert product.bytes_read == 4 * (16 + 4 * 8 + 8 * 16)
+    assert product.bytes_written == 4 * 4 * 16
+    names = _names(traces[0], product.reads)
+    assert {"weight", "bias"} <= set(names)
+    (transposed,) = _at(traces[0], Phase.FORWARD, "aten.t.")
+    assert (transposed.bytes_read, transposed.reads, transposed.writes) == (0, (), ())
+
+
+def test_a_lookup_reads_the_rows_it_selects() -> None:
+    model = nn.Embedding(1000, 4)
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        model(torch.tensor([1, 2, 3])).sum().backward()
+    (lookup,) = _at(traces[0], Phase.FORWARD, "aten.embedding.")
+    assert lookup.bytes_written == 3 * 4 * 4
+    assert lookup.bytes_read == lookup.bytes_written + 3 * 8
+
+
+def test_sparse_gradients_are_seen_by_their_parts() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    traces: list[Trace] = []
+    with Recorder(model, optimizer, on_step=traces.append):
+        for _ in range(2):
+            model(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "weight:grad" in {region.name for region in traces[1].regions}
+
+
+def test_memory_follows_what_lives() -> None:
+    """x -> a -> b -> c with each predecessor dropped: never more than two alive."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                for _ in range(5):
+                    x = x + 1
+            return (x.sum() * self.weight).sum()
+
+    model = Chain()
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        model(torch.zeros(1024)).backward()
+    additions = _at(traces[0], Phase.FORWARD, "aten.add.")
+    base = 4096 + 4  # The input, which the caller's frame holds, and the parameter.
+    assert [op.memory for op in additions] == [base + 4096] + [base + 2 * 4096] * 4
+    lives = [traces[0].regions[op.writes[0]] for op in additions]
+    assert [(life.born, life.died) for life in lives[:4]] == [(i, i + 1) for i in range(4)]
+
+
+def test_saved_activations_live_until_backward() -> None:
+    trace = _record(Branching())[0]
+    (product,) = _at(trace, Phase.FORWARD, "aten.addmm")
+    saved = trace.regions[_at(trace, Phase.FORWARD, "aten.tanh")[0].writes[0]]
+    first_backward = next(
+        i for i, op in enumerate(trace.operators) if op.phase is Phase.BACKWARD
+    )
+    assert saved.born >= 0
+    assert saved.died >= first_backward
+    assert product.memory > sum(r.nbytes for r in trace.regions if r.kind == "parameter")
+
+
+def test_seconds_are_those_of_the_operator() -> None:
+    model = nn.Linear(512, 512)
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        model(torch.ones(512, 512)).sum().backward()
+    (product,) = _at(traces[0], Phase.FORWARD, "aten.addmm")
+    (view,) = _at(traces[0], Phase.FORWARD, "aten.t.")
+    assert product.seconds > 5 * view.seconds > 0
+
+
+# Steps --------------------------------------------------------------------------------------
+
+
+def test_phases_follow_one_another() -> None:
+    for trace in _record(Branching()):
+        phases = [phase for phase, _ in itertools.groupby(op.phase for op in trace.operators)]
+        assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+        assert trace.model == "Branching"
+
+
+def test_steps_are_numbered_and_carry_their_sample_and_source() -> None:
+    sources = iter(["a.py", "b.py", "c.py"])
+    traces = _record(
+        Branching(),
+        features=lambda tokens: {"first": float(tokens[0])},
+        source=lambda: next(sources),
+    )
+    assert [trace.step for trace in traces] == [0, 1, 2]
+    assert [trace.sample.values["first"] for trace in traces] == [0, 1, 2]
+    assert [trace.source for trace in traces] == ["a.py", "b.py", "c.py"]
+    assert not any("features" in op.site for op in traces[0].operators)
+
+
+def test_evaluation_between_and_inside_steps_is_not_recorded() -> None:
+    reference = _record(Branching())
+    model = Branching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    traces: list[Trace] = []
+    ones, tokens = torch.ones(1, 4), _tokens(2)
+    with Recorder(model, optimizer, on_step=traces.append):
+        for step in range(3):
+            with torch.no_grad():
+                model(tokens)
+            loss = model(_tokens(step))
+            with torch.inference_mode():
+                model.blocks[0](ones)
+                model(tokens)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+    assert len(traces) == 3
+    for trace, wanted in zip(traces, reference, strict=True):
+        assert [op.name for op in trace.operators] == [op.name for op in wanted.operators]
+        assert trace.sample == wanted.sample
+
+
+def test_accumulation_is_one_step() -> None:
+    model = Branching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    traces: list[Trace] = []
+    with Recorder(model, optimizer, on_step=traces.append):
+        for first in (0, 1):
+            model(_tokens(first)).backward()
+        optimizer.step()
+    (trace,) = traces
+    assert trace.sample.values["samples"] == 2
+    assert trace.sample.elements.tolist() == [0, 3, 5, 1, 3, 5]
+    phases = [phase for phase, _ in itertools.groupby(op.phase for op in trace.operators)]
+    assert phases == [Phase.FORWARD, Phase.BACKWARD] * 2 + [Phase.OPTIMIZER]
+    added = [op for op in _at(trace, Phase.BACKWARD, "aten.add_") if op.writes]
+    assert "blocks.0.weight:grad" in {n for op in added for n in _names(trace, op.writes)}
+
+
+def test_without_an_optimizer_a_step_ends_with_the_next_or_the_block() -> None:
+    model = Branching()
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        for step in range(3):
+            model(_tokens(step)).backward()
+    assert [len(trace.calls) for trace in traces] == [5, 7, 9]
+
+
+def test_a_step_that_fails_is_dropped_and_the_next_is_whole() -> None:
+    class Failing(Branching):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            if int(tokens[0]) == 9:
+                self.blocks[0](torch.ones(1, 4))
+                raise ValueError("bad batch")
+            return super().forward(tokens)
+
+    model = Failing()
+    good, bad = _tokens(0), _tokens(9)
+    traces: list[Trace] = []
+    with pytest.raises(ValueError, match="bad batch"), Recorder(model, on_step=traces.append):
+        model(good).backward()
+        model(bad)
+    assert len(traces) == 1
+    model.zero_grad()
+    with Recorder(model, on_step=traces.append):
+        model(good).backward()
+    assert [op.name for op in traces[1].operators] == [op.name for op in traces[0].operators]
+
+
+def test_a_copy_of_the_model_is_not_the_model() -> None:
+    """An exponential moving average copied inside the block carries hooks that stay silent."""
+    model = Branching()
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        average = copy.deepcopy(model)
+        average(_tokens(2))
+        model(_tokens(0)).backward()
+    (trace,) = traces
+    assert [call.path for call in trace.calls] == ["", "embedding", "blocks.0", "act", "head"]
+
+
+def test_modules_called_without_the_root_are_one_step() -> None:
+    """Loops that call parts of the model, as for two-player training."""
+    model = Branching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    traces: list[Trace] = []
+    with Recorder(model, optimizer, on_step=traces.append):
+        model.head(model.blocks[0](model.embedding(_tokens(1)))).sum().backward()
+        optimizer.step()
+    (trace,) = traces
+    assert [call.path for call in trace.calls] == ["embedding", "blocks.0", "head"]
+    assert {call.parent for call in trace.calls} == {-1}
+
+
+def test_a_recorder_is_used_once_at_a_time() -> None:
+    recorder = Recorder(Branching(), on_step=lambda trace: None)
+    with recorder, pytest.raises(TraceError, match="already in use"), recorder:
+        pass
+
+
+def test_gradients_kept_between_steps_are_known() -> None:
+    model = Branching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    traces: list[Trace] = []
+    with Recorder(model, optimizer, on_step=traces.append):
+        for _ in range(2):
+            model(_tokens(0)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    (gradient,) = [r for r in traces[1].regions if r.name == "blocks.0.weight:grad"]
+    assert gradient.kind == "gradient"
+    assert gradient.born == -1
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield

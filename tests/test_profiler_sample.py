@@ -1,0 +1,129 @@
+"""What a sample says about itself, and who may say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dynoffload.errors import TraceError
+from dynoffload.profiler import Sample, describe_sample
+from dynoffload.profiler.sample import MAX_ELEMENTS, MAX_OBJECTS, merge_samples
+
+
+def test_default_keeps_shapes_numbers_masks_and_codes() -> None:
+    tokens = torch.arange(6).reshape(2, 3)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    flags = torch.tensor([True, False, True])
+    sample = describe_sample(
+        None, (tokens,), {"attention_mask": mask, "flags": flags, "scale": 0.5, "name": "x"}
+    )
+    assert sample.values["arg0.numel"] == 6
+    assert (sample.values["arg0.shape0"], sample.values["arg0.shape1"]) == (2, 3)
+    assert sample.values["arg0.itemsize"] == 8
+    assert sample.values["attention_mask.sum"] == 3
+    assert sample.values["flags.sum"] == 2
+    assert sample.values["scale"] == 0.5
+    assert "name" not in sample.values
+    assert sample.elements.tolist() == [0, 1, 2, 3, 4, 5]
+    assert sample.elements.dtype == np.int64
+
+
+@dataclass
+class _Batch:
+    tokens: torch.Tensor
+    extra: dict[str, object]
+
+
+def test_default_walks_dataclasses_dicts_and_lists() -> None:
+    batch = _Batch(torch.tensor([7, 8], dtype=torch.int32), {"more": [torch.zeros(4), 3]})
+    sample = describe_sample(None, (batch,), {})
+    assert sample.elements.tolist() == [7, 8]
+    assert sample.values["arg0.extra.more.len"] == 2
+    assert sample.values["arg0.extra.more.0.shape0"] == 4
+    assert sample.values["arg0.extra.more.1"] == 3
+
+
+def test_default_is_bounded() -> None:
+    """A graph that refers to itself, a long list and a long tensor all end."""
+    loop: list[object] = []
+    loop.append(loop)
+    describe_sample(None, (loop,), {})
+    many = describe_sample(None, (list(range(100_000)),), {})
+    assert len(many.values) <= MAX_OBJECTS
+    long = describe_sample(None, (torch.ones(MAX_ELEMENTS + 5, dtype=torch.int64),), {})
+    assert len(long.elements) == MAX_ELEMENTS
+
+
+def test_a_sample_does_not_alias_the_batch() -> None:
+    tokens = torch.tensor([1, 2, 3])
+    sample = describe_sample(None, (tokens,), {})
+    tokens.zero_()
+    assert sample.elements.tolist() == [1, 2, 3]
+
+
+def test_meta_and_sparse_tensors_have_shapes_but_no_values() -> None:
+    meta = torch.empty(3, dtype=torch.int64, device="meta")
+    sparse = torch.eye(3).to_sparse()
+    sample = describe_sample(None, (meta, sparse), {})
+    assert sample.values["arg0.shape0"] == 3
+    assert sample.values["arg1.shape1"] == 3
+    assert not len(sample.elements)
+
+
+class _Speaking(nn.Module):
+    def sample_features(self, x: torch.Tensor) -> dict[str, float]:
+        return {"own": float(x.shape[0])}
+
+
+def test_features_come_before_the_module_and_the_module_before_the_default() -> None:
+    x = torch.zeros(5)
+    chosen = Sample({"chosen": 1.0}, np.array([[1, 2], [3, 4]]))
+    assert describe_sample(_Speaking(), (x,), {}, features=lambda x: chosen) == chosen
+    assert describe_sample(_Speaking(), (x,), {}, features=lambda x: {"n": 2}).values == {"n": 2.0}
+    assert describe_sample(_Speaking(), (x,), {}).values == {"own": 5.0}
+    assert "arg0.numel" in describe_sample(nn.Identity(), (x,), {}).values
+
+
+@pytest.mark.parametrize(
+    "made",
+    [3.0, None, {"a": "text"}, Sample({}, np.zeros(3)), Sample({}, np.zeros((1, 1, 1), np.int64))],
+)
+def test_a_featurizer_that_returns_nonsense_is_named(made: object) -> None:
+    with pytest.raises(TraceError, match="features"):
+        describe_sample(None, (), {}, features=lambda: made)  # type: ignore[arg-type, return-value]
+
+
+def test_samples_of_one_step_are_merged() -> None:
+    one = Sample({"a": 1.0}, np.array([1, 2]))
+    two = Sample({"a": 9.0}, np.array([3]))
+    merged = merge_samples([one, two])
+    assert merged.values == {"a": 1.0, "samples": 2.0}
+    assert merged.elements.tolist() == [1, 2, 3]
+    assert merge_samples([one]) is one
+
+
+def test_equality_compares_codes() -> None:
+    assert Sample({}, np.array([1])) == Sample({}, np.array([1]))
+    assert Sample({}, np.array([1])) != Sample({}, np.array([2]))
+    assert Sample({}) != "sample"
+
+
+def test_describing_takes_less_than_half_a_millisecond() -> None:
+    batch = {
+        "input_ids": torch.randint(0, 1000, (8, 1024)),
+        "attention_mask": torch.ones(8, 1024, dtype=torch.int64),
+        "labels": torch.randint(0, 1000, (8, 1024)),
+    }
+    best = min(_timed(batch) for _ in range(50))
+    assert best <= 0.5e-3
+
+
+def _timed(batch: dict[str, object]) -> float:
+    start = perf_counter()
+    describe_sample(None, (), batch)
+    return perf_counter() - start

@@ -1,0 +1,175 @@
+"""The HTML page: complete in itself, safe for any name, and bounded for any length of run."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dynoffload.reporting import write_report, write_run
+from dynoffload.reporting.canvas import COLOR
+from dynoffload.runtime.telemetry import RunLog, StepBlocks
+
+synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
+    "synthetic_log"
+]
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what a page would load and the text it shows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: Counter[str] = Counter()
+        self.loads: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        for name, value in attrs:
+            if name == "id" and value:
+                self.ids[value] += 1
+            if name in ("src", "href", "xlink:href", "action", "data") and value:
+                self.loads.append(value)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page_of(log: RunLog, directory: Path) -> tuple[str, Page]:
+    text = write_report(log, directory / "page.html").read_text()
+    return text, Page(text)
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Page]:
+    return page_of(synthetic_log(12), tmp_path_factory.mktemp("page"))
+
+
+def test_the_page_loads_nothing_and_runs_nothing(usual: tuple[str, Page]) -> None:
+    text, page = usual
+    assert page.tags["script"] == page.tags["link"] == page.tags["img"] == 0
+    assert all(target.startswith("#") for target in page.loads)
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    # What is left of the network are the names of XML, which nothing fetches.
+    addresses = set(re.findall(r"https?://[^\"' <]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_every_figure_is_there_with_ids_of_its_own(usual: tuple[str, Page]) -> None:
+    _, page = usual
+    assert page.tags["svg"] == 6  # memory, traffic, steps, accuracy, two steps in detail
+    repeated = [name for name, count in page.ids.items() if count > 1 and name[0] in "mp"]
+    clips = [name for name in repeated if re.fullmatch(r"[mp][0-9a-f]{10}", name)]
+    assert clips == []
+
+
+def test_colours_come_from_the_page(usual: tuple[str, Page]) -> None:
+    text, _ = usual
+    assert not any(placeholder in text for placeholder in COLOR.values())
+    drawn = set(re.findall(r"var\(--([a-z]+)\)", "".join(re.findall(r"<svg.*?</svg>", text, re.S))))
+    declared = set(re.findall(r"--([a-z]+):", text[: text.index("</style>")]))
+    assert {"fast", "budget", "stall", "plan", "evict"} <= drawn <= declared
+    fixed = re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", text)
+    assert fixed == []
+
+
+def test_the_numbers_are_on_the_page(usual: tuple[str, Page]) -> None:
+    _, page = usual
+    words = " ".join(page.text.split())
+    for expected in (
+        "MoELanguageModel ran 12 steps",
+        "Waiting for data",
+        "Order predicted",
+        "budget 305.2 MiB",
+        "A typical step",
+        "The step that waited longest",
+        "run, not predicted there",
+    ):
+        assert expected in words
+
+
+def test_names_are_data_not_markup(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>&\"'"
+    log = synthetic_log(4, model=evil)
+    log.policy = evil
+    log.blocks[-1] = StepBlocks(3, (evil,), (evil + "2",))
+    log.stalls = [type(s)(s.start, s.end, evil) for s in log.stalls]
+    _, page = page_of(log, tmp_path)
+    assert page.tags["script"] == 0
+    assert evil in page.text
+
+
+def test_a_run_without_prediction_says_so(tmp_path: Path) -> None:
+    _, page = page_of(synthetic_log(5, policy="on-demand"), tmp_path)
+    assert "No step of this run had a prediction" in page.text
+    assert page.tags["svg"] == 5
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_the_shortest_runs_have_a_page(tmp_path: Path, steps: int) -> None:
+    log = synthetic_log(steps)
+    _, page = page_of(log, tmp_path)
+    assert page.tags["h1"] == 1
+    if steps == 0:
+        assert "before its first step" in page.text
+
+
+def test_a_run_that_kept_everything_in_memory_has_a_page(tmp_path: Path) -> None:
+    log = synthetic_log(4)
+    log.transfers.clear()
+    log.stalls.clear()
+    log.memory.clear()
+    _, page = page_of(log, tmp_path)
+    assert "Where it waited" not in page.text
+    assert "Step by step" in page.text
+
+
+def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
+    log = synthetic_log(600, layers=2)
+    text, page = page_of(log, tmp_path)
+    assert len(text) < 1_500_000
+    assert page.tags["tr"] < 300
+    assert "400 in the middle left out" in page.text
+    assert "each bar or point: the mean of 5 steps" in page.text
+
+
+def test_a_failure_leaves_neither_page_nor_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_report(synthetic_log(2), tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_write_run_puts_trace_and_log_beside_the_page(tmp_path: Path) -> None:
+    log = synthetic_log(3)
+    files = write_run(log, tmp_path / "out" / "run.html")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "run.html",
+        "run.perfetto.json.gz",
+        "run.runlog.json.gz",
+    ]
+    assert repr(RunLog.load(files.log)) == repr(log)

@@ -1,0 +1,107 @@
+"""The numbers and words at the head of a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+
+from dynoffload.reporting.columns import Columns
+from dynoffload.reporting.summary import (
+    Tone,
+    headlines,
+    phase_costs,
+    region_costs,
+    summarize,
+    verdict,
+)
+from dynoffload.runtime.telemetry import PhaseSpan, RunLog, Stall, StepStats, Transfer
+
+synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
+    "synthetic_log"
+]
+
+
+def step(number: int, **changed: float) -> StepStats:
+    plain = StepStats(number, 1.0, 0, 0.0, 100, 50, 80, 60, 20, math.nan, 900)
+    return dataclasses.replace(plain, **changed)
+
+
+def log_of(*steps: StepStats, budget: int = 1000) -> RunLog:
+    return RunLog("Net", "pager", "pilot", budget, 0, steps=list(steps))
+
+
+def test_medians_leave_out_the_warm_up_but_the_peak_does_not() -> None:
+    log = log_of(
+        step(0, seconds=9.0, peak_fast_bytes=990), step(1, seconds=9.0), *map(step, range(2, 7))
+    )
+    summary = summarize(log)
+    assert summary.steps == 5
+    assert summary.step_s == 1.0
+    assert summary.peak_fast_bytes == 990
+    assert summary.wasted_share == pytest.approx(0.25)
+    assert math.isnan(summary.accuracy)
+
+
+def test_accuracy_is_the_mean_over_predicted_steps_only() -> None:
+    log = log_of(step(0), step(1), step(2, accuracy=0.5), step(3), step(4, accuracy=1.0))
+    assert summarize(log).accuracy == pytest.approx(0.75)
+
+
+def test_no_step_left_is_an_error() -> None:
+    with pytest.raises(ValueError, match="warm-up"):
+        summarize(log_of(step(0)), warmup=1)
+
+
+def test_a_run_that_never_fetched_ahead_has_no_wasted_share() -> None:
+    assert math.isnan(summarize(log_of(step(0, prefetched_bytes=0, wasted_bytes=0))).wasted_share)
+
+
+def test_the_verdict_says_when_a_budget_was_passed() -> None:
+    assert "stayed within its budget" in verdict(log_of(step(0)))
+    assert "PASSED its budget" in verdict(log_of(step(0, peak_fast_bytes=1001)))
+    tones = {card.label: card.tone for card in headlines(log_of(step(0, peak_fast_bytes=1001)))}
+    assert tones["Peak fast memory"] is Tone.BAD
+
+
+def test_the_verdict_of_a_run_without_steps() -> None:
+    assert "before its first step" in verdict(log_of())
+    assert headlines(log_of()) == []
+
+
+def test_cards_without_a_number_are_left_out() -> None:
+    labels = [card.label for card in headlines(synthetic_log(6, policy="on-demand"))]
+    assert "Order predicted" not in labels
+    assert "Wasted prefetch" not in labels
+    labels = [card.label for card in headlines(synthetic_log(6))]
+    assert "Order predicted" in labels
+    assert "Wasted prefetch" in labels
+
+
+def test_one_wait_is_one_wait() -> None:
+    card = next(c for c in headlines(log_of(step(0, stalls=1, stall_s=0.1))) if "Wait" in c.label)
+    assert "1 wait per" in card.meaning
+
+
+def test_a_wait_belongs_to_the_phase_it_began_in() -> None:
+    log = log_of(step(0))
+    log.phases += [PhaseSpan(0, 1, 0, "forward"), PhaseSpan(1, 3, 0, "backward")]
+    log.stalls += [Stall(0.5, 1.5, "a"), Stall(1.0, 1.25, "b"), Stall(5.0, 6.0, "outside")]
+    costs = {cost.name: cost for cost in phase_costs(Columns.of(log))}
+    assert (costs["forward"].stall_s, costs["forward"].stalls) == (1.0, 1)
+    assert (costs["backward"].stall_s, costs["backward"].stalls) == (0.25, 1)
+    assert costs["optimizer"].seconds == 0.0
+
+
+def test_regions_are_ranked_by_the_time_they_cost() -> None:
+    log = log_of(step(0))
+    log.stalls += [Stall(0, 1, "often"), Stall(2, 3, "often"), Stall(4, 5.5, "once")]
+    log.transfers += [Transfer(0, 1, "fetch", "often", 10, "fault")] * 2
+    log.transfers += [Transfer(0, 1, "evict", "often", 10, "room")]
+    often, once = region_costs(log)
+    assert (often.name, often.stalls, often.fetches, often.bytes_in) == ("often", 2, 2, 20)
+    assert (once.name, once.stall_s) == ("once", 1.5)
+    assert [cost.name for cost in region_costs(log, most=1)] == ["often"]
