@@ -1,8 +1,16 @@
-"""Train networks with dynamic control flow that are larger than fast memory."""
+"""Train networks with dynamic control flow that are larger than fast memory.
+
+    with dynoffload.offload(model, optimizer, budget="8GiB") as session:
+        ...  # the training loop as it was
+
+What is named here is the public surface; it is loaded when it is first used.
+"""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -10,3 +18,34 @@ _root = Path(__file__).resolve().parent
 if not (_root / "profiler").exists() and (_root.parent / "profiler").is_dir():
     # An archive made without links: the wings lie beside the package.
     __path__.append(str(_root.parent))
+
+_HOMES = {
+    "offload": "dynoffload.runtime.offload",
+    "materialize": "dynoffload.runtime.offload",
+    "Session": "dynoffload.runtime.session",
+    "OffloadConfig": "dynoffload.config",
+    "profile": "dynoffload.profiler",
+    "Pilot": "dynoffload.pilot",
+}
+
+__all__ = ["OffloadConfig", "Pilot", "Session", "__version__", "materialize", "offload", "profile"]
+
+if TYPE_CHECKING:
+    from dynoffload.config import OffloadConfig
+    from dynoffload.pilot import Pilot
+    from dynoffload.profiler import profile
+    from dynoffload.runtime.offload import materialize, offload
+    from dynoffload.runtime.session import Session
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'dynoffload' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

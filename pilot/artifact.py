@@ -53,8 +53,9 @@ def write_artifact(path: Path, document: Mapping[str, Any], arrays: Arrays) -> N
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     parts = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     parts["document"] = np.frombuffer(text.encode(), dtype=np.uint8)
-    metadata = {"format": FORMAT, "version": str(VERSION), "sha256": _digest(parts)}
-    data = save(parts, metadata)
+    # One entry: safetensors writes several in no fixed order, and equal pilots shall be equal files.
+    seal = json.dumps({"sha256": _digest(parts), "version": VERSION}, sort_keys=True)
+    data = save(parts, {FORMAT: seal})
     if len(data) > MAX_FILE or len(parts) > MAX_ARRAYS:
         raise PilotError(
             f"{path}: a pilot of {format_bytes(len(data))} is more than {format_bytes(MAX_FILE)}, "
@@ -95,14 +96,14 @@ def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
         raise PilotError(f"{path}: cannot be read ({error})") from error
     header, start = _header(path, data)
     metadata = header.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(FORMAT), str):
         raise _refusal(path, "it is some other safetensors file")
-    if metadata.get("version") != str(VERSION):
-        raise _refusal(
-            path, f"it is of version {metadata.get('version')!r}, and this release reads {VERSION}"
-        )
+    seal = _json(path, metadata[FORMAT].encode("utf-8", "replace"))
+    version = seal.get("version") if isinstance(seal, dict) else None
+    if version != VERSION:
+        raise _refusal(path, f"it is of version {version!r:.20}, and this release reads {VERSION}")
     arrays = _arrays(path, header, data[start:])
-    if metadata.get("sha256") != _digest(arrays):
+    if seal.get("sha256") != _digest(arrays):
         raise _refusal(path, "its checksum does not match; it was damaged or changed")
     document = arrays.pop("document", None)
     if document is None or document.dtype != np.uint8:

@@ -13,7 +13,7 @@ Source: Ke et al., "LightGBM", NeurIPS 2017; Wolpert, "Stacked generalization", 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,14 +73,15 @@ class BoostedTables:
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored: tables as float16, the booster as LightGBM's text."""
         books = {f"book{i}": book.keys for i, book in enumerate(self.association.books)}
-        text = np.frombuffer(self.booster.model_to_string().encode(), dtype=np.uint8)
+        columns = EVIDENCE + self.described.shape[1] + len(self.scaler)
+        text = check_booster_text(self.booster.model_to_string(), features=columns)
         return {
             **books,
             "table": self.association.table.astype(np.float16),
             "prior": self.prior,
             "described": self.described,
             "sites": self.sites,
-            "booster": text,
+            "booster": np.frombuffer(text.encode(), dtype=np.uint8),
         }
 
     def document(self) -> dict[str, Any]:
@@ -215,6 +216,9 @@ def train_tables(
     association = learn_association(samples, present)
     if on_stage:
         on_stage()
+    # Kept in the precision it is stored in, so that a file predicts as the pilot it was made of.
+    table = association.table.astype(np.float16).astype(np.float32)
+    association = replace(association, table=table)
     return BoostedTables(association, _prior(present), described, sites, scaler, booster)
 
 

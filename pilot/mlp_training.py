@@ -347,10 +347,15 @@ def _sigmoid(x: Floats) -> Floats:
 
 
 def _net(fields: Fields, scaler: Scaler, weights: Weights, described: Floats) -> NoisyOrNet:
-    """Return the net with what blocks share folded into their output weights."""
+    """Return the net with what blocks share folded into their output weights.
+
+    In the precision that weights are stored in, so that a file predicts as the net it was made of.
+    """
     folded = {name: weights[name].copy() for name in WEIGHTS}
     folded["out_weight"] += weights["shared"] @ described.T
-    return NoisyOrNet(fields, scaler, folded)
+    return NoisyOrNet(
+        fields, scaler, {n: w.astype(np.float16).astype(np.float32) for n, w in folded.items()}
+    )
 
 
 def _mean_loss(net: NoisyOrNet, samples: Sequence[Sample], present: Bools) -> float:

@@ -262,8 +262,14 @@ def _remember(samples: Sequence[Sample], runs: Sequence[Run]) -> Neighbours:
     names = tuple(sorted({name for sample in samples for name in sample.values}))[:64]
     points = np.stack([_numbers(sample, names) for sample in samples])
     centre = points.mean(axis=0)
-    scale = points.std(axis=0)
-    scale[scale == 0] = 1.0
+    deviation = points.std(axis=0)
+    deviation[deviation == 0] = 1.0
+    lengths = np.array([len(run) for run in runs], dtype=np.float64)
+    spread = lengths.std()
+    # A number counts by how well it goes with the length, so that what is noise does not mislead.
+    matter = np.abs(((points - centre) / deviation).T @ (lengths - lengths.mean()))
+    matter = matter / (len(runs) * spread) if spread else np.ones(points.shape[1])
+    scale = deviation / np.maximum(matter, 1e-3)
     return Neighbours(names, centre, scale, (points - centre) / scale, tuple(map(tuple, runs)))
 
 

@@ -49,6 +49,17 @@ logger = logging.getLogger(__name__)
 _graph_task = torch._C._current_graph_task_id
 _graph_node = torch._C._current_autograd_node
 _NO_NUMBER = 2**64 - 1  # Sequence number of nodes that accumulate gradients.
+_aten = torch.ops.aten
+# How such a node takes a gradient over: as it is, added in place or anew, or copied.
+_ACCUMULATING = frozenset(
+    (
+        _aten.detach.default,
+        _aten.add_.Tensor,
+        _aten.add.Tensor,
+        _aten.clone.default,
+        _aten.new_empty_strided.default,
+    )
+)
 
 
 class _Frame(NamedTuple):
@@ -178,7 +189,7 @@ class Recorder:
             node = _graph_node() if _graph_task() != -1 else None
             phase, call = self._place(log, node)
             log.record(signature_of(func), phase, call, args, kwargs, result, seconds)
-            if node is not None and node._sequence_nr() == _NO_NUMBER:
+            if node is not None and func in _ACCUMULATING and node._sequence_nr() == _NO_NUMBER:
                 self._note_gradient(log, node, result)
         return result
 
@@ -213,9 +224,14 @@ class Recorder:
         return -1 if name is None else log.last_call_of(name.rpartition(".")[0])
 
     def _note_gradient(self, log: StepLog, node: Any, result: Any) -> None:
-        """Name the storage in which a gradient is being accumulated."""
-        name = self._parameters.get(id(getattr(node, "variable", None)))
-        if name is not None and isinstance(result, torch.Tensor):
+        """Name the storage in which a gradient is being accumulated.
+
+        A user's hook on the gradient runs in the same node; what it makes in another shape is not
+        the gradient.
+        """
+        variable = getattr(node, "variable", None)
+        name = self._parameters.get(id(variable))
+        if name is not None and variable is not None and result.shape == variable.shape:
             log.regions.label(result, f"{name}:grad", "gradient")
 
     # Module calls ---------------------------------------------------------------------------

@@ -56,8 +56,6 @@ class Sample:
             return NotImplemented
         return self.values == other.values and np.array_equal(self.elements, other.elements)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def describe_sample(
     module: torch.nn.Module | None,

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 """Version of the file's layout; a file of any other version is refused."""
-MAX_FILE_BYTES = 512 * 1024**2
+MAX_FILE_BYTES = 128 * 1024**2
 """The largest file that is read."""
-MAX_OPERATORS = 2_000_000
+MAX_OPERATORS = 1_000_000
 """The most operators a file may hold."""
 
 _VERSION_KEY = b"dynoffload.trace_version"
@@ -47,7 +47,9 @@ _TEXT = ("name", "site", "reads", "writes")
 _AGAIN = "record it again with `dynoffload profile`"
 _LARGEST = 2**62
 _MAX_VALUES = 100_000
-_MAX_MODULE_CALLS = 2_000_000
+_MAX_CONTAINER = 1_000_000  # Items in one list of the file's metadata.
+_MAX_MODULE_CALLS = 1_000_000
+_MAX_HEADER_BYTES = 64 * 1024**2
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -165,13 +167,11 @@ def _header(trace: Trace) -> dict[str, Any]:
 def _read(path: Path) -> Trace:
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(
-        path,
-        read_dictionary=list(_TEXT),
-        thrift_string_size_limit=MAX_FILE_BYTES,
-        thrift_container_size_limit=1_000_000,
-        page_checksum_verification=False,
-    ) as file:
+    limits = {
+        "thrift_string_size_limit": MAX_FILE_BYTES,
+        "thrift_container_size_limit": _MAX_CONTAINER,
+    }
+    with pq.ParquetFile(path, **limits) as file:
         metadata = file.metadata.metadata or {}
         version = metadata.get(_VERSION_KEY)
         if version is None:
@@ -181,7 +181,9 @@ def _read(path: Path) -> Trace:
                 f"{path}: is a trace of version {version[:16]!r}; this release reads version"
                 f" {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
             )
+        _require(len(metadata[_HEADER_KEY]) <= _MAX_HEADER_BYTES, "its header is too long")
         _check_layout(file, path)
+    with pq.ParquetFile(path, read_dictionary=list(_TEXT), **limits) as file:
         table = file.read(use_threads=False)
     header = json.loads(metadata[_HEADER_KEY])
     regions = _regions(header["regions"], table.num_rows)

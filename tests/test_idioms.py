@@ -232,7 +232,7 @@ def test_rows_are_six_counts() -> None:
     for name, row in ROWS.items():
         assert len(row) == 6, name
         assert all(isinstance(count, int) and 0 <= count < 100 for count in row), name
-    assert NOTHING == tuple(Idioms())
+    assert tuple(Idioms()) == NOTHING
 
 
 def test_core_aten_is_covered() -> None:

@@ -138,6 +138,9 @@ class Device(Protocol):
     def resident(self) -> list[int]:
         """Return the regions that take fast memory now."""
 
+    def resident_bytes(self) -> int:
+        """Return the fast memory in use now."""
+
     def counters(self) -> Counters:
         """Return the totals.
 

@@ -282,6 +282,10 @@ class Pager:
 
     # What happened
 
+    def resident_bytes(self) -> int:
+        """See `Device.resident_bytes`."""
+        return int(self._native.pager_in_use(self._handle)) * self.page_bytes
+
     def counters(self) -> Counters:
         """See `Device.counters`."""
         native = native_pager.NativeCounters()

@@ -4,7 +4,8 @@ What it is: `LookAhead`, the policy that turns a predicted reference string into
 it is not: exact for regions of unequal sizes, where the problem is NP-hard (compare `bound`), nor
 aware of transfer times; the share of memory set apart for look-ahead stands in for them.
 
-It works in three passes over the string, each O(n log n):
+It works in three passes over the string, each O(n log n); only windows of most of the capacity,
+which leave many drops to take back, make the second one slower:
 
 1. `_sweep` decides which regions stay in fast memory between two uses, by Belady's rule (evict what
    is used farthest ahead; Belady 1966), under the capacity less the look-ahead window. A region
@@ -96,8 +97,7 @@ class LookAhead:
         held = _sweep(uses, sizes, capacity, limit, resident, dirty)
         starts, kept = _prefetch(held, sizes, capacity)
         occupancy = _spare(held, sizes, capacity, starts, kept)
-        peak = max(occupancy, default=sum(sizes[region] for region in resident))
-        return _schedule(uses, sizes, held, starts, kept, peak)
+        return _schedule(uses, sizes, held, starts, kept, max(occupancy, default=0))
 
 
 def _sweep(

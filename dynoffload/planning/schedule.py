@@ -104,7 +104,7 @@ class Schedule:
 
     Attributes:
         actions: transfers in the order of execution (see the note of this module).
-        peak: most bytes resident at one moment if every action runs as early as it may.
+        peak: most bytes resident during one use if every action runs as early as it may.
         bytes_in: bytes that the fetches read.
         bytes_out: bytes that the evictions of dirty regions write.
         next_use: ``next_use(region, position)``, for whoever must choose a victim at run time.

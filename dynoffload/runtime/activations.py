@@ -141,6 +141,11 @@ class Activations:
 
     # Chunks
 
+    def take_kept_peak(self) -> int:
+        """Return the most bytes of kept tensors since the last call."""
+        peak, self.kept_peak = self.kept_peak, self.kept_bytes
+        return peak
+
     def region(self, index: int) -> int:
         """Return the region of the standard chunk ``index``; made at first use."""
         while index >= len(self._regions):

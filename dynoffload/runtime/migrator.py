@@ -110,19 +110,26 @@ class Migrator:
             self._outstanding.append(Visit(unit, chunks))
         self.phase = Phase.IDLE
 
-    def backward_use(self, region: int) -> None:
-        """Backward is about to use a parameter's region."""
-        if self.phase is not Phase.BACKWARD:
-            if self.phase is Phase.FORWARD:
-                return  # a backward inside forward: a gradient penalty
+    def backward_use(self, region: int) -> bool:
+        """Backward is about to use a parameter's region; return whether it begins here."""
+        if self.phase is Phase.FORWARD:
+            return False  # a backward inside forward: a gradient penalty
+        begins = self.phase is not Phase.BACKWARD
+        if begins:
             self._begin_backward()
         self._anchor(self._reference.backward.get(region))
         self._device.touch([region])
+        return begins
 
     def end_step(self) -> None:
         """The optimizer has stepped: what was outstanding has had its backward."""
         self._outstanding.clear()
         self.phase = Phase.IDLE
+
+    def stop_prefetch(self) -> None:
+        """From now on every use is on demand."""
+        self.prefetch = False
+        self._follow(Reference())
 
     # Plans
 

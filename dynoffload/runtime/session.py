@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+import math
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from dynoffload.config import OffloadConfig, defaults
-from dynoffload.errors import ConfigError
-from dynoffload.memory.device import Counters, Device
-from dynoffload.memory.pager import Pager, probe
-from dynoffload.memory.spill import default_spill_dir
-from dynoffload.runtime.activations import Activations
-from dynoffload.runtime.hooks import Hooks
-from dynoffload.runtime.migrator import Migrator
-from dynoffload.runtime.sizing import Sizing, sizing_of
-from dynoffload.runtime.store import Slot, Store, view_of
-from dynoffload.runtime.units import Unit, units_of
-from dynoffload.runtime.updates import Updates
-from dynoffload.units import format_bytes, parse_bytes
+from dynoffload.config import OffloadConfig
+from dynoffload.memory.limits import resident_bytes
+from dynoffload.runtime.forecast import Predictor
+from dynoffload.runtime.materialize import Init, give_weights, recipe_of
+from dynoffload.runtime.paging import Paging
+from dynoffload.runtime.recording import Recording
+from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.telemetry import RunLog, StepStats
+from dynoffload.units import format_bytes
 
-logger = logging.getLogger("dynoffload")
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = logging.getLogger(__name__)
+
+_MEASURED_STEPS = 2  # steps watched before stepping aside
+_ASIDE = 0.9  # of the budget that may be used to step aside
+_GROWTH = 1.25  # a sample so much larger than those measured is paged again
+_LOSING_STEPS = 8
+_LOSING = 0.5  # share of prefetched bytes wasted above which prediction switches off
 
 
 class Session:
-    """A model and its optimizer under a budget; made by `offload`."""
+    """A model and its optimizer under a budget; made by `dynoffload.offload`.
+
+    Attributes:
+        model: the root module.
+        optimizer: its optimizer, or None.
+        sizing: how the budget is divided.
+        log: all that was recorded so far.
+    """
 
     def __init__(
         self,
@@ -41,142 +53,222 @@ class Session:
         sizing: Sizing,
         config: OffloadConfig,
         spill_dir: Path,
+        pilot: Predictor | str | None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.config, self.sizing = config, sizing
-        self._device: Device = Pager(
-            sizing.pool_bytes,
-            sizing.page_bytes,
-            spill_dir,
-            need=sizing.spill_bytes,
-            threads=config.io_threads,
-            record=config.record_events,
+        self.model, self.optimizer, self.sizing = model, optimizer, sizing
+        self._config, self._spill_dir, self._pilot = config, spill_dir, pilot
+        before = resident_bytes()
+        meta = any(parameter.is_meta for parameter in model.parameters())
+        recipe = recipe_of(model)
+        self._init: tuple[Init] | None = (recipe or (None,)) if meta else recipe
+        self._paging: Paging | None = self._page()
+        self.log = RunLog(
+            model=type(model).__name__,
+            backend=self._paging.device.name,
+            policy=config.policy,
+            budget=sizing.budget,
+            headroom=0,
         )
-        self.store = Store(self._device, sizing.min_paged_bytes)
-        self.activations = Activations(
-            self._device,
-            sizing.chunk_bytes,
-            sizing.min_moved_bytes,
-            sizing.kept_bytes,
-            on_borrowed=lambda region: self.migrator.backward_use(region),
-            on_chunk=lambda region: self._device.touch([region]),
-            on_open=lambda chunk: self.migrator.open_chunk(chunk),
-            names=self.store.names,
-        )
-        self._device.reserve(sizing.reserve_bytes)
-        for name, parameter in model.named_parameters():
-            if self.store.pages(parameter):
-                self.store.adopt_parameter(name, parameter)
-        self.store.forget_sources()
-        self.updates = (
-            Updates(
-                optimizer,
-                self.store,
-                self._device,
-                defer=config.defer_updates == "auto",
-                on_step=self._end_step,
-            )
-            if optimizer is not None
-            else None
-        )
-        if self.updates is not None:
-            self.updates.adopt_all()
-        for slot in self.store.slots.values():
-            self.store.adopt_gradient(slot)
-        self.migrator = Migrator(
-            self._device,
-            self.updates,
-            self.activations,
-            reserve_bytes=sizing.reserve_bytes,
-            prefetch=config.policy != "on-demand",
-        )
-        self._hooks = Hooks(
-            model,
-            units_of(model, self.store.slots),
-            list(self.store.slots.values()),
-            self.activations,
-            on_begin=self._begin_forward,
-            on_end=self._end_forward,
-            on_visit=self._visit,
-            on_gradient=self.store.adopt_gradient,
-        )
-        self._closing = threading.Event()
-        self._guard: threading.Thread | None = None
-        if self._device.guarded and self.updates is not None:
-            self._guard = threading.Thread(
-                target=self._serve, name="dynoffload-guard", daemon=True
-            )
-            self._guard.start()
-        self._started = time.perf_counter()
+        # What the process takes without the managed tensors: it takes less once they are paged.
+        baseline = min(before, resident_bytes() - self._paging.device.resident_bytes())
+        self._recording = Recording(self.log, baseline, events=config.record_events)
+        self._largest = 0
+        self._measured_peak = 0
+        self._wasted: list[tuple[int, int]] = []
+        self._pid = os.getpid()
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+        ]
+        self._aside_handle: RemovableHandle | None = None
+        self._say_plan()
 
-    # What the hooks call
+    def _page(self) -> Paging:
+        return Paging(
+            self.model,
+            self.optimizer,
+            self.sizing,
+            self._config,
+            self._spill_dir,
+            self._pilot,
+            on_progress=self._progress,
+            on_phase=lambda name: self._recording.phase(name),
+            on_step=self._end_step,
+        )
 
-    def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.migrator.begin_forward(None)
+    def _say_plan(self) -> None:
+        paging, sizing = self._paging, self.sizing
+        assert paging is not None
+        if int(os.environ.get("RANK", "0")):
+            return
+        logger.info(
+            "%s: %s of parameters, gradients and optimizer state under %s on the %s (pool %s in "
+            "pages of %s, reserve %s), spilling to %s, policy %s",
+            type(self.model).__name__,
+            format_bytes(sizing.states_bytes),
+            format_bytes(sizing.budget),
+            paging.device.name,
+            format_bytes(sizing.pool_bytes),
+            format_bytes(sizing.page_bytes),
+            format_bytes(sizing.reserve_bytes),
+            self._spill_dir,
+            self._config.policy,
+        )
 
-    def _end_forward(self) -> None:
-        self.activations.end_forward()
-        self.migrator.end_forward()
+    # What happens in a step
 
-    def _visit(self, unit: Unit) -> None:
-        self.migrator.visit(unit)
-        if self.updates is not None and self.updates.pending:
-            for slot in unit.slots:
-                self.updates.flush(slot)
-        self._device.touch(unit.regions)
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._init is not None:
+            self.materialize(self._init[0])
+        if not self._config.step_aside or not torch.is_grad_enabled():
+            return
+        size = _size_of((args, kwargs))
+        if self._paging is not None:
+            self._largest = max(self._largest, size)
+        elif size > self._largest * _GROWTH:
+            logger.info("a larger sample than any measured: paging again")
+            self._come_back()
+
+    def _progress(self) -> None:
+        if self._paging is not None:
+            self._recording.sample(self._paging.device, self._paging.small_bytes)
 
     def _end_step(self) -> None:
-        self.migrator.end_step()
+        paging = self._paging
+        if paging is None:
+            self._recording.end_step(None, None, 0, None, (), math.nan)
+            return
+        forecast = paging.forecast
+        stats = self._recording.end_step(
+            paging.device,
+            paging.store,
+            paging.sizing.small_bytes + paging.activations.take_kept_peak(),
+            forecast.names(forecast.predicted),
+            forecast.names(forecast.actual) or (),
+            forecast.accuracy,
+        )
+        if self._config.step_aside:
+            self._consider_aside(stats)
+        self._consider_prefetch(paging, stats)
 
-    def _serve(self) -> None:
-        updates = self.updates
-        assert updates is not None
-        while not self._closing.is_set():
-            region = self._device.handed(0.2)
-            if region >= 0:
-                updates.serve(region)
-            elif region == -2:
-                return
+    def _consider_aside(self, stats: StepStats) -> None:
+        self._measured_peak = max(self._measured_peak, stats.peak_fast_bytes)
+        if stats.bytes_in or stats.bytes_out or len(self.log.steps) < _MEASURED_STEPS:
+            return
+        if self._measured_peak <= _ASIDE * self.sizing.budget and stats.step >= _MEASURED_STEPS:
+            logger.info(
+                "a step takes %s of the budget of %s: paging steps aside",
+                format_bytes(self._measured_peak),
+                format_bytes(self.sizing.budget),
+            )
+            self._step_aside()
+
+    def _step_aside(self) -> None:
+        paging, self._paging = self._paging, None
+        assert paging is not None
+        paging.close()
+        if self.optimizer is not None:
+            self._aside_handle = self.optimizer.register_step_post_hook(
+                lambda optimizer, args, kwargs: self._end_step()
+            )
+
+    def _come_back(self) -> None:
+        if self._aside_handle is not None:
+            self._aside_handle.remove()
+            self._aside_handle = None
+        self._measured_peak = 0
+        self._recording.restart()
+        self._paging = self._page()
+
+    def _consider_prefetch(self, paging: Paging, stats: StepStats) -> None:
+        """Switch a prediction off that fetches more in vain than for use, and say so once."""
+        if not paging.migrator.prefetch:
+            return
+        self._wasted.append((stats.wasted_bytes, stats.prefetched_bytes))
+        recent = self._wasted[-_LOSING_STEPS:]
+        wasted, prefetched = sum(w for w, _ in recent), sum(p for _, p in recent)
+        if len(recent) == _LOSING_STEPS and wasted > _LOSING * prefetched > 0:
+            logger.warning(
+                "%s of %s prefetched in the last %d steps were not used: prefetch is off from now",
+                format_bytes(wasted),
+                format_bytes(prefetched),
+                len(recent),
+            )
+            paging.migrator.stop_prefetch()
 
     # What the user calls
 
+    @property
+    def backend(self) -> str:
+        """The device's name: ``"pager"`` or ``"mapped"``."""
+        return self.log.backend
+
+    @property
+    def paging(self) -> bool:
+        """Whether the model is paged now; False while everything fits."""
+        return self._paging is not None
+
+    @property
+    def stats(self) -> pd.DataFrame:
+        """One row per step so far; columns are the fields of `StepStats`."""
+        import pandas
+
+        columns = list(StepStats.__dataclass_fields__)
+        rows = [asdict(step) for step in self.log.steps]
+        return pandas.DataFrame(rows, columns=columns).set_index("step", drop=False)
+
     def flush(self) -> None:
-        """Make every update that was put off."""
-        if self.updates is not None:
-            self.updates.flush_all()
+        """Make every optimizer update that was put off."""
+        if self._paging is not None:
+            self._paging.flush()
+
+    def materialize(self, init: Init = None) -> None:
+        """Give a model built on the meta device its weights, module by module.
+
+        Args:
+            init: None for each module's ``reset_parameters``, a function of a module, or the path
+                of a safetensors file.
+
+        Raises:
+            ConfigError: a module cannot initialise itself, or the file lacks a tensor.
+        """
+        self.flush()
+        self._init = None
+        give_weights(self.model, init)
+
+    def report(self, path: str | Path) -> None:
+        """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it."""
+        from dynoffload.reporting import write_run
+
+        write_run(self.log, Path(path))
 
     def close(self) -> None:
-        """Make all tensors ordinary again and give the pool and the spill file back."""
-        if self.updates is not None:
-            self.updates.close()
-        self._hooks.remove()
-        self._closing.set()
-        if self._guard is not None:
-            self._guard.join()
-        self._restore()
-        self._device.close()
+        """Make all tensors ordinary again and give memory and disk back."""
+        for handle in self._handles:
+            handle.remove()
+        if self._aside_handle is not None:
+            self._aside_handle.remove()
+        paging, self._paging = self._paging, None
+        if paging is None or os.getpid() != self._pid:
+            return
+        if self._init is not None:
+            init, self._init = self._init, None
+            give_weights(self.model, init[0])
+        where = paging.close()
+        if where:
+            logger.warning("what does not fit in memory stays usable: %s", where)
 
-    def _restore(self) -> None:
-        moved: dict[int, torch.UntypedStorage] = {}
 
-        def ordinary(region: int, tensor: torch.Tensor) -> torch.Tensor:
-            storage = moved.get(region)
-            if storage is None:
-                ours = self._device.storage(region)
-                self._device.acquire([region])
-                storage = moved[region] = ours.clone()
-                self._device.discard(region)
-            return view_of(storage, tensor, tensor.storage_offset())
-
-        with torch.no_grad():
-            for parameter, slot in self.store.slots.items():
-                if slot.gradient is not None and parameter.grad is not None:
-                    held = parameter.grad
-                    if self._device.owner(held.untyped_storage().data_ptr()) == slot.gradient:
-                        parameter.grad = ordinary(slot.gradient, held)
-                parameter.data = ordinary(slot.region, parameter.data)
-                if self.optimizer is not None:
-                    state = self.optimizer.state.get(parameter, {})
-                    for key, region in slot.states.items():
-                        if key in state:
-                            state[key] = ordinary(region, state[key])
+def _size_of(value: Any, depth: int = 3) -> int:
+    """Return a cheap measure of a sample's size, in elements."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if depth and isinstance(value, dict):
+        return sum(_size_of(item, depth - 1) for item in value.values())
+    if depth and isinstance(value, tuple | list):
+        return max(len(value), sum(_size_of(item, depth - 1) for item in value[:64]))
+    try:
+        return len(value)
+    except TypeError:
+        return 0

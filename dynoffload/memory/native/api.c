@@ -188,7 +188,7 @@ API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int 
         struct region *r = &p->regions[ids[i]];
         r->pins++;
         r->stamp = ++p->clock;
-        if (r->state == ABSENT && !r->has_copy && !r->queued && p->fulls >= r->pages) {
+        if (r->state == ABSENT && !r->has_copy && !r->queued && pager_room(p) >= r->pages) {
             pool_take_slots(p, r); /* new: nothing to read, nobody to ask */
             r->state = STAGED;
         }
@@ -388,6 +388,14 @@ API void pager_states(struct pager *p, uint8_t *states, uint32_t count)
     for (uint32_t i = 0; i < count; i++)
         states[i] = p->regions[i].state;
     pthread_mutex_unlock(&p->mutex);
+}
+
+API uint64_t pager_in_use(struct pager *p)
+{
+    pthread_mutex_lock(&p->mutex);
+    uint64_t pages = p->counters.pages_in_use;
+    pthread_mutex_unlock(&p->mutex);
+    return pages;
 }
 
 API void pager_counters(struct pager *p, struct counters *counters)

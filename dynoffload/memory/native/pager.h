@@ -1,7 +1,8 @@
 /*
  * The user-space pager: regions of anonymous memory whose pages circulate in a fixed pool.
  *
- * [Note: pages]  A pool of P pages is populated once and never grows. Each page lies either in a
+ * [Note: pages]  A pool has at most P pages; they are populated as they are first needed and never
+ * given back before the end. Each page lies either in a
  * slot of the pool or at the address of a region. UFFDIO_MOVE carries it from one to the other
  * without a copy. A fetch reads the spill file into free slots ("staged") and moves them in place
  * ("resident"); an eviction moves them out into vacant slots, writes them, and frees the slots.
@@ -82,6 +83,7 @@ struct pager {
     int uffd, fd, stop_pipe[2];
     uint32_t *full, *vacant; /* stacks of slots */
     uint32_t fulls, vacants, reserve;
+    uint32_t populated; /* slots that have had a page; the pool grows to its size as it is used */
 
     struct region *regions;
     uint32_t region_capacity;
@@ -118,6 +120,11 @@ struct pager {
 };
 
 double pager_now(void);
+/* Pages that can be had without an eviction. */
+static inline uint32_t pager_room(const struct pager *p)
+{
+    return p->fulls + (p->pool_pages - p->populated);
+}
 char *arena_address(struct pager *, const struct region *);
 
 /* pool.c */

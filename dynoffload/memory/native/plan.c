@@ -82,11 +82,11 @@ int plan_next(struct pager *p, uint32_t *region)
             p->next_action++;
             continue;
         }
-        if (p->fulls >= r->pages + p->reserve) {
+        if (pager_room(p) >= r->pages + p->reserve) {
             p->next_action++;
             return ACTION_FETCH;
         }
-        if (p->fulls + p->writing >= r->pages + p->reserve || r->next_use > p->position + 1)
+        if (pager_room(p) + p->writing >= r->pages + p->reserve || r->next_use > p->position + 1)
             return -1; /* room is on its way, or there is time to wait for it */
         *region = plan_victim(p, r->next_use);
         return *region == NO_REGION ? -1 : ACTION_EVICT;

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -25,6 +26,7 @@ struct uffdio_move {
 #endif
 
 #define HUGE_BYTES (2ul << 20)
+#define GROWTH_BYTES (32ul << 20)
 
 char *arena_address(struct pager *p, const struct region *r)
 {
@@ -54,17 +56,10 @@ int pool_map(struct pager *p)
     if (madvise(base, arena + pool, MADV_DONTFORK)) /* MOVE refuses pages shared by fork */
         goto failed;
     madvise(base, arena + pool, MADV_DONTDUMP);
-    /* Populate before registering: a read into an unpopulated slot would fault on itself. */
-    if (madvise(base + arena, pool, MADV_POPULATE_WRITE))
-        goto failed;
-    struct uffdio_register reg = {.range = {(uintptr_t)base, arena + pool},
+    struct uffdio_register reg = {.range = {(uintptr_t)base, arena},
                                   .mode = UFFDIO_REGISTER_MODE_MISSING};
     if (ioctl(p->uffd, UFFDIO_REGISTER, &reg))
         goto failed;
-    for (uint32_t i = 0; i < p->pool_pages; i++)
-        p->full[i] = p->pool_pages - 1 - i;
-    p->fulls = p->pool_pages;
-    p->vacants = 0;
     return 0;
 failed:;
     int error = errno;
@@ -148,11 +143,34 @@ int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out)
     return 0;
 }
 
+/* Populate more slots, then register them: a read into an unpopulated slot would fault on itself. */
+static void pool_grow(struct pager *p, uint32_t pages)
+{
+    uint32_t left = p->pool_pages - p->populated, step = (uint32_t)(GROWTH_BYTES / p->page_bytes);
+    uint32_t count = pages > step ? pages : step < left ? step : left;
+    char *from = slot_address(p, p->populated);
+    uint64_t bytes = (uint64_t)count * p->page_bytes;
+    struct uffdio_register reg = {.range = {(uintptr_t)from, bytes},
+                                  .mode = UFFDIO_REGISTER_MODE_MISSING};
+    if (madvise(from, bytes, MADV_POPULATE_WRITE) || ioctl(p->uffd, UFFDIO_REGISTER, &reg)) {
+        fprintf(stderr, "dynoffload: the system refuses %llu bytes that the budget allows: %s. "
+                        "Lower the budget. The process ends here.\n",
+                (unsigned long long)bytes, strerror(errno));
+        abort();
+    }
+    for (uint32_t i = count; i-- > 0;)
+        p->full[p->fulls++] = p->populated + i;
+    p->populated += count;
+}
+
+/* Take as many slots as the region has pages; there is room for them. */
 void pool_take_slots(struct pager *p, struct region *r)
 {
+    if (p->fulls < r->pages)
+        pool_grow(p, r->pages - p->fulls);
     for (uint32_t i = 0; i < r->pages; i++)
         r->slots[i] = p->full[--p->fulls];
-    uint64_t used = p->pool_pages - p->fulls;
+    uint64_t used = p->populated - p->fulls;
     p->counters.pages_in_use = used;
     if (used > p->counters.peak_pages)
         p->counters.peak_pages = used;
@@ -162,7 +180,7 @@ void pool_free_slots(struct pager *p, struct region *r)
 {
     for (uint32_t i = 0; i < r->pages; i++)
         p->full[p->fulls++] = r->slots[i];
-    p->counters.pages_in_use = p->pool_pages - p->fulls;
+    p->counters.pages_in_use = p->populated - p->fulls;
 }
 
 void pool_wake(struct pager *p, struct region *r)

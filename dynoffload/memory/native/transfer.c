@@ -246,13 +246,13 @@ static int serve_urgent(struct pager *p)
         pthread_cond_broadcast(&p->done);
         return 1;
     }
-    if (p->fulls >= r->pages) {
+    if (pager_room(p) >= r->pages) {
         p->urgent_head++;
         r->queued = 0;
         fetch(p, id, BY_FAULT);
         return 1;
     }
-    if (p->fulls + p->writing >= r->pages)
+    if (pager_room(p) + p->writing >= r->pages)
         return 0;
     uint32_t victim = plan_victim(p, p->position);
     if (victim == NO_REGION)
@@ -276,7 +276,7 @@ void *transfer_worker(void *context)
             fetch(p, id, BY_PLAN);
         else if (kind == ACTION_EVICT)
             evict(p, id, BY_PLAN);
-        else if (p->fulls + p->writing < p->reserve &&
+        else if (pager_room(p) + p->writing < p->reserve &&
                  (id = plan_victim(p, p->position)) != NO_REGION)
             evict(p, id, BY_ROOM);
         else

@@ -1,0 +1,275 @@
+"""Paging at work: the device, what was adopted into it, and the hooks, from start to restoration.
+
+`Paging` exists while a model is paged. Closing it makes every tensor ordinary again, so a session
+can step aside when everything fits, and come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BackendError
+from dynoffload.memory.device import Device
+from dynoffload.memory.limits import available_bytes
+from dynoffload.memory.pager import Pager as MappedFile
+from dynoffload.memory.pager import Pager, probe
+from dynoffload.runtime.activations import Activations
+from dynoffload.runtime.forecast import Forecast, Predictor
+from dynoffload.runtime.hooks import Hooks
+from dynoffload.runtime.migrator import Migrator
+from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.store import Slot, Store, view_of
+from dynoffload.runtime.units import Unit, units_of
+from dynoffload.runtime.updates import Updates
+from dynoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_KEEP_FREE = 0.1  # share of available memory that restoration leaves alone
+
+
+def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Device:
+    """Return the device that ``config`` asks for, or the best that works here.
+
+    Raises:
+        BackendError: the pager was asked for by name and is refused.
+        SpillError: the spill directory cannot be used.
+    """
+    reason = probe() if config.backend != "mapped" else "the mapped file was asked for"
+    if reason and config.backend == "pager":
+        raise BackendError(f"{reason}; use backend='mapped' or 'auto'")
+    if reason and config.backend == "auto":
+        logger.info("using the mapped-file backend: %s", reason)
+    kind = MappedFile if reason else Pager
+    return kind(
+        sizing.pool_bytes,
+        sizing.page_bytes,
+        spill_dir,
+        need=sizing.spill_bytes,
+        threads=config.io_threads,
+        record=config.record_events,
+    )
+
+
+class Paging:
+    """A model under a budget.
+
+    Args:
+        model: the root.
+        optimizer: its optimizer, or None.
+        sizing: how the budget is divided.
+        config: the session's options.
+        spill_dir: where the spill file lies.
+        pilot: see `Forecast`.
+        on_progress: called at every visit of a unit.
+        on_phase: called with the name of a phase that begins.
+        on_step: called after each optimizer step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        sizing: Sizing,
+        config: OffloadConfig,
+        spill_dir: Path,
+        pilot: Predictor | str | None,
+        *,
+        on_progress: Callable[[], None],
+        on_phase: Callable[[str], None],
+        on_step: Callable[[], None],
+    ) -> None:
+        self.model, self.optimizer, self.sizing = model, optimizer, sizing
+        self.spill_dir = spill_dir
+        self._on_progress, self._on_phase, self._on_step = on_progress, on_phase, on_step
+        self.device = open_device(sizing, config, spill_dir)
+        self.device.reserve(sizing.reserve_bytes)
+        self.store = Store(self.device, sizing.min_paged_bytes)
+        self.activations = Activations(
+            self.device,
+            sizing.chunk_bytes,
+            sizing.min_moved_bytes,
+            sizing.kept_bytes,
+            on_borrowed=self._backward_use,
+            on_chunk=lambda region: self.device.touch([region]),
+            on_open=lambda chunk: self.migrator.open_chunk(chunk),
+            names=self.store.names,
+        )
+        for name, parameter in model.named_parameters():
+            if self.store.pages(parameter):
+                self.store.adopt_parameter(name, parameter)
+        self.store.forget_sources()
+        self.updates: Updates | None = None
+        if optimizer is not None:
+            defer = config.defer_updates == "auto"
+            self.updates = Updates(
+                optimizer, self.store, self.device, defer=defer, on_step=self._end_step
+            )
+            self.updates.adopt_all()
+        for slot in self.store.slots.values():
+            self.store.adopt_gradient(slot)
+        units = units_of(model, self.store.slots)
+        self.migrator = Migrator(
+            self.device,
+            self.updates,
+            self.activations,
+            reserve_bytes=sizing.reserve_bytes,
+            prefetch=config.policy != "on-demand",
+        )
+        self.forecast = Forecast(model, units, config.policy, pilot, config.features)
+        self._hooks = Hooks(
+            model,
+            units,
+            list(self.store.slots.values()),
+            self.activations,
+            on_begin=self._begin_forward,
+            on_end=self._end_forward,
+            on_visit=self._visit,
+            on_gradient=self.store.adopt_gradient,
+        )
+        self._closing = threading.Event()
+        self._guard: threading.Thread | None = None
+        if self.device.guarded and self.updates is not None:
+            self._guard = threading.Thread(
+                target=self._serve, name="dynoffload-guard", daemon=True
+            )
+            self._guard.start()
+
+    @property
+    def small_bytes(self) -> int:
+        """Return counted bytes outside the pool, now."""
+        return self.sizing.small_bytes + self.activations.kept_bytes
+
+    def flush(self) -> None:
+        """Make every update that was put off."""
+        if self.updates is not None:
+            self.updates.flush_all()
+
+    # What the hooks call
+
+    def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._on_phase("forward")
+        self.migrator.begin_forward(self.forecast.begin(args, kwargs))
+
+    def _end_forward(self) -> None:
+        self.activations.end_forward()
+        self.migrator.end_forward()
+        self.forecast.end()
+
+    def _visit(self, unit: Unit) -> None:
+        self._on_progress()
+        self.migrator.visit(unit)
+        if self.updates is not None and self.updates.pending:
+            for slot in unit.slots:
+                self.updates.flush(slot)
+        self.device.touch(unit.regions)
+
+    def _backward_use(self, region: int) -> None:
+        if self.migrator.backward_use(region):
+            self._on_phase("backward")
+        self._on_progress()
+
+    def _end_step(self) -> None:
+        self.migrator.end_step()
+        self._on_step()
+
+    def _serve(self) -> None:
+        updates = self.updates
+        assert updates is not None
+        while not self._closing.is_set():
+            region = self.device.handed(0.2)
+            if region >= 0:
+                updates.serve(region)
+            elif region == -2:
+                return
+
+    # The end
+
+    def close(self) -> str:
+        """Make all tensors ordinary again, and give the pool and the spill file back.
+
+        Returns:
+            Where what does not fit in memory lies now, or "".
+        """
+        if self.updates is not None:
+            self.updates.close()
+        self._hooks.remove()
+        self.forecast.close()
+        self._closing.set()
+        if self._guard is not None:
+            self._guard.join()
+        where = self._restore()
+        self.device.close()
+        return where
+
+    @torch.no_grad()
+    def _restore(self) -> str:
+        storages: dict[int, torch.UntypedStorage] = {}
+        room = int(available_bytes() * (1 - _KEEP_FREE))
+        outside = 0
+
+        def ordinary(region: int, tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal room, outside
+            storage = storages.get(region)
+            if storage is None:
+                ours = self.device.storage(region)
+                self.device.acquire([region])
+                nbytes = ours.nbytes()
+                if nbytes <= room:
+                    room -= nbytes
+                    storage = ours.clone()
+                else:
+                    outside += nbytes
+                    storage = mapped_copy(ours, self.spill_dir)
+                storages[region] = storage
+                self.device.discard(region)
+            return view_of(storage, tensor, tensor.storage_offset())
+
+        for parameter, slot in self.store.slots.items():
+            self._restore_slot(parameter, slot, ordinary)
+        if not outside:
+            return ""
+        return f"{format_bytes(outside)} mapped from {self.spill_dir}"
+
+    def _restore_slot(
+        self,
+        parameter: nn.Parameter,
+        slot: Slot,
+        ordinary: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> None:
+        held = parameter.grad
+        if held is not None:
+            region = self.device.owner(held.untyped_storage().data_ptr())
+            if region >= 0:
+                parameter.grad = ordinary(region, held)
+        parameter.data = ordinary(slot.region, parameter.data)
+        if self.optimizer is not None and parameter in self.optimizer.state:
+            state = self.optimizer.state[parameter]
+            for key, region in slot.states.items():
+                if key in state:
+                    state[key] = ordinary(region, state[key])
+
+
+def mapped_copy(source: torch.UntypedStorage, directory: Path) -> torch.UntypedStorage:
+    """Return a copy of ``source`` that lives in an unlinked file of ``directory``."""
+
+
+    with tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, source.nbytes())
+        memory = mmap.mmap(file.fileno(), source.nbytes())
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    storage.copy_(source)
+    memory.flush()
+    return storage

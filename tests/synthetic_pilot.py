@@ -1,0 +1,89 @@
+"""Synthetic samples with a known rule from elements to blocks, for the pilot's tests.
+
+What it is: a network of two routed layers in which each token code has its experts, and a tree
+network with one cell block per arity. What it is not: a stand-in for the recorder; the tests of
+training from traces record real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dynoffload.pilot.features import Example
+from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.sample import Sample
+
+
+def block(index: int, path: str, variant: str = "", nbytes: int = 1024) -> Block:
+    """Return a block of which only its name and size matter."""
+    idioms = Idioms(0, 1, 0, 1, 2, 0)
+    return Block(index, path, variant, (path,), (path,), nbytes, 64, 1e-4, 2e-4, idioms)
+
+
+def vocabulary(names: Sequence[tuple[str, str]], network: str = "n" * 64) -> Vocabulary:
+    """Return a vocabulary of blocks named (path, variant)."""
+    blocks = tuple(block(i, path, variant) for i, (path, variant) in enumerate(names))
+    return Vocabulary(network, blocks, frozenset(path for path, variant in names if variant))
+
+
+def routed(
+    count: int,
+    *,
+    tokens: int = 6,
+    experts: int = 12,
+    layers: int = 2,
+    codes: int = 40,
+    noise: float = 0.0,
+    seed: int = 0,
+    route: int = 0,
+) -> tuple[Vocabulary, list[Example]]:
+    """Return samples of a routed network: a token's code and layer give its two experts.
+
+    Args:
+        count: samples.
+        tokens: elements per sample.
+        experts: per layer.
+        layers: routed layers.
+        codes: different tokens.
+        noise: share of the choices that are made by chance instead.
+        seed: of the samples.
+        route: seed of the rule from codes to experts.
+    """
+    rule = np.random.default_rng(1000 + route).integers(experts, size=(layers, codes, 2))
+    rng = np.random.default_rng(seed)
+    names = [("embedding", "")]
+    for layer in range(layers):
+        names.append((f"layers.{layer}.attention", ""))
+        names += [(f"layers.{layer}.experts.{expert}", "") for expert in range(experts)]
+    names.append(("head", ""))
+    number = {path: i for i, (path, _) in enumerate(names)}
+    examples = []
+    for step in range(count):
+        elements = rng.integers(codes, size=tokens)
+        order = [number["embedding"]]
+        for layer in range(layers):
+            order.append(number[f"layers.{layer}.attention"])
+            chosen = rule[layer, elements].ravel()
+            by_chance = rng.random(chosen.size) < noise
+            chosen = np.where(by_chance, rng.integers(experts, size=chosen.size), chosen)
+            order += [number[f"layers.{layer}.experts.{e}"] for e in np.unique(chosen).tolist()]
+        order.append(number["head"])
+        examples.append(Example(Sample({}, elements), order, f"file{step % 10}"))
+    return vocabulary(names), examples
+
+
+def trees(count: int, *, seed: int = 0, largest: int = 60) -> tuple[Vocabulary, list[Example]]:
+    """Return samples of a tree network: embedding, one cell per node by its arity, head."""
+    rng = np.random.default_rng(seed)
+    names = [("embedding", ""), ("head", ""), *(("cell", f"{arity}x8") for arity in range(5))]
+    examples = []
+    for step in range(count):
+        nodes = int(rng.integers(3, largest))
+        arity = rng.integers(0, 5, size=nodes)
+        elements = np.stack([arity, rng.integers(9, size=nodes), rng.integers(9, size=nodes)], 1)
+        order = [0, *(arity + 2).tolist(), 1]
+        examples.append(Example(Sample({"nodes": float(nodes)}, elements), order, f"f{step % 7}"))
+    return vocabulary(names), examples

@@ -1,0 +1,199 @@
+"""The models learn which blocks run, from whole steps, and leave the host program alone."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dynoffload.errors import PilotError
+from dynoffload.pilot.association import learn_association
+from dynoffload.pilot.baselines import LastOrder
+from dynoffload.pilot.boosting import train_tables
+from dynoffload.pilot.evaluate import score
+from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.mlp_training import Batch, Weights, loss_and_gradients
+from dynoffload.pilot.models import KINDS
+from dynoffload.profiler.sample import Sample
+
+_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
+routed, trees = _synthetic["routed"], _synthetic["trees"]
+
+
+def test_association_blames_the_code_and_not_its_neighbours() -> None:
+    # Code 0 runs the block. Code 1 stands beside it two times out of three, but is innocent.
+    rng = np.random.default_rng(0)
+    samples, present = [], []
+    for _ in range(400):
+        guilty = rng.random() < 0.5
+        codes = [int(guilty) * 10, *(rng.integers(20, 40, size=6).tolist())]
+        if rng.random() < (2 / 3 if guilty else 0.2):
+            codes.append(1)
+        rng.shuffle(codes)
+        samples.append(Sample({}, np.stack([codes, np.zeros(len(codes), int)], axis=1)))
+        present.append([guilty])
+    association = learn_association(samples, np.array(present))
+    one = [Sample({}, np.array([[code, 0]])) for code in (10, 1)]
+    guilty_chance, innocent_chance = (-np.expm1(association.evidence(s)[0])[0] for s in one)
+    assert guilty_chance > 0.9
+    assert innocent_chance < 0.1
+
+
+def test_association_of_a_sample_without_elements_says_nothing() -> None:
+    association = learn_association([Sample({}), Sample({})], np.array([[True], [False]]))
+    silent, surest = association.evidence(Sample({}))
+    assert silent.tolist() == surest.tolist() == [0.0]
+
+
+def test_gradients_of_the_noisy_or_net_are_those_of_its_loss() -> None:
+    rng = np.random.default_rng(3)
+    width, hidden, blocks, rows = 5, 6, 4, 9
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape) * 0.5
+
+    weights: Weights = {
+        "embedding": normal(rows, width),
+        "position": normal(64, width),
+        "context": normal(2 * width, width),
+        "hidden_weight": normal(width, hidden),
+        "hidden_bias": normal(hidden),
+        "out_weight": normal(hidden, blocks),
+        "out_bias": normal(blocks),
+        "value_weight": normal(2, width),
+        "value_bias": normal(width),
+        "value_out_weight": normal(width, blocks),
+        "value_out_bias": normal(blocks),
+        "shared": normal(hidden, 3),
+    }
+    stands_for = np.array([[1.0, 1, 1, 0], [2, 2, 0, 0]])
+    batch = Batch(rng.integers(rows, size=(2, 4, 3)), stands_for, normal(2, 2))
+    present = rng.random((2, blocks)) < 0.5
+    described = normal(blocks, 3)
+    _, gradients = loss_and_gradients(weights, batch, present, described, None)
+    assert set(gradients) == set(weights)
+    step = 1e-3
+    for name, weight in weights.items():
+        for place in map(tuple, np.argwhere(np.ones(weight.shape))[::7]):
+            at = weight[place]
+            losses = []
+            for moved in (at + step, at - step):
+                weight[place] = moved
+                losses.append(loss_and_gradients(weights, batch, present, described, None)[0])
+            weight[place] = at
+            slope = (losses[0] - losses[1]) / (2 * step)
+            assert gradients[name][place] == pytest.approx(slope, abs=2e-3, rel=2e-2), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_learns_the_rule_from_codes_to_experts(kind: str) -> None:
+    vocabulary, examples = routed(320)
+    _, fresh = routed(60, seed=5)
+    pilot = fit_pilot(vocabulary, examples, model=kind)
+    assert pilot.kind == kind
+    scores = score(lambda e: pilot.predict(e.sample).blocks, fresh, vocabulary.blocks, frozenset())
+    last = score(LastOrder(), fresh, vocabulary.blocks, frozenset())
+    assert scores.block_order_accuracy > 0.95
+    assert scores.block_order_accuracy > last.block_order_accuracy + 0.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_learns_from_the_numbers_of_samples_without_elements(kind: str) -> None:
+    # An early exit: as many stages run as the number says.
+    vocabulary, _ = routed(1)
+    rng = np.random.default_rng(0)
+    _, some = routed(1)
+    Example = type(some[0])
+    examples = []
+    for step in range(300):
+        depth = int(rng.integers(1, 8))
+        values = {"depth": float(depth), "noise": float(rng.random())}
+        examples.append(Example(Sample(values), list(range(depth + 1)), f"f{step % 9}"))
+    pilot = fit_pilot(vocabulary, examples[:200], model=kind)
+    found = score(
+        lambda e: pilot.predict(e.sample).blocks, examples[200:], vocabulary.blocks, frozenset()
+    )
+    assert found.block_order_accuracy > 0.97
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_gives_the_same_pilot(kind: str, tmp_path: Path) -> None:
+    vocabulary, examples = routed(60, noise=0.1)
+    files = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.pilot"
+        fit_pilot(vocabulary, examples, model=kind, seed=4).save(path)
+        files.append(path.read_bytes())
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_leaves_the_random_numbers_of_the_program_alone(kind: str) -> None:
+    vocabulary, examples = routed(40)
+    before = (torch.get_rng_state().clone(), np.random.get_state()[1].copy(), random.getstate())
+    threads = torch.get_num_threads()
+    fit_pilot(vocabulary, examples, model=kind)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+    assert torch.get_num_threads() == threads
+
+
+def test_the_booster_does_not_trust_what_tables_memorised() -> None:
+    # Codes are never seen twice and blocks run by chance: tables fitted on a step's own label
+    # would look like a perfect feature. Cross-fitted, the booster stays near the prior.
+    rng = np.random.default_rng(0)
+    samples = [Sample({}, np.arange(6) + 6 * (step // 3)) for step in range(180)]
+    groups = [f"f{step}" for step in range(180)]
+    present = rng.random((180, 8)) < 0.3
+    tables = train_tables(
+        samples, present, np.zeros((8, 1), np.float32), np.zeros(8, np.int64), groups, seed=0
+    )
+    fresh = np.stack([tables.probabilities(Sample({}, np.arange(6) + 10_000)) for _ in range(3)])
+    known = np.stack([tables.probabilities(sample) for sample in samples])
+    assert fresh.mean() == pytest.approx(0.3, abs=0.1)
+    assert known.std() < 0.15
+
+
+def test_auto_takes_the_model_that_does_better_aside() -> None:
+    vocabulary, examples = routed(120, noise=0.1)
+    pilot = fit_pilot(vocabulary, examples)
+    tried = pilot.card["validation_accuracy"]
+    assert set(tried) == set(KINDS)
+    assert tried[pilot.kind] == max(tried.values())
+
+
+def test_a_network_without_optional_blocks_needs_no_model() -> None:
+    vocabulary, examples = trees(40)
+    _, fresh = trees(20, seed=3)
+    pilot = fit_pilot(vocabulary, examples)
+    assert pilot.kind == "rule"
+    assert all(pilot.predict(e.sample).blocks == list(e.blocks) for e in fresh)
+
+
+def test_confidence_is_given_for_each_block_and_tells_sure_from_unsure() -> None:
+    vocabulary, examples = routed(200, noise=0.15)
+    pilot = fit_pilot(vocabulary, examples[:150], model="mlp")
+    hits, misses = [], []
+    for example in examples[150:]:
+        prediction = pilot.predict(example.sample)
+        assert prediction.confidence is not None
+        assert len(prediction.confidence) == len(prediction.blocks)
+        for block, chance in zip(prediction.blocks, prediction.confidence, strict=True):
+            (hits if block in example.blocks else misses).append(float(chance))
+    assert np.mean(hits) > np.mean(misses) + 0.1
+
+
+def test_what_cannot_be_learned_from_is_refused() -> None:
+    vocabulary, examples = routed(10)
+    with pytest.raises(PilotError, match="at least 2"):
+        fit_pilot(vocabulary, examples[:1])
+    with pytest.raises(PilotError, match="choose one of auto, lightgbm, mlp"):
+        fit_pilot(vocabulary, examples, model="oracle")
+    _, wide = routed(10, experts=99)
+    with pytest.raises(PilotError, match="do not fit the vocabulary"):
+        fit_pilot(vocabulary, wide)

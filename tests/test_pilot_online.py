@@ -1,0 +1,107 @@
+"""The online learner corrects itself, learns within a run, and knows how it does."""
+
+from __future__ import annotations
+
+import math
+import runpy
+import threading
+from pathlib import Path
+
+import pytest
+
+from dynoffload.errors import PilotError
+from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.online import FIRST, OnlineLearner
+
+_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
+routed, vocabulary_of = _synthetic["routed"], _synthetic["vocabulary"]
+
+
+def test_without_a_pilot_it_predicts_nothing_and_learns_when_due() -> None:
+    vocabulary, examples = routed(200)
+    learner = OnlineLearner(vocabulary, model="lightgbm")
+    for step, example in enumerate(examples[:FIRST]):
+        assert not learner.due, step
+        assert learner.predict(example.sample) is None
+        learner.observe(example.sample, example.blocks, example.source)
+    assert learner.due
+    assert math.isnan(learner.standing.pilot)
+    learner.learn()
+    assert not learner.due
+    assert learner.predict(examples[FIRST].sample) is not None
+
+
+def test_it_comes_to_beat_the_last_order() -> None:
+    vocabulary, examples = routed(260)
+    learner = OnlineLearner(vocabulary, model="lightgbm")
+    for example in examples:
+        learner.predict(example.sample)
+        learner.observe(example.sample, example.blocks, example.source)
+        if learner.due:
+            learner.learn()
+    assert learner.standing.pilot > 0.8
+    assert learner.standing.pilot > learner.standing.last_order + 0.2
+
+
+def test_it_follows_a_drift_that_the_pilot_was_not_trained_on() -> None:
+    vocabulary, examples = routed(200, noise=0.05)
+    pilot = fit_pilot(vocabulary, examples, model="lightgbm")
+    # The network comes to route everything to its first three experts.
+    _, drifted = routed(120, seed=8, noise=0.05)
+    few = {b.index for b in vocabulary.blocks if b.path.rpartition(".")[2] in {"0", "1", "2"}}
+    fixed = {b.index for b in vocabulary.blocks if "experts" not in b.path}
+    learner = OnlineLearner(vocabulary, pilot=pilot, grow=False)
+    alone, following = [], []
+    for example in drifted:
+        order = [b for b in range(len(vocabulary)) if b in few or b in fixed]
+        prediction = learner.predict(example.sample)
+        assert prediction is not None
+        learner.observe(example.sample, order)
+        alone.append(block_order_accuracy(pilot.predict(example.sample).blocks, order))
+        following.append(block_order_accuracy(prediction.blocks, order))
+    assert sum(following[20:]) / 100 > sum(alone[20:]) / 100 + 0.2
+
+
+def test_correction_does_no_harm_where_nothing_drifts() -> None:
+    vocabulary, examples = routed(200, noise=0.05)
+    pilot = fit_pilot(vocabulary, examples[:140], model="lightgbm")
+    learner = OnlineLearner(vocabulary, pilot=pilot, grow=False)
+    lost = 0.0
+    for example in examples[140:]:
+        prediction = learner.predict(example.sample)
+        assert prediction is not None
+        learner.observe(example.sample, example.blocks)
+        lost += block_order_accuracy(pilot.predict(example.sample).blocks, example.blocks)
+        lost -= block_order_accuracy(prediction.blocks, example.blocks)
+    assert lost / 60 < 0.02
+
+
+def test_learning_on_another_thread_does_not_stop_the_steps() -> None:
+    vocabulary, examples = routed(120)
+    learner = OnlineLearner(vocabulary, model="mlp")
+    for example in examples[:60]:
+        learner.observe(example.sample, example.blocks)
+    failures: list[BaseException] = []
+
+    def learn() -> None:
+        try:
+            learner.learn()
+        except BaseException as error:
+            failures.append(error)
+
+    worker = threading.Thread(target=learn)
+    worker.start()
+    for example in examples[60:]:
+        learner.predict(example.sample)
+        learner.observe(example.sample, example.blocks)
+    worker.join()
+    assert not failures
+    assert learner.predict(examples[0].sample) is not None
+
+
+def test_a_pilot_of_another_network_is_refused() -> None:
+    vocabulary, examples = routed(20)
+    pilot = fit_pilot(vocabulary, examples, model="lightgbm")
+    with pytest.raises(PilotError, match="trained for network"):
+        OnlineLearner(vocabulary_of([("a", "")], network="other"), pilot=pilot)

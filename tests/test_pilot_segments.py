@@ -1,0 +1,110 @@
+"""Segments: what elements make is found as a rule, or the nearest record is repeated."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynoffload.errors import PilotError
+from dynoffload.pilot.segments import Neighbours, Rule, SegmentModel, learn_segment
+from dynoffload.profiler.sample import Sample
+
+_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
+trees = _synthetic["trees"]
+
+
+def sample(*rows: tuple[int, ...], **values: float) -> Sample:
+    return Sample(values, np.array(rows, dtype=np.int64))
+
+
+def test_one_cell_per_node_by_arity_is_a_table_over_the_arity_alone() -> None:
+    _, examples = trees(30)
+    model = learn_segment([e.sample for e in examples], [tuple(e.blocks[1:-1]) for e in examples])
+    assert isinstance(model.how, Rule)
+    assert model.how.columns == (0,)
+    assert model.fidelity == 1.0
+    _, fresh = trees(10, seed=9)
+    for example in fresh:
+        assert model.predict(example.sample) == list(example.blocks[1:-1])
+
+
+def test_elements_that_make_none_or_several_blocks_are_solved_for() -> None:
+    # Kind 0 makes nothing, kind 1 makes (7,), kind 2 makes (8, 9).
+    made = {0: (), 1: (7,), 2: (8, 9)}
+    rng = np.random.default_rng(0)
+    samples, runs = [], []
+    for _ in range(40):
+        kinds = rng.integers(3, size=int(rng.integers(3, 20)))
+        samples.append(Sample({}, np.stack([rng.integers(99, size=kinds.size), kinds], axis=1)))
+        runs.append(tuple(b for kind in kinds.tolist() for b in made[kind]))
+    model = learn_segment(samples, runs)
+    assert isinstance(model.how, Rule)
+    assert model.how.columns == (1,)
+    assert model.predict(sample((5, 2), (6, 0), (7, 1))) == [8, 9, 7]
+
+
+def test_two_columns_are_used_where_one_does_not_tell() -> None:
+    rng = np.random.default_rng(1)
+    samples, runs = [], []
+    for _ in range(60):
+        codes = rng.integers(2, size=(12, 3))
+        samples.append(Sample({}, codes))
+        runs.append(tuple((codes[:, 0] ^ codes[:, 2]).tolist()))
+    model = learn_segment(samples, runs)
+    assert isinstance(model.how, Rule)
+    assert model.how.columns == (0, 2)
+    assert model.predict(sample((1, 0, 0), (1, 1, 1))) == [1, 0]
+
+
+def test_a_code_never_seen_is_taken_for_its_nearest() -> None:
+    samples = [sample((1, 0), (8, 0)), sample((8, 1), (1, 1), (1, 0))]
+    model = learn_segment(samples, [(0, 1), (1, 0, 0)])
+    assert model.predict(sample((9, 0), (2, 0))) == [1, 0]
+
+
+def test_a_loop_that_follows_a_number_repeats_the_nearest_record() -> None:
+    rng = np.random.default_rng(2)
+    samples, runs = [], []
+    for _ in range(40):
+        rounds = int(rng.integers(1, 6))
+        codes = rng.integers(50, size=int(rng.integers(5, 30)))
+        samples.append(Sample({"rounds": float(rounds), "noise": float(rng.random())}, codes))
+        runs.append((4, 5) * rounds)
+    model = learn_segment(samples, runs)
+    assert isinstance(model.how, Neighbours)
+    wanted = Sample({"rounds": 3.0, "noise": 0.5}, rng.integers(50, size=15))
+    assert model.predict(wanted) == [4, 5, 4, 5, 4, 5]
+
+
+@given(st.integers(0, 50))
+def test_a_model_is_the_same_after_json(seed: int) -> None:
+    _, examples = trees(8, seed=seed)
+    samples = [e.sample for e in examples]
+    for runs in ([tuple(e.blocks[1:-1]) for e in examples], [(3,) * (seed % 5)] * len(examples)):
+        model = learn_segment(samples, runs)
+        again = SegmentModel.from_json(json.loads(json.dumps(model.to_json())), 7)
+        assert [again.predict(s) for s in samples] == [model.predict(s) for s in samples]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"table": []},
+        {"table": [[[0], [7]]]},
+        {"table": [[[0, 1], [2]]]},
+        {"columns": [99]},
+        {"fidelity": "high"},
+        {"columns": None},
+    ],
+)
+def test_damaged_data_is_refused(damage: dict[str, object]) -> None:
+    good = {"fidelity": 1.0, "columns": [0], "table": [[[0], [2]]]}
+    SegmentModel.from_json(good, 7)
+    with pytest.raises(PilotError, match="damaged"):
+        SegmentModel.from_json({**good, **damage}, 7)
