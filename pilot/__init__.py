@@ -9,3 +9,18 @@ and `evaluate` (how good it is). What it is not: a planner; what to do with a pr
 
 LightGBM, safetensors and rich are imported by the functions that use them.
 """
+
+from __future__ import annotations
+
+from dynoffload.pilot.online import OnlineLearner
+from dynoffload.pilot.pilot import Pilot, Prediction
+from dynoffload.pilot.train import TrainResult, evaluate_pilot, train_pilot
+
+__all__ = [
+    "OnlineLearner",
+    "Pilot",
+    "Prediction",
+    "TrainResult",
+    "evaluate_pilot",
+    "train_pilot",
+]

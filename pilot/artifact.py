@@ -53,7 +53,7 @@ def write_artifact(path: Path, document: Mapping[str, Any], arrays: Arrays) -> N
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     parts = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     parts["document"] = np.frombuffer(text.encode(), dtype=np.uint8)
-    # One entry: safetensors writes several in no fixed order, and equal pilots shall be equal files.
+    # One entry: safetensors writes several in no fixed order, and equal pilots are equal files.
     seal = json.dumps({"sha256": _digest(parts), "version": VERSION}, sort_keys=True)
     data = save(parts, {FORMAT: seal})
     if len(data) > MAX_FILE or len(parts) > MAX_ARRAYS:

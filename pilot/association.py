@@ -34,8 +34,8 @@ STRENGTH = (1.0, 4.0, 4.0)
 """How many observations of its own outweigh what an n-gram's prefix says."""
 ITERATIONS = 8
 """Rounds of EM per order; the estimates settle within half of them."""
-CHUNK_CELLS = 2_000_000
-"""Elements times blocks worked on at once."""
+CHUNK_STEPS = 2048
+"""Steps whose counts are held in one array."""
 
 _SMALL = 1e-5
 
@@ -118,50 +118,31 @@ def learn_association(samples: Sequence[Sample], present: Bools) -> Association:
 def _maximise(
     rows: list[Codes], present: Bools, chance: Floats, prior: Floats, fixed: int, strength: float
 ) -> Floats:
-    """Return ``chance`` with the rows from ``fixed`` on fitted by EM, leaning on ``prior``."""
-    chunks = _chunks(rows, present.shape[1])
-    counts = np.zeros(len(chance), dtype=np.float32)
-    for step_rows in rows:
-        counts += np.bincount(step_rows, minlength=len(chance)).astype(np.float32)
-    weight = counts[fixed:, None] + np.float32(strength)
+    """Return ``chance`` with the rows from ``fixed`` on fitted by EM, leaning on ``prior``.
+
+    With C the count of each row in each step, the silence of a step is ``C @ log(1 - chance)``,
+    and the blame of a row its chance times ``C.T @ (present / P(any runs))``.
+    """
+    counts = [
+        (steps, _counts([rows[step] for step in steps], len(chance)))
+        for steps in np.array_split(np.arange(len(rows)), -(-len(rows) // CHUNK_STEPS))
+    ]
+    seen = sum(count[:, fixed:].sum(axis=0) for _, count in counts)
+    weight = (seen + np.float32(strength))[:, None]
     for _ in range(ITERATIONS):
-        blame = np.zeros_like(chance)
-        nothing = np.log1p(-chance)
-        for steps, flat, starts, by_row, row_starts, row_ids in chunks:
-            each = chance[flat]
-            any_runs = -np.expm1(np.add.reduceat(nothing[flat], starts, axis=0))
-            share = np.where(present[steps], 1 / np.maximum(any_runs, _SMALL), 0).astype(np.float32)
-            sizes = np.diff(np.append(starts, flat.size))
-            each *= np.repeat(share, sizes, axis=0)
-            blame[row_ids] += np.add.reduceat(np.minimum(each, 1)[by_row], row_starts, axis=0)
-        chance = chance.copy()
-        chance[fixed:] = np.clip(
-            (blame[fixed:] + np.float32(strength) * prior) / weight, _SMALL, 1 - 1e-3
-        )
+        silence = np.log1p(-chance)
+        blame = np.zeros_like(prior)
+        for steps, count in counts:
+            any_runs = -np.expm1(count @ silence)
+            share = np.where(present[steps], 1 / np.maximum(any_runs, _SMALL), 0)
+            blame += count[:, fixed:].T @ share.astype(np.float32)
+        fitted = (chance[fixed:] * blame + np.float32(strength) * prior) / weight
+        chance = np.concatenate([chance[:fixed], np.clip(fitted, _SMALL, 1 - 1e-3)])
     return chance
 
 
-def _chunks(
-    rows: list[Codes], blocks: int
-) -> list[tuple[Codes, Codes, Codes, Codes, Codes, Codes]]:
-    """Cut the steps into chunks of bounded size, with the sums over steps and rows laid out.
-
-    Each chunk: its steps; their rows one after the other; where each step begins; the permutation
-    that sorts by row; where each row begins in it; and the rows themselves.
-    """
-    result = []
-    steps: list[int] = []
-    size = 0
-    for step in range(len(rows)):
-        if rows[step].size:
-            steps.append(step)
-            size += rows[step].size
-        if steps and (size * blocks >= CHUNK_CELLS or step == len(rows) - 1):
-            flat = np.concatenate([rows[s] for s in steps])
-            ends = np.cumsum([rows[s].size for s in steps])
-            starts = np.concatenate([[0], ends[:-1]])
-            by_row = np.argsort(flat, kind="stable")
-            row_ids, row_starts = np.unique(flat[by_row], return_index=True)
-            result.append((np.array(steps), flat, starts, by_row, row_starts, row_ids))
-            steps, size = [], 0
-    return result
+def _counts(rows: list[Codes], size: int) -> Floats:
+    """Return how often each row of the table stands in each step, ``[steps, size]``."""
+    flat = [step * size + of_step for step, of_step in enumerate(rows)]
+    counts = np.bincount(np.concatenate(flat), minlength=len(rows) * size)
+    return counts.reshape(len(rows), size).astype(np.float32)

@@ -40,6 +40,8 @@ _PER_LEAF = ("leaf_value", "leaf_weight", "leaf_count")
 _TRAILER = "\nend of trees\n\npandas_categorical:null\n"
 _INTEGER = re.compile(r"-?[0-9]{1,9}")
 _NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,40})?(e[-+]?[0-9]{1,3})?")
+_RANGE = re.compile(rf"none|\[{_NUMBER.pattern}:{_NUMBER.pattern}\]")
+_PLAIN = re.compile(r"[\n -~]*")
 _INTEGERS = {"split_feature", "decision_type", "left_child", "right_child"}
 _SINGLE = {"num_leaves", "num_cat", "is_linear", "shrinkage"}
 
@@ -58,7 +60,7 @@ def check_booster_text(text: str, *, features: int) -> str:
     Raises:
         ValueError: if the text is not that of a small binary booster over so many columns.
     """
-    if len(text) > MAX_TEXT or "\0" in text:
+    if len(text) > MAX_TEXT or not _PLAIN.fullmatch(text):
         raise ValueError("a booster that is too large or not text")
     head, found, _ = text.partition("\nend of trees\n")
     if not found:
@@ -74,8 +76,11 @@ def check_booster_text(text: str, *, features: int) -> str:
         raise ValueError("a booster with another objective")
     if fields["max_feature_idx"] != str(features - 1):
         raise ValueError(f"a booster over other columns than the {features} there are")
-    if any(len(fields[name].split()) != features for name in ("feature_names", "feature_infos")):
-        raise ValueError("a booster with columns missing")
+    infos = fields["feature_infos"].split(" ")
+    if fields["feature_names"] != " ".join(f"Column_{i}" for i in range(features)):
+        raise ValueError("a booster with columns missing or renamed")
+    if len(infos) != features or not all(_RANGE.fullmatch(info) for info in infos):
+        raise ValueError("a booster with columns of another kind")
     if not 0 < len(trees) <= MAX_TREES:
         raise ValueError("a booster with no or too many trees")
     starts = [len(f"Tree={tree}\n") for tree in trees]
@@ -98,7 +103,12 @@ def _check_tree(fields: dict[str, str], features: int) -> None:
         raise ValueError("a tree of a strange size or with unknown parts")
     if fields.get("num_cat") != "0" or fields.get("is_linear") != "0":
         raise ValueError("a tree with categorical splits or linear leaves")
-    values = {name: fields.get(name, "").split() for name in (*_PER_SPLIT, *_PER_LEAF)}
+    # One space between numbers, and none elsewhere: LightGBM counts them so, and ends the process
+    # where it counts differently.
+    values = {
+        name: fields[name].split(" ") if fields.get(name) else []
+        for name in (*_PER_SPLIT, *_PER_LEAF)
+    }
     for name, parts in values.items():
         form = _INTEGER if name in _INTEGERS else _NUMBER
         if not all(form.fullmatch(part) for part in parts):

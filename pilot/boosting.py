@@ -68,7 +68,7 @@ class BoostedTables:
             self.association, self.prior, self.described, self.sites, self.scaler, sample
         )
         odds = self.booster.predict(rows, raw_score=True, num_threads=1, validate_features=False)
-        return np.asarray(1 / (1 + np.exp(-np.asarray(odds))), dtype=np.float32)
+        return np.asarray(1 / (1 + np.exp(-np.clip(odds, -30, 30))), dtype=np.float32)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored: tables as float16, the booster as LightGBM's text."""
@@ -114,6 +114,8 @@ class BoostedTables:
             raise ValueError("block features of the wrong shape")
         if not all(np.isfinite(array).all() for array in (table, prior, described)):
             raise ValueError("tables that are not finite")
+        if (table > 0).any():
+            raise ValueError("a table of chances above 1")
         if blocks and not (sites.min() >= 0 and sites.max() < blocks):
             raise ValueError("a site that is not there")
         text = np.asarray(arrays["booster"], dtype=np.uint8).tobytes().decode("utf-8")

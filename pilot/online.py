@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example
-from dynoffload.pilot.fit import AUTO, fit_pilot
+from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.pilot import Floats, Pilot, Prediction
 from dynoffload.pilot.skeleton import tokens
 from dynoffload.planning.blocks import Vocabulary
@@ -92,7 +92,7 @@ class OnlineLearner:
         vocabulary: Vocabulary,
         *,
         pilot: Pilot | None = None,
-        model: str = AUTO,
+        model: str = "lightgbm",
         grow: bool = True,
         seed: int = 0,
     ) -> None:
@@ -101,7 +101,8 @@ class OnlineLearner:
         Args:
             vocabulary: the network's blocks, which every order observed is over.
             pilot: where there is one already, of the same network.
-            model: the kind of pilot to learn, as in `fit_pilot`.
+            model: the kind of pilot to learn, as in `fit_pilot`; by default the one that learns
+                fastest, as the training goes on meanwhile.
             grow: whether to keep samples for learning; without, only corrections are made.
             seed: for learning.
 

@@ -152,7 +152,11 @@ def test_damaged_files_are_refused(
     try:
         Pilot.load(path)
     except PilotError as error:
-        assert "damaged.pilot" in str(error)
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert "damaged.pilot" in refusal
         return
     # What loads in spite of changed bytes differs in nothing that is believed.
     assert read_artifact(path)[0] in [read_artifact(p)[0] for p in pilots.values()]
@@ -230,6 +234,10 @@ def test_the_guard_passes_what_lightgbm_writes(booster: tuple[str, int]) -> None
         ("threshold=", "threshold=x"),
         ("tree_sizes=", "tree_sizes=1"),
         ("leaf_value=", "leaf_value=1_0 "),
+        ("leaf_value=", "leaf_value= "),
+        ("decision_type=2 2", "decision_type=2\t2"),
+        ("decision_type=2 2", "decision_type=2  2"),
+        ("Column_0", "Column_9"),
         ("end of trees", "end"),
         ("objective=binary", "objective=custom"),
         ("Tree=0\n", "Tree=0\nTree=0\n"),
@@ -241,7 +249,7 @@ def test_the_guard_stops_what_lightgbm_would_trust(
     text, features = booster
     changed = text.replace(old, new, 1)
     assert changed != text
-    with pytest.raises(ValueError, match="a booster|a tree|a split|splits"):
+    with pytest.raises(ValueError, match=r"a booster|a tree|a split|splits"):
         check_booster_text(changed, features=features)
 
 
@@ -255,7 +263,7 @@ def test_the_guard_stops_trees_that_never_end(cycle: str, booster: tuple[str, in
     size = len(lines[at])
     lines[at] = "left_child=" + " ".join(parts)
     lines[at] = lines[at].ljust(size)
-    with pytest.raises(ValueError, match="tree|lead back|booster"):
+    with pytest.raises(ValueError, match=r"tree|lead back|booster"):
         check_booster_text("\n".join(lines), features=features)
 
 

@@ -1,4 +1,4 @@
-"""One prediction takes at most a millisecond on one core, for the largest steps we promise it for."""
+"""One prediction takes at most a millisecond on one core, for the largest steps promised."""
 
 from __future__ import annotations
 

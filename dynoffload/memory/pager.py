@@ -1,8 +1,8 @@
 """The CPU's device: a user-space pager over userfaultfd (see ``native/pager.h``).
 
 An access to an absent region sleeps in the kernel until the region is there, whoever makes it. So
-a use that nobody announced costs time, never a wrong bit. This module gives regions their place in
-the arena and in the spill file (the same page number in both) and speaks to the native part.
+a use that nobody announced costs time, never a wrong bit. This module speaks to the native part;
+where regions lie is the business of `places`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory import native_pager
 from dynoffload.memory.device import Cause, Counters, Event, EventKind
-from dynoffload.memory.extents import Extents
+from dynoffload.memory.places import REGIONS, Place, Places, arena_pages
 from dynoffload.memory.spill import SpillFile
 from dynoffload.planning.schedule import Schedule, Use
-from dynoffload.units import GiB, MiB, format_bytes
-
-_ARENA_BYTES = {True: 1024 * GiB, False: 64 * GiB}
-_REGIONS = 65536
+from dynoffload.units import format_bytes
 
 
 def probe() -> str:
@@ -40,7 +37,7 @@ def probe() -> str:
     return ""
 
 
-class Pager:
+class Pager(Places):
     """A `Device` whose absent memory waits.
 
     Args:
@@ -73,112 +70,42 @@ class Pager:
         if reason:
             raise BackendError(f"{reason}; use backend='mapped'")
         self._native = native_pager.load()
-        self._spill = SpillFile(spill_dir, need)
-        self.page_bytes = page_bytes
+        spill = SpillFile(spill_dir, need)
         pages = capacity // page_bytes
-        self.capacity = pages * page_bytes
-        arena_pages = _ARENA_BYTES[page_bytes == 2 * MiB] // page_bytes
         error = ctypes.c_int()
         self._handle = self._native.pager_open(
-            self._spill.fd,
+            spill.fd,
             page_bytes,
-            arena_pages,
+            arena_pages(page_bytes),
             pages,
-            _REGIONS,
+            REGIONS,
             threads,
             record,
             ctypes.byref(error),
         )
         if not self._handle:
-            self._spill.close()
+            spill.close()
             raise BackendError(
-                f"the pager cannot take its pool of {format_bytes(self.capacity)}: "
+                f"the pager cannot take its pool of {format_bytes(capacity)}: "
                 f"{os.strerror(error.value)}; lower the budget, or use backend='mapped'"
             )
         self._process = os.getpid()
-        self._base = int(self._native.pager_base(self._handle))
-        self._extents = Extents(arena_pages)
-        self._free_ids = list(range(_REGIONS - 1, -1, -1))
-        self._places: dict[int, tuple[int, int, int]] = {}  # region -> first page, pages, bytes
-        self._owners = np.full(1024, -1, dtype=np.int32)  # region of each arena page
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        base = int(self._native.pager_base(self._handle))
+        super().__init__(pages * page_bytes, page_bytes, spill, base)
         self._aliases: dict[int, int] = {}  # region shown elsewhere -> first page there
         self._events = (native_pager.NativeEvent * native_pager.EVENT_CAPACITY)()
 
-    # Places
-
-    def padded(self, nbytes: int) -> int:
-        """See `Device.padded`."""
-        return max(1, -(-nbytes // self.page_bytes)) * self.page_bytes
-
-    def size(self, region: int) -> int:
-        """See `Device.size`."""
-        place = self._places.get(region)
-        return place[1] * self.page_bytes if place else 0
-
-    def allocate(self, nbytes: int) -> int:
-        """See `Device.allocate`."""
-        pages = self.padded(nbytes) // self.page_bytes
-        if pages * self.page_bytes > self.capacity:
-            raise BudgetError(
-                f"a region of {format_bytes(nbytes)} does not fit the pool of "
-                f"{format_bytes(self.capacity)}: raise the budget"
-            )
-        if not self._free_ids:
-            raise BudgetError(f"more than {_REGIONS} regions are alive: raise min_paged_bytes")
-        page = self._take(pages)
-        try:
-            self._spill.grow(self._extents.high * self.page_bytes)
-        except SpillError:
-            self._extents.give(page, pages)
-            raise
-        region = self._free_ids.pop()
-        offset = page * self.page_bytes
-        if self._native.pager_create(self._handle, region, page, pages, nbytes, offset):
+    def _admit(self, region: int, place: Place) -> None:
+        offset = place.page * self.page_bytes
+        if self._native.pager_create(self._handle, region, *place, offset):
             raise MemoryError("no memory for a region's bookkeeping")
-        self._places[region] = (page, pages, nbytes)
-        if page + pages > len(self._owners):
-            grown = np.full(2 * (page + pages), -1, dtype=np.int32)
-            grown[: len(self._owners)] = self._owners
-            self._owners = grown
-        self._owners[page : page + pages] = region
-        return region
 
-    def _take(self, pages: int) -> int:
-        page = self._extents.take(pages)
-        if page is None:
-            raise BudgetError(f"the arena has no {pages} pages in a row left")
-        return page
-
-    def release(self, region: int) -> None:
-        """See `Device.release`."""
+    def _dismiss(self, region: int) -> None:
         self._native.pager_release(self._handle, region)
-        self._storages.pop(region, None)
-        page, pages, _ = self._places.pop(region)
-        self._owners[page : page + pages] = -1
-        self._extents.give(page, pages)
-        self._free_ids.append(region)
 
     def discard(self, region: int) -> None:
         """See `Device.discard`."""
         self._native.pager_discard(self._handle, region)
-
-    def storage(self, region: int) -> torch.UntypedStorage:
-        """See `Device.storage`."""
-        storage = self._storages.get(region)
-        if storage is None:
-            page, _, nbytes = self._places[region]
-            storage = self._storages[region] = self._at(page, nbytes)
-        return storage
-
-    def _at(self, page: int, nbytes: int) -> torch.UntypedStorage:
-        memory = (ctypes.c_char * nbytes).from_address(self._base + page * self.page_bytes)
-        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-
-    def owner(self, address: int) -> int:
-        """See `Device.owner`."""
-        page = (address - self._base) // self.page_bytes
-        return int(self._owners[page]) if 0 <= page < len(self._owners) else -1
 
     # Residency
 
@@ -223,7 +150,7 @@ class Pager:
         """See `Device.show`."""
         storages = []
         for region in regions:
-            _, pages, nbytes = self._places[region]
+            pages, nbytes = self._places[region][1:]
             alias = self._take(pages)
             self._aliases[region] = alias
             error = self._native.pager_show(self._handle, region, alias)
@@ -276,8 +203,8 @@ class Pager:
 
     def resident(self) -> list[int]:
         """See `Device.resident`."""
-        states = np.zeros(_REGIONS, dtype=np.uint8)
-        self._native.pager_states(self._handle, states.ctypes.data, _REGIONS)
+        states = np.zeros(REGIONS, dtype=np.uint8)
+        self._native.pager_states(self._handle, states.ctypes.data, REGIONS)
         return [int(region) for region in np.flatnonzero(states >= 2)]
 
     # What happened

@@ -5,7 +5,9 @@ Nobody else can open it, and nothing remains of it however the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -49,12 +51,14 @@ class SpillFile:
     Args:
         directory: an existing directory on a disk.
         need: bytes it will take at least; refused at once if the disk has less.
+        direct: go past the page cache where the file system can; False where the file is mapped,
+            as its pages are the cache then.
 
     Raises:
         SpillError: missing, not writable, in memory, or too full; names need, have and remedy.
     """
 
-    def __init__(self, directory: Path, need: int) -> None:
+    def __init__(self, directory: Path, need: int, *, direct: bool = True) -> None:
         self.directory = directory
         self.size = 0
         if not directory.is_dir():
@@ -83,12 +87,9 @@ class SpillFile:
                 "writable, or pass spill_dir= another directory"
             ) from error
         try:
-            self.direct = True
-            try:
-                self.fd = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:
-                self.direct = False
-                self.fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            self.fd = self._open(name, direct)
+            self.direct = direct and bool(fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_DIRECT)
+            if direct and not self.direct:
                 logger.warning(
                     "spill directory %s (%s) has no direct I/O: pages are cached twice, and "
                     "transfers are slower",
@@ -98,6 +99,13 @@ class SpillFile:
         finally:
             os.unlink(name)
             os.close(descriptor)
+
+    @staticmethod
+    def _open(name: str, direct: bool) -> int:
+        if direct:
+            with contextlib.suppress(OSError):
+                return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        return os.open(name, os.O_RDWR | os.O_CLOEXEC)
 
     def grow(self, size: int) -> None:
         """Make sure that ``size`` bytes are allocated on the disk.

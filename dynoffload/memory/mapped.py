@@ -1,0 +1,282 @@
+"""The CPU's device where userfaultfd is refused: regions are a shared mapping of the spill file.
+
+An access to an absent region is served by the kernel, unasked and unseen, so results are exact as
+with the pager; but the kernel gives memory without asking the budget. Residency is therefore an
+account of the device's own: it brings regions in and out by explicit requests and never lets the
+account pass the capacity. What was touched without notice is found later, by looking at the page
+cache, and then counted or sent out. So the cap holds for all that is announced and is restored
+soon for the rest.
+
+What it is not: guarded. No access waits for anybody, so nothing can be locked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.memory.account import Account, Holding, State
+from dynoffload.memory.device import Counters, Event
+from dynoffload.memory.following import Following
+from dynoffload.memory.mapping import Mapping
+from dynoffload.memory.places import Place, Places, arena_pages
+from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.transfers import Transfers, unreadable
+from dynoffload.planning.schedule import Schedule, Use
+from dynoffload.units import format_bytes
+
+_GRACE_S = 60.0  # how long to wait for somebody to unpin
+
+
+class MappedFile(Places):
+    """A `Device` whose absent memory is the file itself (Linux).
+
+    Args:
+        capacity: bytes that the account may reach.
+        page_bytes: power of two from the system's page to 2 MiB.
+        spill_dir: where the spill file lies.
+        need: bytes that the spill file will take at least.
+        threads: transfer threads.
+        record: keep events.
+
+    Raises:
+        BackendError: the system refuses the mapping.
+        SpillError: the spill directory cannot be used.
+    """
+
+    name = "mapped"
+    guarded = False
+
+    def __init__(
+        self,
+        capacity: int,
+        page_bytes: int,
+        spill_dir: Path,
+        *,
+        need: int = 0,
+        threads: int = 4,
+        record: bool = True,
+    ) -> None:
+        system_page = os.sysconf("SC_PAGE_SIZE")
+        if page_bytes % system_page:
+            raise BackendError(
+                f"page_bytes={page_bytes} is no multiple of this system's pages of {system_page} "
+                f"bytes: pass page_bytes={system_page} or more"
+            )
+        spill = SpillFile(spill_dir, need, direct=False)
+        try:
+            spill.grow(page_bytes)
+            mapping = Mapping(spill.fd, arena_pages(page_bytes) * page_bytes, page_bytes)
+        except SpillError:
+            spill.close()
+            raise
+        except OSError as error:
+            spill.close()
+            raise BackendError(
+                f"the spill file in {spill_dir} cannot be mapped: {error.strerror}; raise the "
+                "limit of virtual memory (ulimit -v), or pass spill_dir= another disk"
+            ) from error
+        pages = capacity // page_bytes
+        super().__init__(pages * page_bytes, page_bytes, spill, mapping.address)
+        self._process = os.getpid()
+        self._closed = False
+        self._mapping = mapping
+        self._account = Account(pages, record)
+        self._transfers = Transfers(self._account, mapping, threads)
+
+    # Places
+
+    def _admit(self, region: int, place: Place) -> None:
+        page = self.page_bytes
+        with self._account.mutex:
+            self._account.admit(
+                region, place.page * page, place.pages * page, place.pages, place.nbytes
+            )
+
+    def _dismiss(self, region: int) -> None:
+        with self._account.mutex:
+            self._transfers.forget(self._account.holdings[region])
+            del self._account.holdings[region]
+
+    def discard(self, region: int) -> None:
+        """See `Device.discard`."""
+        with self._account.mutex:
+            self._transfers.forget(self._account.holdings[region])
+
+    # Residency
+
+    def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
+        """See `Device.acquire`.
+
+        Raises:
+            BudgetError: the regions do not fit the pool together, or the rest stays pinned.
+            SpillError: the spill file cannot be read.
+        """
+        account = self._account
+        with account.mutex:
+            wanted = [account.holdings[region] for region in regions]
+            need = sum({h.region: h.pages for h in wanted}.values())
+            if need > account.pool:
+                raise BudgetError(
+                    f"{format_bytes(need * self.page_bytes)} of regions are needed at once but the "
+                    f"pool has {format_bytes(self.capacity)}: raise the budget"
+                )
+            account.pin(wanted, 1)
+            kept = False
+            try:
+                self._bring(wanted, patient=True)
+                kept = pin
+            finally:
+                if not kept:
+                    account.pin(wanted, -1)
+
+    def touch(self, regions: Sequence[int]) -> None:
+        """Bring the regions in, as many as there is room for, since no access tells of itself.
+
+        Raises:
+            SpillError: the spill file cannot be read.
+        """
+        account = self._account
+        with account.mutex:
+            wanted: list[Holding] = []
+            held = sum(h.pages for h in account.holdings.values() if h.pins)
+            for region in dict.fromkeys(regions):
+                h = account.holdings[region]
+                more = 0 if h.pins else h.pages
+                if held + more <= account.pool:
+                    held += more
+                    wanted.append(h)
+            account.pin(wanted, 1)
+            try:
+                self._bring(wanted, patient=False)
+            finally:
+                account.pin(wanted, -1)
+
+    def unpin(self, regions: Sequence[int]) -> None:
+        """See `Device.unpin`."""
+        account = self._account
+        with account.mutex:
+            account.pin([account.holdings[region] for region in regions], -1)
+
+    def _bring(self, wanted: Sequence[Holding], *, patient: bool) -> None:
+        """Wait until pinned regions are present, lending a hand; the impatient leave what all
+        others' pins keep out."""
+        account = self._account
+        for h in wanted:
+            account.use(h)
+        until = time.monotonic() + _GRACE_S
+        while absent := [h for h in wanted if h.state is not State.PRESENT]:
+            for h in absent:
+                if h.error:
+                    failure, h.error = h.error, 0
+                    account.give_up(wanted)
+                    raise SpillError(failure, unreadable(h, failure))
+                account.want(h)
+            if self._transfers.serve_urgent():
+                until = time.monotonic() + _GRACE_S
+                continue
+            if not patient and not any(h.state.moving for h in account.holdings.values()):
+                account.give_up(wanted)
+                return
+            if not account.done.wait(1.0) and time.monotonic() > until:
+                account.give_up(wanted)
+                need = sum(h.length for h in absent)
+                raise BudgetError(
+                    f"no room of {format_bytes(need)} came free within {_GRACE_S:.0f} s: the rest "
+                    f"of the pool of {format_bytes(self.capacity)} is pinned; raise the budget"
+                )
+
+    def lock(self, regions: Sequence[int]) -> None:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
+    def unlock(self, regions: Sequence[int]) -> None:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
+    def handed(self, timeout: float) -> int:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
+    def show(self, regions: Sequence[int]) -> list[torch.UntypedStorage]:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
+    def hide(self, regions: Sequence[int]) -> None:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
+    # The plan
+
+    def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
+        """See `Device.follow`."""
+        plan = Following(uses, schedule.actions)
+        account = self._account
+        with account.mutex:
+            account.plan = plan
+            for h in account.holdings.values():
+                h.busy = False  # what could not be written then may be written now
+            self._transfers.inspect()
+            account.work.notify_all()
+
+    def advance(self, position: int) -> None:
+        """See `Device.advance`. What the use names counts as used: its accesses are not seen."""
+        account = self._account
+        with account.mutex:
+            for region in account.plan.advance(position):
+                h = account.holdings.get(region)
+                if h is not None and h.state is State.PRESENT:
+                    account.use(h)
+            account.work.notify_all()
+
+    def reserve(self, nbytes: int) -> None:
+        """See `Device.reserve`."""
+        with self._account.mutex:
+            self._account.reserve = -(-nbytes // self.page_bytes)
+            self._account.work.notify_all()
+
+    # What happened
+
+    def resident(self) -> list[int]:
+        """See `Device.resident`."""
+        with self._account.mutex:
+            holdings = self._account.holdings.values()
+            return sorted(h.region for h in holdings if h.state is not State.ABSENT)
+
+    def counters(self) -> Counters:
+        """See `Device.counters`."""
+        account = self._account
+        with account.mutex:
+            self._transfers.inspect()
+            if account.error is not None:
+                error, account.error = account.error, None
+                raise SpillError(*error)
+            return account.take_counters(self.page_bytes)
+
+    def events(self) -> list[Event]:
+        """See `Device.events`."""
+        with self._account.mutex:
+            return self._account.take_events()
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        self._transfers.stop()
+        self._storages.clear()
+        self._mapping.close()
+        self._spill.close()
+
+
+def _refuse() -> NoReturn:
+    raise BackendError(
+        "the mapped-file device guards nothing: ask a device whether it is `guarded` before "
+        "locking, and make optimizer updates inside step()"
+    )

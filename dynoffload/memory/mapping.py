@@ -1,0 +1,242 @@
+"""The spill file as memory: a shared mapping whose pages come and go by request (Linux).
+
+What it is: the system calls of the mapped-file device, each on one range of the file. What it is
+not: an account; it moves what it is told to. All calls let go of the interpreter's lock, and all
+ranges are multiples of the system's page.
+
+[Note: whole pages]  The kernel reads ahead of what is touched, by a window that may be larger than
+a region, and so fills memory that nobody asked for. On 2 MiB pages the mapping asks for huge pages
+and random access together: then exactly the 2 MiB around an access are read, in one large folio.
+Whether the kernel and file system do so is tried at the start. Where they do not, regions are asked
+for by their exact range (WILLNEED) before they are mapped.
+
+[Note: no content]  A range that holds nothing is kept unwritten in the file (ZERO_RANGE): its dirty
+pages die without a write, and its next use costs no read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+
+import torch
+
+from dynoffload.units import KiB, MiB
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_NORMAL, _RANDOM, _DONTNEED, _DONTFORK, _HUGEPAGE, _DONTDUMP = 0, 1, 4, 10, 14, 16
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # Linux 5.14
+_SYNC_WAIT_WRITE_WAIT = 7
+_ZERO_RANGE_KEEP_SIZE = 0x10 | 0x01
+_CACHESTAT = 451  # Linux 6.5
+_WILLNEED_BYTES = 128 * KiB  # the kernel may cut a longer request short
+_HUGE = 2 * MiB
+_UNKNOWN = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
+
+
+class _CacheStat(ctypes.Structure):
+    _fields_ = (
+        ("cached", ctypes.c_uint64),
+        ("dirty", ctypes.c_uint64),
+        ("writing", ctypes.c_uint64),
+        ("evicted", ctypes.c_uint64),
+        ("recently_evicted", ctypes.c_uint64),
+    )
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+    number = ctypes.c_int
+    libc.mmap.restype = address
+    libc.mmap.argtypes = (address, size, number, number, number, offset)
+    libc.munmap.argtypes = (address, size)
+    libc.madvise.argtypes = (address, size, number)
+    libc.msync.argtypes = (address, size, number)
+    libc.mincore.argtypes = (address, size, address)
+    libc.sync_file_range.argtypes = (number, offset, offset, ctypes.c_uint)
+    libc.fallocate.argtypes = (number, number, offset, offset)
+    libc.syscall.restype = ctypes.c_long
+    return libc
+
+
+def _check(answer: int) -> None:
+    if answer:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+class Mapping:
+    """``nbytes`` of addresses over the file ``fd``; the file may be shorter and grow.
+
+    Args:
+        fd: a file opened for reading and writing, without O_DIRECT, of at least one page's size.
+        nbytes: addresses to take.
+        page_bytes: all ranges begin and end at multiples of it.
+
+    Raises:
+        OSError: the system refuses the mapping.
+    """
+
+    def __init__(self, fd: int, nbytes: int, page_bytes: int) -> None:
+        self._fd, self._page = fd, page_bytes
+        self._nbytes = nbytes + _HUGE
+        self._libc = _libc()
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        # Only addresses first, then the file over them where they are aligned.
+        room = self._libc.mmap(
+            None,
+            self._nbytes,
+            0,  # PROT_NONE
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+            -1,
+            0,
+        )
+        if room == ctypes.c_void_p(-1).value:
+            _check(-1)
+        self._room = int(room)
+        self.address = -(-self._room // _HUGE) * _HUGE
+        shared = mmap.MAP_SHARED | _MAP_NORESERVE | _MAP_FIXED
+        try:
+            if self._libc.mmap(self.address, nbytes, protection, shared, fd, 0) != self.address:
+                _check(-1)
+            self._advise(0, nbytes, _DONTFORK)  # a child's write would be ours
+            self._advise(0, nbytes, _DONTDUMP)
+        except OSError:
+            self.close()
+            raise
+        self._advice = {_POPULATE_READ, _POPULATE_WRITE}  # those that work here
+        self._stats = True
+        self._ranges = True
+        self.whole_pages = page_bytes % _HUGE == 0 and self._reads_whole_pages(nbytes)
+
+    def _reads_whole_pages(self, nbytes: int) -> bool:
+        """Try what [Note: whole pages] wishes for, on the file's first page."""
+        try:
+            self._advise(0, nbytes, _HUGEPAGE)
+            self._advise(0, nbytes, _RANDOM)
+            self._touch(0, mmap.PAGESIZE)
+            exact = self.cached(0, self._page) == self._page
+        except OSError:
+            exact = False
+        self.drop(0, self._page)
+        if not exact:
+            self._advise(0, nbytes, _NORMAL)
+        return exact
+
+    def _advise(self, offset: int, nbytes: int, advice: int) -> None:
+        while True:
+            try:
+                return _check(self._libc.madvise(self.address + offset, nbytes, advice))
+            except OSError as error:
+                if error.errno not in (errno.EINTR, errno.EAGAIN):
+                    raise
+
+    def _populate(self, offset: int, nbytes: int, advice: int) -> None:
+        if advice in self._advice:
+            try:
+                return self._advise(offset, nbytes, advice)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._advice.discard(advice)
+        self._touch(offset, nbytes)
+
+    def _touch(self, offset: int, nbytes: int) -> None:
+        """Read one byte of each page: what POPULATE does, on systems without it."""
+        memory = (ctypes.c_char * nbytes).from_address(self.address + offset)
+        torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].sum()
+
+    def fetch(self, offset: int, nbytes: int) -> None:
+        """Bring a range into memory.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        self._ask(offset, nbytes)
+        self._populate(offset, nbytes, _POPULATE_READ)
+
+    def create(self, offset: int, nbytes: int) -> None:
+        """Bring a range without content into memory, ready to be written.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._ask(offset, nbytes)
+        self._populate(offset, nbytes, _POPULATE_WRITE)
+
+    def _ask(self, offset: int, nbytes: int) -> None:
+        """Have exactly this range cached, where touching it would read more."""
+        if not self.whole_pages:
+            for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
+                length = min(_WILLNEED_BYTES, offset + nbytes - start)
+                os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
+
+    def write_back(self, offset: int, nbytes: int) -> None:
+        """Write what is dirty and wait until it is written.
+
+        The file's own metadata stay behind, as nobody will ever open it again.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._ranges:
+            try:
+                return _check(
+                    self._libc.sync_file_range(self._fd, offset, nbytes, _SYNC_WAIT_WRITE_WAIT)
+                )
+            except OSError as error:
+                if error.errno not in _UNKNOWN:
+                    raise
+                self._ranges = False
+        _check(self._libc.msync(self.address + offset, nbytes, 4))  # MS_SYNC
+
+    def drop(self, offset: int, nbytes: int) -> None:
+        """Let go of a range's clean pages, in this process and in the page cache."""
+        self._advise(offset, nbytes, _DONTNEED)
+        os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Let go of a range's pages and of what they hold; see [Note: no content]."""
+        try:
+            _check(self._libc.fallocate(self._fd, _ZERO_RANGE_KEEP_SIZE, offset, nbytes))
+        except OSError:  # not every file system can, nor always
+            self.write_back(offset, nbytes)
+            self.drop(offset, nbytes)
+
+    def cached(self, offset: int, nbytes: int) -> int:
+        """Return how many bytes of a range are in memory, wanted or read ahead."""
+        found = self._stat(offset, nbytes)
+        if found is not None:
+            return int(found.cached) * mmap.PAGESIZE
+        pages = torch.empty(-(-nbytes // mmap.PAGESIZE), dtype=torch.uint8)
+        _check(self._libc.mincore(self.address + offset, nbytes, pages.data_ptr()))
+        return int((pages & 1).sum()) * mmap.PAGESIZE
+
+    def modified(self, offset: int, nbytes: int) -> int:
+        """Return how many bytes of a range are still to be written; all that may be, in doubt."""
+        found = self._stat(offset, nbytes)
+        return nbytes if found is None else int(found.dirty + found.writing) * mmap.PAGESIZE
+
+    def _stat(self, offset: int, nbytes: int) -> _CacheStat | None:
+        if not self._stats:
+            return None
+        span = (ctypes.c_uint64 * 2)(offset, nbytes)
+        found = _CacheStat()
+        number = ctypes.c_long(_CACHESTAT)
+        try:
+            _check(self._libc.syscall(number, self._fd, span, ctypes.byref(found), 0))
+        except OSError as error:
+            if error.errno not in _UNKNOWN:
+                raise
+            self._stats = False
+            return None
+        return found
+
+    def close(self) -> None:
+        """Give the addresses back."""
+        self._libc.munmap(self._room, self._nbytes)

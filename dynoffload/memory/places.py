@@ -1,0 +1,142 @@
+"""Where regions lie: one page number each, the same in the arena of addresses and the spill file.
+
+What it is: the part of a CPU device that both have: allocation, addresses, storages, owners. What
+it is not: residency; whether a region's bytes are in memory is the device's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dynoffload.errors import BudgetError, SpillError
+from dynoffload.memory.extents import Extents
+from dynoffload.memory.spill import SpillFile
+from dynoffload.units import GiB, MiB, format_bytes
+
+REGIONS = 65536  # most regions alive at once
+_ARENA_BYTES = {True: 1024 * GiB, False: 64 * GiB}
+
+
+def arena_pages(page_bytes: int) -> int:
+    """Return how many pages of ``page_bytes`` an arena has: addresses only, no memory."""
+    return _ARENA_BYTES[page_bytes == 2 * MiB] // page_bytes
+
+
+class Place(NamedTuple):
+    """A region's first page in arena and file, its number of pages, and its bytes of content."""
+
+    page: int
+    pages: int
+    nbytes: int
+
+
+class Places(ABC):
+    """Gives regions their places; the ground of a `Device` whose memory is mapped addresses.
+
+    Args:
+        capacity: bytes of the pool, a multiple of ``page_bytes``.
+        page_bytes: regions are padded to this.
+        spill: the file behind the arena; it grows with the highest page taken.
+        base: address of the arena's first page.
+    """
+
+    def __init__(self, capacity: int, page_bytes: int, spill: SpillFile, base: int) -> None:
+        self.capacity, self.page_bytes = capacity, page_bytes
+        self.spill_dir = spill.directory
+        self._spill, self._base = spill, base
+        self._extents = Extents(arena_pages(page_bytes))
+        self._free_ids = list(range(REGIONS - 1, -1, -1))
+        self._places: dict[int, Place] = {}
+        self._owners = np.full(1024, -1, dtype=np.int32)  # region of each arena page
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        # Reentrant: an object that dies while a place is taken may release a region.
+        self._placing = threading.RLock()
+
+    @abstractmethod
+    def _admit(self, region: int, place: Place) -> None:
+        """Start to look after a region without content."""
+
+    @abstractmethod
+    def _dismiss(self, region: int) -> None:
+        """Forget a region's bytes and stop looking after it."""
+
+    def padded(self, nbytes: int) -> int:
+        """See `Device.padded`."""
+        return max(1, -(-nbytes // self.page_bytes)) * self.page_bytes
+
+    def size(self, region: int) -> int:
+        """See `Device.size`."""
+        place = self._places.get(region)
+        return place.pages * self.page_bytes if place else 0
+
+    def allocate(self, nbytes: int) -> int:
+        """See `Device.allocate`."""
+        if nbytes < 1:
+            raise ValueError(f"a region has at least one byte, not {nbytes}")
+        pages = self.padded(nbytes) // self.page_bytes
+        if pages * self.page_bytes > self.capacity:
+            raise BudgetError(
+                f"a region of {format_bytes(nbytes)} does not fit the pool of "
+                f"{format_bytes(self.capacity)}: raise the budget"
+            )
+        with self._placing:
+            if not self._free_ids:
+                raise BudgetError(f"more than {REGIONS} regions are alive: raise min_paged_bytes")
+            page = self._take(pages)
+            region = self._free_ids[-1]
+            place = Place(page, pages, nbytes)
+            try:
+                self._spill.grow((page + pages) * self.page_bytes)
+                self._admit(region, place)
+            except (SpillError, MemoryError):
+                self._extents.give(page, pages)
+                raise
+            self._free_ids.pop()
+            self._places[region] = place
+            if page + pages > len(self._owners):
+                grown = np.full(2 * (page + pages), -1, dtype=np.int32)
+                grown[: len(self._owners)] = self._owners
+                self._owners = grown
+            self._owners[page : page + pages] = region
+            return region
+
+    def _take(self, pages: int) -> int:
+        with self._placing:
+            page = self._extents.take(pages)
+        if page is None:
+            raise BudgetError(f"the arena has no {pages} pages in a row left")
+        return page
+
+    def release(self, region: int) -> None:
+        """See `Device.release`."""
+        self._dismiss(region)
+        with self._placing:
+            self._storages.pop(region, None)
+            page, pages, _ = self._places.pop(region)
+            self._owners[page : page + pages] = -1
+            self._extents.give(page, pages)
+            self._free_ids.append(region)
+
+    def storage(self, region: int) -> torch.UntypedStorage:
+        """See `Device.storage`."""
+        with self._placing:
+            storage = self._storages.get(region)
+            if storage is None:
+                place = self._places[region]
+                storage = self._storages[region] = self._at(place.page, place.nbytes)
+            return storage
+
+    def _at(self, page: int, nbytes: int) -> torch.UntypedStorage:
+        memory = (ctypes.c_char * nbytes).from_address(self._base + page * self.page_bytes)
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def owner(self, address: int) -> int:
+        """See `Device.owner`."""
+        page = (address - self._base) // self.page_bytes
+        return int(self._owners[page]) if 0 <= page < len(self._owners) else -1

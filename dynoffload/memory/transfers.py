@@ -1,0 +1,280 @@
+"""The mapped-file device's transfers and the threads that make them.
+
+The counterpart in Python of ``native/transfer.c``: first what somebody waits for, then what the
+plan says, then the reserve. Every method is called with the account's mutex held and returns with
+it held, but lets go of it while bytes move.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dynoffload.memory.account import Account, Holding, State
+from dynoffload.memory.device import Cause, EventKind
+from dynoffload.memory.following import NEVER
+from dynoffload.memory.mapping import Mapping
+from dynoffload.planning.schedule import Kind
+from dynoffload.units import format_bytes
+
+_INSPECT_S = 0.1  # how long an unannounced access may stay unseen while nothing else is to do
+_ATTEMPTS = 3
+
+
+class Transfers:
+    """Moves the regions of ``account`` in and out of ``mapping``.
+
+    Args:
+        account: says what is where.
+        mapping: moves bytes.
+        threads: how many transfers may run at once, besides those of waiting threads.
+    """
+
+    def __init__(self, account: Account, mapping: Mapping, threads: int) -> None:
+        self._account, self._mapping = account, mapping
+        self._stopping = False
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(index == 0,), name=f"dynoffload-mapped-{index}", daemon=True
+            )
+            for index in range(max(1, threads))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the threads; called without the mutex."""
+        with self._account.mutex:
+            self._stopping = True
+            self._account.work.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, inspects: bool) -> None:
+        account = self._account
+        with account.mutex:
+            while not self._stopping:
+                if self.serve_urgent() or (not account.urgent and self._follow()):
+                    continue
+                woken = account.work.wait(_INSPECT_S if inspects else None)
+                if not woken and not self._stopping:
+                    self.inspect()
+
+    def _follow(self) -> bool:
+        """Make one transfer of the plan or for the reserve; False if there is none now."""
+        account = self._account
+        due = self._due()
+        if due is not None:
+            kind, h = due
+            if kind is Kind.FETCH:
+                self._fetch(h, Cause.PLAN)
+            else:
+                self._evict(h, Cause.PLAN)
+            return True
+        if account.free + account.writing < account.reserve:
+            victim = account.victim(account.plan.position)
+            if victim is not None:
+                self._evict(victim, Cause.ROOM)
+                return True
+        return False
+
+    def _due(self) -> tuple[Kind, Holding] | None:
+        """Return the planned transfer that can start now; skip what reality has overtaken."""
+        account = self._account
+        plan = account.plan
+        while (action := plan.due()) is not None:
+            h = account.holdings.get(action.region)
+            next_use = plan.next_use(action.region)
+            if action.kind is Kind.EVICT:
+                plan.done()
+                if h is not None and h.may_leave() and next_use > plan.position:
+                    return Kind.EVICT, h
+                continue
+            if h is None or h.state is not State.ABSENT or h.queued or next_use == NEVER:
+                plan.done()
+                continue
+            need = h.pages + account.reserve
+            if account.free >= need:
+                plan.done()
+                return Kind.FETCH, h
+            if account.free + account.writing >= need or next_use > plan.position + 1:
+                return None  # room is on its way, or there is time to wait for it
+            victim = account.victim(next_use)
+            return None if victim is None else (Kind.EVICT, victim)
+        return None
+
+    def serve_urgent(self) -> bool:
+        """Do one thing for the first region that somebody waits for; False if nothing can be."""
+        account = self._account
+        if not account.urgent:
+            return False
+        h = account.urgent[0]
+        if h.state is State.ABSENT and account.free < h.pages:
+            if account.free + account.writing >= h.pages:
+                return False
+            victim = account.victim(account.plan.position) or account.victim(-1)
+            if victim is None:
+                return False  # all is pinned or in flight: somebody will let go
+            self._evict(victim, Cause.ROOM)
+            return True
+        account.urgent.popleft()
+        h.queued = False
+        if h.state is State.ABSENT:
+            self._fetch(h, Cause.FAULT)
+        else:
+            account.done.notify_all()
+        return True
+
+    def _fetch(self, h: Holding, cause: Cause) -> None:
+        account = self._account
+        account.charge(h)
+        h.state = State.READING
+        start = time.perf_counter()
+        with self._unlocked():
+            failure = self._read(h)
+        if failure:
+            account.error = failure, unreadable(h, failure)
+            if h.pins:
+                h.error = failure
+            account.discharge(h)
+            account.settle(h, State.ABSENT)
+            return
+        if h.content:
+            account.bytes_in += h.nbytes
+            account.note(EventKind.FETCH, cause, h, start, h.nbytes)
+            if cause is Cause.PLAN:
+                h.prefetched = True
+                account.prefetched_bytes += h.nbytes
+        h.content = True
+        if h.pins:
+            account.use(h)
+        account.settle(h, State.PRESENT)
+
+    def _read(self, h: Holding) -> int:
+        """Return 0, or the errno that did not pass by trying again."""
+        failure = 0
+        for _ in range(_ATTEMPTS):
+            try:
+                if h.content:
+                    self._mapping.fetch(h.offset, h.length)
+                else:
+                    self._mapping.create(h.offset, h.length)
+                return 0
+            except OSError as error:
+                failure = error.errno or errno.EIO
+        return failure
+
+    def _evict(self, h: Holding, cause: Cause, *, charged: bool = True) -> None:
+        """Send a region out; it stays if by the time it is written somebody wants it."""
+        account = self._account
+        h.state = State.WRITING
+        account.writing += h.pages if charged else 0
+        start, failure, dirty = time.perf_counter(), 0, 0
+        with self._unlocked():
+            try:
+                dirty = min(h.nbytes, self._mapping.modified(h.offset, h.length))
+                if dirty:
+                    self._mapping.write_back(h.offset, h.length)
+            except OSError as error:
+                failure = error.errno or errno.EIO
+        if failure:  # what could not be written stays; the owner is told
+            h.busy = True
+            account.error = failure, _unwritable(h, failure)
+        elif dirty:
+            account.bytes_out += dirty
+            account.note(EventKind.EVICT, cause, h, start, dirty)
+        leaves = not failure and not h.pins
+        if leaves:
+            account.waste(h)
+            with self._unlocked():
+                self._mapping.drop(h.offset, h.length)
+        if charged:
+            account.writing -= h.pages
+            if leaves:
+                account.discharge(h)
+        account.settle(h, State.ABSENT if leaves or not charged else State.PRESENT)
+
+    def forget(self, h: Holding) -> None:
+        """Let go of a region's pages, and of the bytes in them."""
+        account = self._account
+        while h.state.moving or h.queued:
+            account.done.wait()
+        charged = h.state is State.PRESENT
+        if charged or h.content or self._mapping.cached(h.offset, h.length):
+            account.waste(h)
+            h.state = State.WRITING
+            with self._unlocked():
+                try:
+                    self._mapping.forget(h.offset, h.length)
+                except OSError as error:
+                    account.error = error.errno or errno.EIO, _unwritable(h, error.errno or 0)
+            if charged:
+                account.discharge(h)
+        h.content = h.busy = False
+        account.settle(h, State.ABSENT)
+
+    # What nobody announced
+
+    def inspect(self) -> None:
+        """Find absent regions with pages in memory. They were touched without notice: they stay if
+        they deserve the room more than others do, else they are sent out."""
+        account = self._account
+        for h in self._surprises():
+            if h.busy or not h.left_alone():
+                continue  # things have moved on meanwhile
+            account.faults += 1
+            h.content = True
+            next_use = account.plan.next_use(h.region)
+            while account.free < h.pages and (victim := account.victim(next_use - 1)) is not None:
+                self._evict(victim, Cause.ROOM)
+            if not h.left_alone():
+                continue
+            if account.free < h.pages:
+                self._evict(h, Cause.ROOM, charged=False)
+            else:
+                account.charge(h)
+                account.use(h)
+                account.settle(h, State.PRESENT)
+
+    def _surprises(self) -> list[Holding]:
+        """Return absent regions with pages in memory, asking once for each run of neighbours."""
+        absent = [h for h in self._account.holdings.values() if h.state is State.ABSENT]
+        absent.sort(key=lambda h: h.offset)
+        found: list[Holding] = []
+        first = 0
+        for index, h in enumerate(absent):
+            end = h.offset + h.length
+            if index + 1 < len(absent) and absent[index + 1].offset == end:
+                continue
+            run, first = absent[first : index + 1], index + 1
+            if self._mapping.cached(run[0].offset, end - run[0].offset):
+                found += [x for x in run if self._mapping.cached(x.offset, x.length)]
+        return found
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        self._account.mutex.release()
+        try:
+            yield
+        finally:
+            self._account.mutex.acquire()
+
+
+def unreadable(h: Holding, failure: int) -> str:
+    """Return the message for a region that cannot be read back."""
+    return (
+        f"cannot read region {h.region} ({format_bytes(h.nbytes)}) back from the spill file: "
+        f"{os.strerror(failure)}; the step is lost, go on from the last checkpoint"
+    )
+
+
+def _unwritable(h: Holding, failure: int) -> str:
+    return (
+        f"cannot write region {h.region} ({format_bytes(h.nbytes)}) to the spill file: "
+        f"{os.strerror(failure)}; it stays in memory; the step is lost, go on from the last "
+        "checkpoint"
+    )
