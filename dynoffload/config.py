@@ -44,6 +44,8 @@ class OffloadConfig:
             1 MiB and 1/256 of the budget.
         step_aside: leave paging off while a step's measured peak fits the budget.
         io_threads: threads that read and write the spill file, 1 to 16.
+        heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
+            which the C library is asked to hand its free pages back.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
         record_events: keep every transfer and stall for the report.
@@ -56,6 +58,7 @@ class OffloadConfig:
     min_paged_bytes: int | None = None
     step_aside: bool = True
     io_threads: int = 4
+    heap_slack_bytes: int = 320 * MiB
     features: Callable[..., Any] | None = None
     record_events: bool = True
 
@@ -70,13 +73,13 @@ class OffloadConfig:
                 raise ConfigError(f"{name}={value!r} is not an option{_closest(str(value), known)}")
         page = self.page_bytes
         if page is not None and (page & (page - 1) or not 4 * KiB <= page <= 2 * MiB):
-            raise ConfigError(
-                f"page_bytes={page} is not a power of two between 4096 and {2 * MiB}"
-            )
+            raise ConfigError(f"page_bytes={page} is not a power of two between 4096 and {2 * MiB}")
         if self.min_paged_bytes is not None and self.min_paged_bytes < 1:
             raise ConfigError(f"min_paged_bytes={self.min_paged_bytes} must be at least 1")
         if not 1 <= self.io_threads <= 16:
             raise ConfigError(f"io_threads={self.io_threads} must be from 1 to 16")
+        if self.heap_slack_bytes < 0:
+            raise ConfigError(f"heap_slack_bytes={self.heap_slack_bytes} cannot be negative")
         if self.features is not None and not callable(self.features):
             raise ConfigError(f"features={self.features!r} is not callable")
 

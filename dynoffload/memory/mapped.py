@@ -118,15 +118,10 @@ class MappedFile(Places):
             BudgetError: the regions do not fit the pool together, or the rest stays pinned.
             SpillError: the spill file cannot be read.
         """
+        self._check_room(regions)
         account = self._account
         with account.mutex:
             wanted = [account.holdings[region] for region in regions]
-            need = sum({h.region: h.pages for h in wanted}.values())
-            if need > account.pool:
-                raise BudgetError(
-                    f"{format_bytes(need * self.page_bytes)} of regions are needed at once but the "
-                    f"pool has {format_bytes(self.capacity)}: raise the budget"
-                )
             account.pin(wanted, 1)
             kept = False
             try:

@@ -111,6 +111,7 @@ class Pager(Places):
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
         """See `Device.acquire`."""
+        self._check_room(regions)
         ids = _ids(regions)
         error = self._native.pager_acquire(self._handle, ids, len(ids), pin)
         if error:

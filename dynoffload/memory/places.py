@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +106,16 @@ class Places(ABC):
                 self._owners = grown
             self._owners[page : page + pages] = region
             return region
+
+    def _check_room(self, regions: Sequence[int]) -> None:
+        """Refuse regions that can never be present together."""
+        if len(regions) > 1:
+            need = sum(self.size(region) for region in set(regions))
+            if need > self.capacity:
+                raise BudgetError(
+                    f"{format_bytes(need)} of regions are needed at once but the pool has "
+                    f"{format_bytes(self.capacity)}: raise the budget"
+                )
 
     def _take(self, pages: int) -> int:
         with self._placing:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dynoffload.memory.device import Device
-from dynoffload.runtime.store import bytes_of, is_dense, users_of, view_of
+from dynoffload.runtime.store import bytes_of, is_dense, offset_of, users_of, view_of
 
 _ALIGNMENT = 64
 _LEAST_MOVED = 256  # smaller tensors cost more to move than they take
@@ -255,7 +255,7 @@ class Activations:
                 and entry.source() is not None
                 and entry.version == tensor._version
             ):
-                return Packed(tensor, entry, tensor.storage_offset())
+                return Packed(tensor, entry, offset_of(tensor))
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
         entry = Entry(self, chunk, offset, weakref.ref(storage), tensor._version)
@@ -266,7 +266,7 @@ class Activations:
             else:
                 view_of(ours, tensor, offset // tensor.element_size()).copy_(tensor)
         self.saved_bytes += nbytes
-        return Packed(tensor, entry, tensor.storage_offset() if whole else 0)
+        return Packed(tensor, entry, offset_of(tensor) if whole else 0)
 
     def unpack(self, packed: Packed | Kept | Borrowed) -> torch.Tensor:
         """Give a saved tensor back to backward.

@@ -167,9 +167,7 @@ class Forecast:
         for path in dict.fromkeys(block.path for block in self.vocabulary.blocks):
             module = modules.get(path)
             if module is not None:
-                nests = any(
-                    b.path == path and b.visits != (path,) for b in self.vocabulary.blocks
-                )
+                nests = any(b.path == path and b.visits != (path,) for b in self.vocabulary.blocks)
                 handles.append(self._hook(module, path, nests))
                 if nests:
                     handles.append(module.register_forward_hook(self._out, always_call=True))

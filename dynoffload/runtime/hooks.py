@@ -56,9 +56,9 @@ class Hooks:
             handles.append(unit.module.register_forward_pre_hook(_visitor(unit, on_visit)))
         for slot in slots:
             if slot.parameter.requires_grad:
-                handles.append(
-                    slot.parameter.register_post_accumulate_grad_hook(_collector(slot, on_gradient))
-                )
+                collect = _collector(slot, on_gradient)
+                handle = slot.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+                handles.append(handle)
         self._handles = handles
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

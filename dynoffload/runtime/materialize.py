@@ -35,7 +35,8 @@ def give_weights(model: nn.Module, init: Init) -> None:
     """Give every parameter and buffer of ``model`` its value, module by module.
 
     Args:
-        model: its parameters have storage; its buffers may be on the meta device.
+        model: what is paged of its parameters has storage; the rest, and its buffers, may be on the
+            meta device.
         init: None calls each module's own ``reset_parameters``; a function is called with each
             module that owns parameters or buffers; a path is a safetensors file with the model's
             names.
@@ -43,6 +44,12 @@ def give_weights(model: nn.Module, init: Init) -> None:
     Raises:
         ConfigError: a module cannot initialise itself, or the file lacks a tensor.
     """
+    for parameter in model.parameters():
+        if parameter.is_meta:  # too small to be paged
+            fresh = nn.Parameter(
+                torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad
+            )
+            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -73,7 +80,7 @@ def _load(model: nn.Module, path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             wanted = dict(model.named_parameters()) | dict(model.named_buffers())
             persistent = set(model.state_dict().keys())

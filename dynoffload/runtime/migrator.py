@@ -139,19 +139,17 @@ class Migrator:
         if self.prefetch and visits:
             reference = Reference()
             reference.add_backward(visits, _has_gradient)
-            reference.add_forward(
-                [Visit(unit) for unit in self.last_order], _will_pend, ahead=True
-            )
+            reference.add_forward([Visit(unit) for unit in self.last_order], _will_pend, ahead=True)
             self._follow(reference)
 
     def _follow(self, reference: Reference) -> None:
-        highest = max((r for use in reference.uses for r in (*use.regions, *use.creates)), default=0)
+        highest = max(
+            (r for use in reference.uses for r in (*use.regions, *use.creates)), default=0
+        )
         resident = self._device.resident()
         highest = max([highest, *resident])
         sizes = [self._device.size(region) for region in range(highest + 1)]
-        schedule = self.policy.plan(
-            reference.uses, sizes, self._capacity, resident, resident
-        )
+        schedule = self.policy.plan(reference.uses, sizes, self._capacity, resident, resident)
         self._device.follow(reference.uses, schedule)
         self._reference = reference
         self.position = 0
@@ -170,7 +168,10 @@ class Migrator:
             self._device.advance(self.position)
 
     def _close_visit(self) -> None:
-        saved, self._mark = self._activations.saved_bytes - self._mark, self._activations.saved_bytes
+        saved, self._mark = (
+            self._activations.saved_bytes - self._mark,
+            self._activations.saved_bytes,
+        )
         if self._visits:
             index = self._visits[-1][0].index
             known = self._saved.get(index)

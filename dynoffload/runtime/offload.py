@@ -119,7 +119,7 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
 
 def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
     if pilot is None or pilot == "auto":
-        return pilot  # type: ignore[return-value]
+        return pilot
     if isinstance(pilot, str | Path):
         from dynoffload.pilot.pilot import Pilot
 

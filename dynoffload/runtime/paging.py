@@ -30,7 +30,7 @@ from dynoffload.runtime.forecast import Forecast, Predictor
 from dynoffload.runtime.hooks import Hooks
 from dynoffload.runtime.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.store import Slot, Store, view_of
+from dynoffload.runtime.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.units import Unit, units_of
 from dynoffload.runtime.updates import Updates
 from dynoffload.units import format_bytes
@@ -142,9 +142,7 @@ class Paging:
         self._closing = threading.Event()
         self._guard: threading.Thread | None = None
         if self.device.guarded and self.updates is not None:
-            self._guard = threading.Thread(
-                target=self._serve, name="dynoffload-guard", daemon=True
-            )
+            self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
 
     @property
@@ -229,13 +227,13 @@ class Paging:
                 nbytes = ours.nbytes()
                 if nbytes <= room:
                     room -= nbytes
-                    storage = ours.clone()
+                    storage = ours.clone()  # type: ignore[no-untyped-call]
                 else:
                     outside += nbytes
                     storage = mapped_copy(ours, self.spill_dir)
                 storages[region] = storage
                 self.device.discard(region)
-            return view_of(storage, tensor, tensor.storage_offset())
+            return view_of(storage, tensor, offset_of(tensor))
 
         for parameter, slot in self.store.slots.items():
             self._restore_slot(parameter, slot, ordinary)
@@ -264,7 +262,6 @@ class Paging:
 
 def mapped_copy(source: torch.UntypedStorage, directory: Path) -> torch.UntypedStorage:
     """Return a copy of ``source`` that lives in an unlinked file of ``directory``."""
-
 
     with tempfile.TemporaryFile(dir=directory) as file:
         os.posix_fallocate(file.fileno(), 0, source.nbytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.store import Store
@@ -30,11 +31,13 @@ class Recording:
         log: an empty log.
         baseline: bytes the process would take without what is managed: its resident set when the
             session began, less the tensors that are paged.
+        slack: bytes beyond what is counted above which freed heap is handed back.
         events: keep transfers, stalls and memory samples too.
     """
 
-    def __init__(self, log: RunLog, baseline: int, *, events: bool) -> None:
+    def __init__(self, log: RunLog, baseline: int, slack: int, *, events: bool) -> None:
         self.log = log
+        self._slack = slack
         self._baseline = baseline
         self._events = events
         self._origin = self._step_began = time.perf_counter()
@@ -65,6 +68,10 @@ class Recording:
         self._sampled = now
         fast = small + (device.resident_bytes() if device is not None else 0)
         taken = resident_bytes()
+        if taken - self._baseline - fast > self._slack and heap.give_back():
+            # The peak before is recorded too: it was there.
+            self.log.headroom = max(self.log.headroom, taken - self._baseline - fast)
+            taken = resident_bytes()
         self.log.headroom = max(self.log.headroom, taken - self._baseline - fast)
         if self._events and len(self.log.memory) < _MOST_RECORDS:
             self.log.memory.append(MemorySample(now, fast, taken))

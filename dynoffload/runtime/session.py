@@ -71,7 +71,9 @@ class Session:
         )
         # What the process takes without the managed tensors: it takes less once they are paged.
         baseline = min(before, resident_bytes() - self._paging.device.resident_bytes())
-        self._recording = Recording(self.log, baseline, events=config.record_events)
+        self._recording = Recording(
+            self.log, baseline, config.heap_slack_bytes, events=config.record_events
+        )
         self._largest = 0
         self._measured_peak = 0
         self._wasted: list[tuple[int, int]] = []

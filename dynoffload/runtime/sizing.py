@@ -18,6 +18,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.units import KiB, MiB, format_bytes
 
 _HUGE_BUDGET = 256 * MiB
+_RESIDENT = 8  # the share of the budget that small tensors may take is one in so many
 _STATES = {"SGD": 1, "ASGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}
 _STATES_OF_ADAM = 2
 
@@ -73,8 +74,8 @@ def sizing_of(
             have and remedy.
     """
     page = config.page_bytes or _page_for(budget)
-    least = config.min_paged_bytes or max(1, min(MiB, budget // 256))
     states = state_tensors(optimizer)
+    least = config.min_paged_bytes or _least_for(model, budget, states)
     small = paged = total = padded = 0
     largest, culprit = 0, ""
     for name, parameter in model.named_parameters():
@@ -115,6 +116,18 @@ def sizing_of(
         spill_bytes=padded,
         states_bytes=total,
     )
+
+
+def _least_for(model: nn.Module, budget: int, states: int) -> int:
+    """Return the size from which tensors are paged: those below take a small share of the budget."""
+    sizes = [
+        (parameter.numel() * parameter.element_size(), 2 + states if parameter.requires_grad else 1)
+        for parameter in model.parameters()
+    ]
+    least = max(1, min(MiB, budget // 256))
+    while least > 1 and sum(n * copies for n, copies in sizes if n < least) > budget // _RESIDENT:
+        least //= 2
+    return least
 
 
 def _page_for(budget: int) -> int:

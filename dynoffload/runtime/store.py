@@ -27,6 +27,11 @@ def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) 
     return empty.set_(storage, offset, like.size(), like.stride())
 
 
+def offset_of(tensor: torch.Tensor) -> int:
+    """Return where ``tensor`` begins in its storage, in elements."""
+    return int(tensor.storage_offset())
+
+
 def bytes_of(
     storage: torch.UntypedStorage, offset: int = 0, nbytes: int | None = None
 ) -> torch.Tensor:
@@ -48,7 +53,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def users_of(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and Python objects hold ``storage``."""
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 @dataclass(eq=False)
@@ -134,10 +139,10 @@ class Store:
                 ours.copy_(bytes_of(parameter.untyped_storage()))
                 self._storages[source] = region
         slot = Slot(name, parameter, region)
-        ours = view_of(self._device.storage(region), parameter, parameter.storage_offset())
+        ours = view_of(self._device.storage(region), parameter, offset_of(parameter))
         if meta:
             fresh = nn.Parameter(ours, requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, fresh)
+            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
         else:
             parameter.data = ours
         self.slots[parameter] = slot

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
 from dynoffload.memory.device import Device
-from dynoffload.runtime.store import Slot, Store, view_of
+from dynoffload.runtime.store import Slot, Store, offset_of, view_of
 
 logger = logging.getLogger(__name__)
 
@@ -252,11 +252,11 @@ class Updates:
         storages = dict(zip(regions, self._device.show(regions), strict=True))
         with torch.no_grad():
             real = slot.parameter
-            offset = real.storage_offset()
+            offset = offset_of(real)
             stand_in = nn.Parameter(view_of(storages[slot.region], real.data, offset))
             gradient = update.gradient
             if slot.gradient in storages:
-                gradient = view_of(storages[slot.gradient], gradient, gradient.storage_offset())
+                gradient = view_of(storages[slot.gradient], gradient, offset_of(gradient))
             stand_in.grad = gradient
         state = self.optimizer.state
         paged = {

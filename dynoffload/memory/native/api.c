@@ -109,6 +109,8 @@ API void pager_close(struct pager *p)
     p->stopping = 1;
     pthread_cond_broadcast(&p->work);
     pthread_cond_broadcast(&p->hand);
+    while (p->serving) /* whoever is in pager_handed leaves before its memory goes */
+        pthread_cond_wait(&p->done, &p->mutex);
     pthread_mutex_unlock(&p->mutex);
     for (uint32_t i = 0; i < p->worker_count; i++)
         pthread_join(p->workers[i], NULL);
@@ -290,6 +292,7 @@ API int64_t pager_handed(struct pager *p, double timeout_s)
         until.tv_nsec -= 1000000000L;
     }
     pthread_mutex_lock(&p->mutex);
+    p->serving++;
     int64_t id = -1;
     while (!p->stopping && p->handed_head == p->handed_tail)
         if (pthread_cond_timedwait(&p->hand, &p->mutex, &until) == ETIMEDOUT)
@@ -300,6 +303,8 @@ API int64_t pager_handed(struct pager *p, double timeout_s)
         id = p->handed[p->handed_head++ % p->region_capacity];
         p->handed_since = pager_now();
     }
+    p->serving--;
+    pthread_cond_broadcast(&p->done);
     pthread_mutex_unlock(&p->mutex);
     return id;
 }
@@ -403,6 +408,7 @@ API void pager_counters(struct pager *p, struct counters *counters)
     pthread_mutex_lock(&p->mutex);
     *counters = p->counters;
     p->counters.peak_pages = p->counters.pages_in_use;
+    p->counters.error = 0; /* told once */
     pthread_mutex_unlock(&p->mutex);
 }
 

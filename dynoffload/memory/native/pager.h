@@ -94,6 +94,7 @@ struct pager {
     uint32_t *handed; /* ring of locked regions that somebody waits for */
     uint32_t handed_head, handed_tail;
     double handed_since;
+    uint32_t serving; /* threads inside pager_handed */
     uint32_t writing; /* pages on their way out */
     uint32_t waiting; /* regions that somebody waits for, now */
     double waiting_since;

@@ -1,0 +1,33 @@
+"""The C library's heap: what was freed is not given back to the system by itself.
+
+[Note: freed heap]  glibc serves tensors up to 32 MiB from its heap once some were freed, and keeps
+what is freed below the top: 1.4 GB after one forward of a 330M-parameter network whose live
+temporaries took 70 MB. A lower mmap threshold avoids that but zeroes every temporary anew, which
+cost 10-20% of a step. Handing the free pages back only when they have grown past a slack costs
+next to nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+
+@functools.cache
+def _trimmer() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None  # another C library
+    trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
+    return lambda keep: int(trim(keep))
+
+
+def give_back() -> bool:
+    """Hand the heap's free pages back to the system; return whether the C library can."""
+    trim = _trimmer()
+    if trim is None:
+        return False
+    trim(0)
+    return True

@@ -1,0 +1,129 @@
+"""What dynoffload costs where it is not needed: a budget that holds everything.
+
+What it is: two networks, each trained plain and under a budget larger than all it needs, in two
+processes that take turns step by step on the same samples; the ratio of each pair of steps, and its
+median. What it is not: a measure of paging; nothing is paged here, and hooks should step aside.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dynoffload.experiments.trainer import BUDGETED, Spec
+from dynoffload.experiments.workers import (
+    Worker,
+    alternate,
+    losses_equal,
+    median_seconds,
+    worker,
+)
+from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.units import format_seconds, parse_bytes
+
+NETWORKS = ("moe", "tree")
+
+
+def run(
+    json_path: Path | None = None,
+    *,
+    preset: str = "small",
+    moe_tokens: int = 256,
+    moe_steps: int = 40,
+    tree_steps: int = 150,
+    warmup: int = 12,
+    moe_budget: str = "2GiB",
+    tree_budget: str = "512MiB",
+    spill_dir: Path | None = None,
+) -> dict[str, Any]:
+    """Measure both networks.
+
+    Args:
+        json_path: not used; the numbers are written by the caller.
+        preset: sizes of both.
+        moe_tokens: tokens per step of the MoE language model.
+        moe_steps: its measured steps.
+        tree_steps: measured steps of the Tree-LSTM; one tree each.
+        warmup: steps before them, in which paging finds that it is not needed.
+        moe_budget: of the MoE; must hold parameters, gradients, state and activations.
+        tree_budget: of the Tree-LSTM; the same.
+        spill_dir: where the spill files of the first steps lie.
+    """
+    directory = None if spill_dir is None else str(spill_dir)
+    specs = {
+        "moe": (
+            Spec("moe", preset, shape={"length": moe_tokens}, spill_dir=directory),
+            moe_steps,
+            parse_bytes(moe_budget),
+        ),
+        "tree": (Spec("tree", preset, spill_dir=directory), tree_steps, parse_bytes(tree_budget)),
+    }
+    result: dict[str, Any] = {"preset": preset, "moe_tokens": moe_tokens}
+    with progress_bar(True) as report:
+        for name in NETWORKS:
+            spec, steps, budget = specs[name]
+            result |= _measure(name, spec, budget, steps, warmup, report)
+    _print(result)
+    return result
+
+
+def _measure(
+    name: str, spec: Spec, budget: int, steps: int, warmup: int, report: Report
+) -> dict[str, Any]:
+    """Return the numbers of one network, each key beginning with its name."""
+    budgeted = Spec(**{**vars(spec), "mode": BUDGETED, "budget": budget})
+    done = 0
+
+    def tell(stepped: Worker) -> None:
+        nonlocal done
+        done += 1
+        report(f"{name}: {stepped.name}", done, 2 * (steps + warmup))
+
+    report(f"{name}: starting", 0, None)
+    with worker("plain", spec) as plain, worker("dynoffload", budgeted) as ours:
+        alternate(
+            [plain, ours], warmup=warmup, rounds=steps, per_turn=1, lead=0, on_step=tell
+        )
+        pairs = [
+            second.seconds / first.seconds
+            for first, second in zip(plain.measured, ours.measured, strict=True)
+        ]
+        state = ours.ask("state")
+        return {
+            f"{name}_ratio": median(pairs),
+            f"{name}_plain_s": median_seconds(plain.measured),
+            f"{name}_offload_s": median_seconds(ours.measured),
+            f"{name}_total_ratio": sum(s.seconds for s in ours.measured)
+            / sum(s.seconds for s in plain.measured),
+            f"{name}_budget_bytes": budget,
+            f"{name}_peak_fast_bytes": state["peak_fast_bytes"],
+            f"{name}_stepped_aside": not state["paging"],
+            f"{name}_losses_equal": losses_equal(plain, ours),
+            f"{name}_pairs": pairs,
+        }
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"a budget that holds everything, preset {result['preset']}",
+        caption="ratio: median over pairs of steps on the same sample",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("network")
+    for header in ("plain", "dynoffload", "ratio", "stepped aside", "losses equal"):
+        table.add_column(header, justify="right")
+    for name in NETWORKS:
+        table.add_row(
+            name,
+            format_seconds(result[f"{name}_plain_s"]),
+            format_seconds(result[f"{name}_offload_s"]),
+            f"{result[f'{name}_ratio']:.3f}×",
+            "yes" if result[f"{name}_stepped_aside"] else "no",
+            "yes" if result[f"{name}_losses_equal"] else "NO",
+        )
+    Console().print(table)

@@ -1,0 +1,249 @@
+"""A training process that steps when it is told to: the child half of the comparisons.
+
+What it is: ``python -m dynoffload.experiments.trainer SPEC`` builds a network of the zoo, plain or
+under a budget, and answers commands on its standard input, one JSON object per line. What it is
+not: something to import for training; the other half, `dynoffload.experiments.workers`, starts it.
+
+Every variant of a comparison is such a process, so that none shares memory, allocator or caches
+with another, and that two can take turns. All make the same steps on the same samples: their losses
+can be compared bit by bit.
+
+[Note: leaving without restoring]  A worker that is done ends by `os._exit`. Leaving the ``offload``
+block would copy gigabytes back into ordinary tensors that nobody looks at; the spill file has no
+name and goes with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+BUDGETED = "offload"
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one worker runs.
+
+    Attributes:
+        network: name in the zoo.
+        preset: its sizes.
+        mode: `PLAIN` or `BUDGETED`.
+        shape: of the samples, as `dynoffload.experiments.zoo.samples` takes it.
+        split: which files samples come from.
+        data_seed: of the samples.
+        seed: of the weights.
+        optimizer: implementation of AdamW: ``"fused"``, ``"foreach"`` or ``"for-loop"``.
+        lr: its learning rate.
+        budget: bytes, where there is one.
+        config: options of `dynoffload.OffloadConfig`.
+        pilot: path of a pilot, ``"auto"`` or None.
+        meta: build on the meta device and give the weights inside the block.
+        spill_dir: where the spill file lies.
+    """
+
+    network: str
+    preset: str
+    mode: str = PLAIN
+    shape: dict[str, int] = field(default_factory=dict)
+    split: str = "train"
+    data_seed: int = 0
+    seed: int = 0
+    optimizer: str = "fused"
+    lr: float = 1e-3
+    budget: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    pilot: str | None = None
+    meta: bool = False
+    spill_dir: str | None = None
+
+
+class Trainer:
+    """One network, its optimizer and its samples."""
+
+    def __init__(self, spec: Spec) -> None:
+        import torch
+
+        from dynoffload.experiments import zoo
+
+        self.spec = spec
+        device = "meta" if spec.meta else "cpu"
+        self.model = zoo.build(spec.network, spec.preset, seed=spec.seed, device=device)
+        kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {}}
+        options: dict[str, Any] = kinds[spec.optimizer] or {"foreach": False, "fused": False}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=spec.lr, **options)
+        self.samples = zoo.samples(
+            spec.network, spec.split, seed=spec.data_seed, **spec.shape
+        )
+        self.session: Any = None
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Enter the block that the mode asks for."""
+        import torch
+
+        if self.spec.mode == PLAIN:
+            yield
+            return
+        import dynoffload
+
+        with dynoffload.offload(
+            self.model,
+            self.optimizer,
+            budget=self.spec.budget,
+            pilot=self.spec.pilot,
+            config=self.spec.config,
+            spill_dir=self.spec.spill_dir,
+        ) as session:
+            self.session = session
+            if self.spec.meta:
+                # The order of reset_parameters() is that of construction: the plain network's.
+                torch.manual_seed(self.spec.seed)
+                session.materialize()
+            yield
+
+    def step(self) -> dict[str, Any]:
+        """Make one training step and return its times, its loss and the session's numbers."""
+        args = next(self.samples).args
+        begin = time.perf_counter()
+        loss = self.model(*args).loss
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end = time.perf_counter()
+        reply: dict[str, Any] = {
+            "seconds": end - begin,
+            "forward_s": forward - begin,
+            "backward_s": backward - forward,
+            "optimizer_s": end - backward,
+            "loss": float(loss.item()).hex(),
+        }
+        if self.session is not None:
+            stats = dataclasses.asdict(self.session.log.steps[-1])
+            reply["stats"] = {key: finite(value) for key, value in stats.items()}
+        return reply
+
+    def describe(self) -> dict[str, Any]:
+        """Make one step and say what it visited.
+
+        Returns:
+            The numbers of the step, and ``visits``: for each module with parameters, in the order
+            of their calls, the names of those, and the bytes that autograd saved from then on.
+        """
+        import torch
+
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        visits: list[list[Any]] = []
+        seen: dict[int, torch.Tensor] = {}  # kept alive, so that no address is used twice
+
+        def visit(module: torch.nn.Module, args: Any) -> None:
+            mine = [names[id(p)] for p in module._parameters.values() if p is not None]
+            visits.append([mine, 0])
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in own and address not in seen and visits:
+                seen[address] = tensor.detach()
+                visits[-1][1] += storage.nbytes()
+            return tensor
+
+        handles = [
+            module.register_forward_pre_hook(visit)
+            for module in self.model.modules()
+            if any(p is not None for p in module._parameters.values())
+        ]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            reply = self.step()
+        seen.clear()
+        for handle in handles:
+            handle.remove()
+        sizes = {
+            name: parameter.numel() * parameter.element_size()
+            for name, parameter in self.model.named_parameters()
+        }
+        return {**reply, "visits": visits, "parameters": sizes}
+
+    def state(self) -> dict[str, Any]:
+        """Return what is known of the whole run so far."""
+        reply: dict[str, Any] = {
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        }
+        if self.session is not None:
+            log = self.session.log
+            reply |= {
+                "backend": log.backend,
+                "paging": self.session.paging,
+                "headroom_bytes": log.headroom,
+                "peak_fast_bytes": max((s.peak_fast_bytes for s in log.steps), default=0),
+            }
+        return reply
+
+    def save_log(self, path: str) -> dict[str, Any]:
+        """Write the session's log to ``path``."""
+        self.session.log.save(Path(path))
+        return {}
+
+
+def finite(value: Any) -> Any:
+    """Return ``value``, or None for a number that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _before() -> dict[str, int]:
+    """Return what the process takes now: its resident set and, in a group of its own, its charge."""
+    from dynoffload.memory.limits import cgroup_directories, resident_bytes
+
+    charged = -1
+    for directory, _, usage in cgroup_directories()[:1]:
+        charged = int((directory / usage).read_text(encoding="ascii"))
+    return {"rss_bytes": resident_bytes(), "charged_bytes": charged}
+
+
+def serve(spec: Spec, commands: IO[str], replies: IO[str]) -> None:
+    """Answer commands until they end."""
+
+    def say(reply: dict[str, Any]) -> None:
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+    trainer = Trainer(spec)
+    say(_before())
+    with trainer.training():
+        say({"ready": True})
+        for line in commands:
+            command = json.loads(line)
+            answer = {
+                "step": trainer.step,
+                "describe": trainer.describe,
+                "state": trainer.state,
+                "save_log": trainer.save_log,
+            }[command.pop("do")]
+            say(answer(**command))
+        replies.flush()
+        os._exit(0)  # [Note: leaving without restoring]
+
+
+def main() -> None:
+    """Be a worker; what the network prints goes to the error stream."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(Spec(**json.loads(sys.argv[1])), sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

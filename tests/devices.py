@@ -1,0 +1,119 @@
+"""Devices to test, and what tests do with them: no tests here.
+
+`DEVICES` is every device of the CPU with the page sizes that differ in kind. The pager is left out,
+with its reason, only where the system refuses it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynoffload.memory.device import Device
+from dynoffload.memory.mapped import MappedFile
+from dynoffload.memory.pager import Pager, probe
+from dynoffload.planning import Action, Kind, Schedule, Use
+from dynoffload.planning.schedule import NextUse
+from dynoffload.units import KiB, MiB
+
+SMALL, HUGE = 4 * KiB, 2 * MiB
+NO_PAGER = probe()
+KINDS: dict[str, type[Pager] | type[MappedFile]] = {"pager": Pager, "mapped": MappedFile}
+
+_PERIOD = (torch.arange(4001) * 7 % 251).to(torch.uint8)  # no divisor in common with pages
+
+needs_pager = pytest.mark.skipif(bool(NO_PAGER), reason=NO_PAGER or "never")
+
+
+def each_device(*pages: int) -> pytest.MarkDecorator:
+    """Run a test with `kind` and `page` set to every device and each of ``pages``."""
+    return pytest.mark.parametrize(
+        ("kind", "page"),
+        [
+            pytest.param(
+                kind,
+                page,
+                id=f"{kind}-{page // KiB}k",
+                marks=[needs_pager] if kind == "pager" else [],
+            )
+            for kind in KINDS
+            for page in (pages or (SMALL, HUGE))
+        ],
+    )
+
+
+@contextmanager
+def opened(kind: str, capacity: int, page: int, spill_dir: Path) -> Iterator[Device]:
+    """Open a device, and close it whatever happens."""
+    device = KINDS[kind](capacity, page, spill_dir, threads=2)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def view(device: Device, region: int) -> torch.Tensor:
+    """Return a region's bytes as a tensor."""
+    return torch.empty(0, dtype=torch.uint8).set_(device.storage(region))
+
+
+def pattern(length: int, seed: int) -> torch.Tensor:
+    """Return ``length`` bytes that differ from page to page and seed to seed."""
+    return _PERIOD.repeat(-(-length // len(_PERIOD)))[:length] + seed * 31 % 256
+
+
+def filled(device: Device, regions: list[int]) -> None:
+    """Give each region a pattern of its own, by its number."""
+    for region in regions:
+        device.acquire([region])
+        target = view(device, region)
+        target.copy_(pattern(len(target), region))
+
+
+def holds(device: Device, region: int) -> bool:
+    """Return whether a region still has the pattern that `filled` gave it."""
+    found = view(device, region)
+    return torch.equal(found, pattern(len(found), region))
+
+
+def schedule(*actions: Action) -> Schedule:
+    """Return a schedule of bare actions; what it claims beyond them is not looked at."""
+    return Schedule(tuple(actions), 0, 0, 0, NextUse(()))
+
+
+def uses_of(*regions: int) -> list[Use]:
+    """Return one use for each region."""
+    return [Use((region,)) for region in regions]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Wait until ``condition()`` holds; False if it does not within ``seconds``."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def script(
+    body: str, *arguments: object, seconds: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own, which sees this module's names; what hangs there fails here."""
+    here = str(Path(__file__).parent)
+    start = f"import sys\nsys.path.append({here!r})\nfrom devices import *\n"
+    return subprocess.run(
+        [sys.executable, "-c", start + textwrap.dedent(body), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )

@@ -1,0 +1,648 @@
+"""What every CPU device promises: bytes survive, and fast memory never passes its capacity."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import (
+    KINDS,
+    SMALL,
+    each_device,
+    eventually,
+    filled,
+    holds,
+    opened,
+    pattern,
+    schedule,
+    script,
+    uses_of,
+    view,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynoffload.errors import BudgetError, SpillError
+from dynoffload.memory.device import Device, EventKind
+from dynoffload.planning import Action, Kind, LookAhead, OnDemand, Use
+from dynoffload.units import MiB
+
+
+@pytest.fixture
+def device(kind: str, page: int, tmp_path: Path) -> Iterator[Device]:
+    """Return a device of 8 pages."""
+    with opened(kind, 8 * page, page, tmp_path) as made:
+        yield made
+
+
+# One region
+
+
+@each_device()
+def test_sizes_are_padded_to_pages(device: Device, page: int) -> None:
+    assert device.capacity == 8 * page
+    region = device.allocate(page + 1)
+    assert device.size(region) == device.padded(page + 1) == 2 * page
+    assert device.padded(1) == page
+    assert device.size(region + 1) == 0
+    assert device.storage(region).nbytes() == page + 1
+    device.release(region)
+    assert device.size(region) == 0
+
+
+@each_device()
+def test_a_new_region_takes_no_fast_memory_until_it_is_acquired(device: Device, page: int) -> None:
+    region = device.allocate(3 * page)
+    assert device.resident() == []
+    device.acquire([region])
+    assert device.resident() == [region]
+    assert device.counters().resident_bytes == 3 * page
+    assert device.counters().bytes_in == 0  # there was nothing to read
+
+
+@each_device()
+def test_a_new_region_can_be_written_and_read_without_notice(device: Device, page: int) -> None:
+    regions = [device.allocate(2 * page - 5) for _ in range(9)]
+    for region in regions:
+        view(device, region).copy_(pattern(2 * page - 5, region))
+    assert all(holds(device, region) for region in regions)
+    counters = device.counters()
+    assert counters.faults > 0
+    assert counters.peak_bytes <= device.capacity
+
+
+@each_device()
+def test_storages_keep_their_address_and_their_views(device: Device, page: int) -> None:
+    first, second = device.allocate(6 * page), device.allocate(6 * page)
+    storage = device.storage(first)
+    address = storage.data_ptr()
+    assert address % 64 == 0
+    whole = view(device, first)
+    part = whole[page - 3 : page + 3]
+    filled(device, [first])
+    kept = part.clone()
+    for _ in range(3):
+        filled(device, [second])  # pushes the other out
+        assert first not in device.resident()
+        device.acquire([first])
+        assert device.storage(first).data_ptr() == address == whole.data_ptr()
+        assert torch.equal(part, kept)
+        part.add_(0)
+    assert device.owner(address) == device.owner(address + 6 * page - 1) == first
+    assert device.owner(device.storage(second).data_ptr()) == second
+    assert device.owner(address - 1) != first
+    assert device.owner(torch.zeros(1).data_ptr()) == -1
+    device.release(first)
+    assert device.owner(address) == -1
+
+
+@each_device()
+def test_discarded_bytes_cost_no_write_and_no_read(device: Device, page: int) -> None:
+    regions = [device.allocate(4 * page) for _ in range(2)]
+    filled(device, regions)
+    before = device.counters()
+    for region in regions:
+        device.discard(region)
+        device.discard(region)  # again: nothing left to forget
+    assert device.resident() == []
+    assert device.counters().resident_bytes == 0
+    device.acquire(regions)
+    after = device.counters()
+    assert (after.bytes_in, after.bytes_out) == (before.bytes_in, before.bytes_out)
+    filled(device, regions)
+    assert all(holds(device, region) for region in regions)
+
+
+@each_device()
+def test_a_region_discarded_while_absent_comes_back_without_a_read(
+    device: Device, page: int
+) -> None:
+    first, second = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [first, second])
+    assert device.resident() == [second]
+    before = device.counters().bytes_in
+    device.discard(first)
+    device.acquire([first])
+    assert device.counters().bytes_in == before
+
+
+@each_device()
+def test_places_of_released_regions_are_used_again(device: Device, page: int) -> None:
+    addresses = set()
+    for _ in range(20):
+        region = device.allocate(5 * page)
+        filled(device, [region])
+        addresses.add(device.storage(region).data_ptr())
+        assert holds(device, region)
+        device.release(region)
+        assert device.resident() == []
+    assert len(addresses) == 1
+
+
+# Room
+
+
+@each_device()
+def test_what_cannot_fit_is_refused_with_need_have_and_remedy(device: Device, page: int) -> None:
+    with pytest.raises(BudgetError, match="raise the budget"):
+        device.allocate(9 * page)
+    assert device.allocate(8 * page) >= 0
+    with pytest.raises(ValueError, match="at least one byte"):
+        device.allocate(0)
+
+
+@each_device()
+def test_acquiring_more_than_the_pool_is_refused_and_pins_nothing(
+    device: Device, page: int
+) -> None:
+    regions = [device.allocate(3 * page) for _ in range(3)]
+    filled(device, regions)
+    with pytest.raises(BudgetError, match="raise the budget"):
+        device.acquire(regions, pin=True)
+    filled(device, regions)  # would hang if one were still pinned
+    assert all(holds(device, region) for region in regions)
+
+
+@each_device()
+def test_pinned_regions_stay_until_unpinned(device: Device, page: int) -> None:
+    held = device.allocate(3 * page)
+    others = [device.allocate(4 * page) for _ in range(4)]
+    filled(device, [held])
+    device.acquire([held], pin=True)
+    device.acquire([held], pin=True)
+    device.unpin([held])  # one pin is left
+    for _ in range(2):
+        filled(device, others)
+        assert held in device.resident()
+    device.unpin([held])
+    device.acquire(others[:2], pin=True)
+    assert held not in device.resident()
+    device.unpin(others[:2])
+    assert holds(device, held)
+
+
+@each_device()
+def test_without_a_plan_the_least_recently_used_leaves(device: Device, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(5)]
+    filled(device, regions[:4])
+    device.acquire([regions[0]])  # used again: the second is now the oldest
+    device.acquire([regions[4]])
+    assert regions[1] not in device.resident()
+    assert regions[0] in device.resident()
+
+
+@each_device()
+def test_with_a_plan_the_farthest_next_use_leaves(device: Device, page: int) -> None:
+    a, b, c, d, e = (device.allocate(2 * page) for _ in range(5))
+    filled(device, [a, b, c, d])
+    device.follow(uses_of(e, a, b, d, c), schedule())
+    device.acquire([e])
+    assert sorted(device.resident()) == sorted([a, b, d, e])
+    device.advance(4)  # now c's use is next, and nobody else has one
+    device.acquire([c])
+    assert c in device.resident()
+    assert all(holds(device, region) for region in (a, b, c, d))
+
+
+# Plans
+
+
+@each_device()
+def test_a_plan_prefetches_and_what_is_used_is_counted(device: Device, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(8)]
+    filled(device, regions)
+    uses = uses_of(*regions)
+    before = device.counters()
+    resident = device.resident()
+    plan = LookAhead().plan(
+        uses, [2 * page] * (max(regions) + 1), device.capacity, resident, resident
+    )
+    device.follow(uses, plan)
+    for position, region in enumerate(regions):
+        device.advance(position)
+        assert eventually(lambda r=region: r in device.resident())
+        device.acquire([region])
+        assert holds(device, region)
+    after = device.counters()
+    fetched = sum(action.kind is Kind.FETCH for action in plan.actions)
+    assert fetched >= 4
+    assert after.prefetched_bytes - before.prefetched_bytes == fetched * 2 * page
+    assert after.used_bytes - before.used_bytes == fetched * 2 * page
+    assert after.wasted_bytes == 0
+    assert after.peak_bytes <= device.capacity
+
+
+@each_device()
+def test_planned_fetches_wait_for_their_position_and_for_room(device: Device, page: int) -> None:
+    a, b, c = (device.allocate(4 * page) for _ in range(3))
+    filled(device, [a, b, c])
+    device.acquire([b, c])
+    assert sorted(device.resident()) == sorted([b, c])
+    device.follow(
+        [Use((b,)), Use((c,)), Use(()), Use(()), Use((a,))],
+        schedule(Action(2, Kind.FETCH, a), Action(3, Kind.EVICT, b)),
+    )
+    time.sleep(0.05)
+    assert sorted(device.resident()) == sorted([b, c])  # position 2 is not reached
+    device.advance(2)
+    time.sleep(0.05)
+    assert sorted(device.resident()) == sorted([b, c])  # there is no room, and time to wait
+    device.advance(4)
+    assert eventually(lambda: a in device.resident())
+    assert device.counters().peak_bytes <= device.capacity
+    assert all(holds(device, region) for region in (a, b, c))
+
+
+@each_device()
+def test_what_is_prefetched_for_nothing_is_wasted(device: Device, page: int) -> None:
+    regions = [device.allocate(4 * page) for _ in range(3)]
+    filled(device, regions)
+    absent = next(region for region in regions if region not in device.resident())
+    other = device.resident()[0]
+    device.follow(
+        [Use(()), Use((absent,)), *uses_of(*regions)],
+        schedule(Action(0, Kind.EVICT, other), Action(0, Kind.FETCH, absent)),
+    )
+    assert eventually(lambda: device.counters().prefetched_bytes == 4 * page)
+    device.follow([Use(())], schedule(Action(0, Kind.EVICT, absent)))
+    assert eventually(lambda: device.counters().wasted_bytes == 4 * page)
+    assert device.counters().used_bytes == 0
+
+
+@each_device()
+def test_the_reserve_is_kept_free_of_prefetches(device: Device, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(6)]
+    filled(device, regions)
+    device.reserve(4 * page)
+    assert eventually(lambda: device.counters().resident_bytes <= 4 * page)
+    absent = [region for region in regions if region not in device.resident()]
+    device.follow(
+        [Use(()), *(Use((r,)) for r in regions)],
+        schedule(*(Action(0, Kind.FETCH, region) for region in absent)),
+    )
+    time.sleep(0.1)
+    assert device.counters().resident_bytes <= 4 * page
+    assert all(holds(device, region) for region in regions)
+
+
+@each_device()
+def test_plans_over_regions_that_are_gone_do_no_harm(device: Device, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(6)]
+    filled(device, regions)
+    uses = uses_of(*regions)
+    actions = [Action(i, kind, r) for i, r in enumerate(regions) for kind in Kind]
+    device.follow(uses, schedule(*actions))
+    gone = regions.pop(2)
+    device.release(gone)
+    for position in range(len(uses)):
+        device.advance(position)
+    fresh = device.allocate(2 * page)
+    filled(device, [fresh])
+    assert all(holds(device, region) for region in [*regions, fresh])
+
+
+@each_device()
+def test_following_backwards_prefetches_again(device: Device, page: int) -> None:
+    a, b = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [a, b])
+    device.follow(
+        uses_of(b, a, b),
+        schedule(
+            Action(1, Kind.EVICT, b),
+            Action(1, Kind.FETCH, a),
+            Action(2, Kind.EVICT, a),
+            Action(2, Kind.FETCH, b),
+        ),
+    )
+    for _ in range(3):
+        device.advance(1)
+        assert eventually(lambda: device.resident() == [a])
+        device.acquire([a])
+        device.advance(2)
+        assert eventually(lambda: device.resident() == [b])
+        device.acquire([b])
+        device.advance(0)
+    assert holds(device, a)
+    assert holds(device, b)
+
+
+# What is told
+
+
+@each_device()
+def test_events_tell_every_transfer_within_its_time(device: Device, page: int) -> None:
+    started = time.perf_counter()
+    regions = [device.allocate(3 * page) for _ in range(5)]
+    filled(device, regions)
+    assert all(holds(device, region) for region in regions if device.acquire([region]) is None)
+    counters, events = device.counters(), device.events()
+    ended = time.perf_counter()
+    assert all(started <= e.start <= e.end <= ended for e in events)
+    assert {e.region for e in events} <= set(regions)
+    for kind, total in (
+        (EventKind.FETCH, counters.bytes_in),
+        (EventKind.EVICT, counters.bytes_out),
+    ):
+        assert sum(e.nbytes for e in events if e.kind is kind) == total > 0
+    assert sum(e.kind is EventKind.STALL for e in events) == counters.stalls > 0
+    stalled = sum(e.end - e.start for e in events if e.kind is EventKind.STALL)
+    assert 0 < counters.stall_s <= stalled + 1e-3
+    assert device.events() == []
+
+
+@each_device(SMALL)
+def test_nothing_is_kept_of_events_that_nobody_wants(kind: str, page: int, tmp_path: Path) -> None:
+    device = KINDS[kind](4 * page, page, tmp_path, record=False)
+    filled(device, [device.allocate(3 * page) for _ in range(4)])
+    assert device.counters().bytes_out > 0
+    assert device.events() == []
+    device.close()
+
+
+@each_device(SMALL)
+def test_the_peak_begins_anew_with_each_reading(device: Device, page: int) -> None:
+    region = device.allocate(6 * page)
+    device.acquire([region])
+    device.discard(region)
+    assert device.counters().peak_bytes == 6 * page
+    assert device.counters().peak_bytes == 0
+
+
+@each_device(SMALL)
+def test_closing_twice_is_closing_once(kind: str, page: int, tmp_path: Path) -> None:
+    with opened(kind, 8 * page, page, tmp_path) as made:
+        made.allocate(page)
+        made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# Many at once
+
+
+@each_device()
+def test_readers_in_threads_see_whole_regions(device: Device, page: int) -> None:
+    regions = [device.allocate(2 * page - 11) for _ in range(10)]
+    filled(device, regions)
+    wrong: list[int] = []
+    stop = time.monotonic() + 1.0
+
+    def read(start: int) -> None:
+        turn = start
+        while time.monotonic() < stop:
+            region = regions[turn % len(regions)]
+            turn += start + 1
+            if not holds(device, region):
+                wrong.append(region)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    turn, peak = 0, 0
+    while time.monotonic() < stop:
+        pair = [regions[turn % 10], regions[(turn + 3) % 10]]
+        device.acquire(pair, pin=True)
+        assert all(holds(device, region) for region in pair)
+        device.unpin(pair)
+        turn += 1
+        peak = max(peak, device.counters().peak_bytes)
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert turn > 0
+    assert 0 < peak <= device.capacity
+
+
+@each_device(SMALL)
+def test_regions_come_and_go_in_several_threads(device: Device, page: int) -> None:
+    wrong: list[int] = []
+
+    def live(seed: int) -> None:
+        for turn in range(60):
+            region = device.allocate((1 + (seed + turn) % 2) * page)
+            mine = view(device, region)
+            device.acquire([region])
+            mine.copy_(pattern(len(mine), seed * 100 + turn))
+            if turn % 3 == 0:
+                device.touch([region])
+            if not torch.equal(mine, pattern(len(mine), seed * 100 + turn)):
+                wrong.append(region)
+            del mine
+            device.release(region)
+
+    threads = [threading.Thread(target=live, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert device.resident() == []
+
+
+# Anything at all
+
+
+@st.composite
+def plans(draw: st.DrawFn, count: int) -> tuple[str, list[int], list[tuple[int, int, int]]]:
+    """Return a policy's name, or "wrong"; an order of regions; actions that nobody checked."""
+    name = draw(st.sampled_from(["look-ahead", "on-demand", "wrong"]))
+    order = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=12))
+    actions = draw(
+        st.lists(
+            st.tuples(st.integers(0, 12), st.integers(0, 1), st.integers(0, count)), max_size=12
+        )
+    )
+    return name, order, sorted(actions)
+
+
+def steps(count: int) -> st.SearchStrategy[list[Any]]:
+    """Return a list of things to do with ``count`` regions."""
+    one = st.integers(0, count - 1)
+    return st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["write", "read", "acquire", "touch", "pin", "unpin"]), one),
+            st.tuples(st.sampled_from(["silent write", "discard", "renew", "advance"]), one),
+            st.tuples(st.just("copy"), one, one),
+            st.tuples(st.just("follow"), plans(count)),
+        ),
+        min_size=5,
+        max_size=40,
+    )
+
+
+class Machine:
+    """A device beside what its regions must hold."""
+
+    def __init__(self, device: Device, sizes: list[int]) -> None:
+        self.device, self.sizes = device, sizes
+        self.regions = [device.allocate(size) for size in sizes]
+        self.content: list[torch.Tensor | None] = [None] * len(sizes)
+        self.pins = [0] * len(sizes)
+        self.seed = 0
+
+    def held(self) -> int:
+        """Return the pages that pins hold."""
+        pages = [self.device.size(r) // self.device.page_bytes for r in self.regions]
+        return sum(n for n, pins in zip(pages, self.pins, strict=True) if pins)
+
+    def write(self, i: int, announced: bool) -> None:
+        self.seed += 1
+        if announced:
+            self.device.acquire([self.regions[i]])
+        self.content[i] = pattern(self.sizes[i], self.seed)
+        view(self.device, self.regions[i]).copy_(self.content[i])
+
+    def check(self, i: int) -> None:
+        expected = self.content[i]
+        if expected is not None:
+            assert torch.equal(view(self.device, self.regions[i]), expected)
+
+    def run(self, step: Any) -> None:
+        name, i, *rest = step
+        device = self.device
+        region = self.regions[i] if isinstance(i, int) else -1
+        if name in ("write", "silent write"):
+            self.write(i, name == "write")
+        elif name == "read":
+            self.check(i)
+        elif name == "acquire":
+            device.acquire([region])
+            self.check(i)
+        elif name == "touch":
+            device.touch(self.regions)
+        elif name == "pin":
+            pages = device.size(region) // device.page_bytes
+            if self.pins[i] or self.held() + pages <= 4:  # the rest must fit the largest region
+                device.acquire([region], pin=True)
+                self.pins[i] += 1
+                assert region in device.resident()
+        elif name == "unpin" and self.pins[i]:
+            device.unpin([region])
+            self.pins[i] -= 1
+        elif name == "discard" and not self.pins[i]:
+            device.discard(region)
+            self.content[i] = None
+        elif name == "renew" and not self.pins[i]:
+            device.release(region)
+            self.content[i] = None
+            self.regions[i] = device.allocate(self.sizes[i])
+        elif name == "copy" and self.sizes[i] == self.sizes[rest[0]] and i != rest[0]:
+            if self.content[i] is not None:
+                view(device, self.regions[rest[0]]).copy_(view(device, region))
+                self.content[rest[0]] = self.content[i]
+        elif name == "advance":
+            device.advance(i)
+        elif name == "follow":
+            self.follow(*i)
+
+    def follow(self, name: str, order: list[int], actions: list[tuple[int, int, int]]) -> None:
+        device = self.device
+        uses = [Use((self.regions[i],)) for i in order]
+        if name == "wrong":
+            names = [*self.regions, 60000]
+            plan = schedule(*(Action(at, Kind(kind), names[i]) for at, kind, i in actions))
+        else:
+            policy = LookAhead() if name == "look-ahead" else OnDemand()
+            sizes = [device.size(region) for region in range(max(self.regions) + 1)]
+            here = [region for region in device.resident() if region < len(sizes)]
+            plan = policy.plan(uses, sizes, device.capacity, here, here)
+        device.follow(uses, plan)
+
+
+@each_device()
+def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
+    count = 5
+
+    @settings(
+        max_examples=120 if page == SMALL else 20,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(
+        pages=st.lists(st.integers(1, 4), min_size=count, max_size=count),
+        less=st.integers(0, SMALL - 1),
+        work=steps(count),
+    )
+    def run(pages: list[int], less: int, work: list[Any]) -> None:
+        with opened(kind, 8 * page, page, tmp_path) as device:
+            machine = Machine(device, [n * page - less for n in pages])
+            for step in work:
+                machine.run(step)
+                counters = device.counters()
+                assert counters.peak_bytes <= device.capacity
+                assert counters.resident_bytes <= device.capacity
+                assert sum(map(device.size, device.resident())) <= device.capacity
+            for i in range(count):
+                machine.check(i)
+
+    run()
+
+
+# The disk
+
+
+@each_device(SMALL)
+def test_a_missing_directory_is_refused(kind: str, page: int, tmp_path: Path) -> None:
+    with pytest.raises(SpillError, match="does not exist"):
+        KINDS[kind](8 * page, page, tmp_path / "nowhere")
+    assert len(os.listdir("/proc/self/task")) > 0
+
+
+@each_device()
+def test_a_file_that_cannot_grow_refuses_the_region_and_spoils_nothing(
+    kind: str, page: int, tmp_path: Path
+) -> None:
+    limit = 128 * MiB
+    found = script(
+        """
+        import resource
+        from dynoffload.errors import SpillError
+        kind, page, limit, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        with opened(kind, 64 * MiB, page, Path(directory)) as device:
+            regions = [device.allocate(40 * MiB) for _ in range(3)]
+            filled(device, regions)
+            try:
+                device.allocate(40 * MiB)
+            except SpillError as error:
+                print("refused:", error)
+            small = device.allocate(8 * MiB)  # there is room for this one
+            filled(device, [small])
+            print(all(holds(device, region) for region in [*regions, small]))
+        """,
+        kind,
+        page,
+        limit,
+        tmp_path,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "refused:" in found.stdout
+    assert "cannot grow" in found.stdout
+    assert "free space there, or pass spill_dir=" in found.stdout
+    assert found.stdout.splitlines()[-1] == "True"
+
+
+@each_device(SMALL)
+def test_a_killed_process_leaves_no_file(kind: str, page: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        found = script(
+            """
+            import os, signal
+            device = KINDS[sys.argv[1]](64 * int(sys.argv[2]), int(sys.argv[2]), Path(sys.argv[3]))
+            filled(device, [device.allocate(20 * device.page_bytes) for _ in range(8)])
+            print(device.counters().bytes_out, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+            """,
+            kind,
+            page,
+            name,
+        )
+        assert found.returncode == -9
+        assert int(found.stdout) > 0
+        assert os.listdir(name) == []

@@ -1,0 +1,188 @@
+"""What the system sees: a device takes its pool and no more, and its failures are told."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from devices import HUGE, SMALL, each_device, needs_pager, script
+
+from dynoffload.memory import limits
+from dynoffload.units import MiB
+
+POOL = 64 * MiB
+SLACK = 20 * MiB  # what the interpreter and the kernel take for other things meanwhile
+
+_STREAM = """
+import gc
+kind, page, directory, pool = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+device = KINDS[kind](pool, page, directory, threads=2)
+regions = [device.allocate(8 * MiB) for _ in range(40)]
+gc.collect()
+{before}
+for turn in range(2):
+    for region in regions:
+        device.acquire([region])
+        view(device, region).fill_(region + turn)
+for region in regions:
+    assert int(view(device, region)[-1]) == region + 1
+{after}
+assert device.counters().peak_bytes <= device.capacity
+device.close()
+"""
+
+
+@each_device()
+def test_the_resident_set_grows_by_the_pool_at_most(kind: str, page: int, tmp_path: Path) -> None:
+    found = script(
+        _STREAM.format(
+            before="""
+def status(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+base = status("VmRSS")
+""",
+            after='print(status("VmHWM") - base)',
+        ),
+        kind,
+        page,
+        tmp_path,
+        POOL,
+    )
+    assert found.returncode == 0, found.stderr
+    grown = int(found.stdout)
+    assert grown >= POOL // 2  # it was measured at all
+    assert grown <= POOL + SLACK
+
+
+@pytest.fixture
+def group() -> Iterator[tuple[Path, str]]:
+    """Return a memory control group of its own and the name of its peak."""
+    for directory, _, usage in limits.cgroup_directories():
+        peak = "memory.peak" if usage == "memory.current" else "memory.max_usage_in_bytes"
+        made = directory / f"dynoffload-test-{uuid.uuid4().hex[:8]}"
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        if (made / peak).exists():
+            yield made, peak
+            made.rmdir()
+            return
+        made.rmdir()
+    pytest.skip("no memory control group can be made here")
+
+
+@each_device()
+def test_the_control_group_is_charged_the_pool_at_most(
+    kind: str, page: int, tmp_path: Path, group: tuple[Path, str]
+) -> None:
+    """The page cache is charged too, so nothing of the spill file may linger there."""
+    directory, peak = group
+    usage = "memory.current" if peak == "memory.peak" else "memory.usage_in_bytes"
+    found = script(
+        "import os\nopen(sys.argv[5] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
+        + _STREAM.format(
+            before=f"base = int(open(sys.argv[5] + '/{usage}').read())",
+            after=f"print(int(open(sys.argv[5] + '/{peak}').read()) - base)",
+        ),
+        kind,
+        page,
+        tmp_path,
+        POOL,
+        directory,
+    )
+    assert found.returncode == 0, found.stderr
+    grown = int(found.stdout)
+    assert grown >= POOL // 2
+    assert grown <= POOL + SLACK
+
+
+@each_device(HUGE)
+def test_an_empty_pool_takes_no_memory(kind: str, page: int, tmp_path: Path) -> None:
+    """A budget is a limit, not a need."""
+    found = script(
+        """
+        from dynoffload.memory.limits import resident_bytes
+        before = resident_bytes()
+        device = KINDS[sys.argv[1]](256 * MiB, int(sys.argv[2]), Path(sys.argv[3]))
+        device.acquire([device.allocate(1)])
+        print(resident_bytes() - before)
+        """,
+        kind,
+        page,
+        tmp_path,
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < 80 * MiB
+
+
+@needs_pager
+@pytest.mark.parametrize("page", [SMALL, HUGE])
+def test_the_pager_tells_of_a_write_that_failed_and_keeps_the_bytes(
+    page: int, tmp_path: Path
+) -> None:
+    """A limit on the size of files makes the kernel refuse the write."""
+    found = script(
+        """
+        import resource
+        from dynoffload.errors import SpillError
+        device = Pager(8 * int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]), threads=2)
+        a, b = device.allocate(4 * device.page_bytes), device.allocate(4 * device.page_bytes)
+        filled(device, [a, b])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        device.follow([Use(()), Use(())], schedule(Action(0, Kind.EVICT, a)))
+        def told():
+            try:
+                device.counters()
+            except SpillError as error:
+                print(error.errno, error)
+                return True
+        assert eventually(told)
+        device.counters()  # told once
+        assert sorted(device.resident()) == [a, b] and holds(device, a)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        device.follow([Use(()), Use(())], schedule(Action(0, Kind.EVICT, a)))
+        assert eventually(lambda: device.resident() == [b])
+        assert holds(device, a)
+        device.close()
+        """,
+        page,
+        tmp_path,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("27 ")  # EFBIG
+    assert "last checkpoint" in found.stdout
+
+
+@needs_pager
+def test_the_pager_ends_the_process_rather_than_hand_out_what_it_cannot_read(
+    tmp_path: Path,
+) -> None:
+    """The file is cut off under it: the reader must not go on with anything else."""
+    found = script(
+        """
+        import faulthandler, os
+        faulthandler.disable()
+        device = Pager(8 * SMALL, SMALL, Path(sys.argv[1]), threads=2)
+        a, b = device.allocate(6 * SMALL), device.allocate(6 * SMALL)
+        filled(device, [a, b])
+        os.ftruncate(device._spill.fd, 0)
+        print("read", int(view(device, a)[0]), flush=True)
+        """,
+        tmp_path,
+    )
+    assert found.returncode == -6
+    assert found.stdout == ""
+    assert "cannot read" in found.stderr
+    assert "checkpoint" in found.stderr
+
+
+def test_limits_are_read_for_this_process() -> None:
+    assert 0 < limits.available_bytes() < 1 << 60
+    assert MiB < limits.resident_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

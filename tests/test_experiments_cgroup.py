@@ -1,0 +1,174 @@
+"""Memory limits are the kernel's own: what passes one dies, what may swap lives, nothing remains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynoffload.experiments import cgroup
+from dynoffload.experiments.cgroup import (
+    LimitError,
+    MemoryGroup,
+    memory_group,
+    run_limited,
+    swap_file,
+    why_unavailable,
+)
+from dynoffload.units import MiB
+
+LIMIT = 64 * MiB
+limited = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
+
+
+def fills(nbytes: int) -> list[str]:
+    """Return a command that writes to ``nbytes`` of memory, page by page, twice."""
+    code = f"x = bytearray({nbytes})\nfor _ in 0, 1:\n for i in range(0, {nbytes}, 4096): x[i] = 1"
+    return [sys.executable, "-S", "-c", code]
+
+
+def groups() -> list[str]:
+    found = cgroup.version()
+    assert found is not None
+    return [p.name for p in cgroup._ROOTS[found].glob(f"dynoffload-{os.getpid()}-*")]
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """Return a directory on a disk where swap can be switched on; skip where it cannot."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        try:
+            with swap_file(Path(name), 2 * MiB):
+                pass
+        except LimitError as error:
+            pytest.skip(str(error))
+        yield Path(name)
+
+
+@limited
+def test_what_fits_lives_and_is_counted() -> None:
+    done = run_limited(fills(20 * MiB), LIMIT)
+    assert done.returncode == 0
+    assert 20 * MiB < done.usage.peak_bytes <= LIMIT
+    assert done.usage.oom_kills == 0
+    assert groups() == []
+
+
+@limited
+def test_what_passes_the_limit_is_killed_and_counted() -> None:
+    done = run_limited(fills(3 * LIMIT), LIMIT)
+    assert done.returncode == -signal.SIGKILL
+    assert done.usage.oom_kills == 1
+    assert done.usage.limit_hits > 0
+    assert done.usage.peak_bytes <= LIMIT
+    assert groups() == []
+
+
+@limited
+def test_with_swap_it_lives_and_the_file_is_gone_after(disk: Path) -> None:
+    done = run_limited(fills(3 * LIMIT), LIMIT, 4 * LIMIT, swap_dir=disk)
+    assert done.returncode == 0
+    assert done.usage.peak_bytes <= LIMIT
+    assert done.usage.limit_hits > 0
+    assert list(disk.iterdir()) == []
+    assert str(disk) not in Path("/proc/swaps").read_text()
+
+
+@limited
+def test_without_swap_no_swap_is_used_though_the_system_has_some(disk: Path) -> None:
+    with swap_file(disk, 4 * LIMIT), memory_group(LIMIT, swap=False) as group:
+        done = subprocess.run(group.command(fills(3 * LIMIT)), check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert group.usage().oom_kills == 1
+
+
+@limited
+def test_a_group_without_limit_only_counts() -> None:
+    with memory_group(None) as group:
+        subprocess.run(group.command(fills(2 * LIMIT)), check=True)
+        assert group.usage().peak_bytes > 2 * LIMIT
+        assert group.usage().oom_kills == 0
+
+
+@limited
+def test_what_still_runs_at_the_end_is_killed() -> None:
+    with memory_group(LIMIT) as group:
+        child = subprocess.Popen(group.command(["sleep", "60"]))
+        while child.pid not in group.processes():
+            assert child.poll() is None
+    assert child.wait(timeout=10) == -signal.SIGKILL
+    assert groups() == []
+
+
+def swapping_child(directory: Path) -> subprocess.Popen[str]:
+    """Return a process that has a swap file of its own switched on, and waits."""
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from dynoffload.experiments.cgroup import swap_file\n"
+        f"with swap_file(Path({str(directory)!r}), {4 * MiB}):\n"
+        "    print('on', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "on\n"
+    assert str(directory) in Path("/proc/swaps").read_text()
+    return child
+
+
+def test_terminated_it_switches_swap_off(disk: Path) -> None:
+    child = swapping_child(disk)
+    child.terminate()
+    assert child.wait(timeout=20) == 128 + signal.SIGTERM
+    assert list(disk.iterdir()) == []
+    assert str(disk) not in Path("/proc/swaps").read_text()
+
+
+def test_what_a_killed_one_left_is_cleared_by_the_next(disk: Path) -> None:
+    child = swapping_child(disk)
+    child.kill()
+    child.wait(timeout=20)
+    assert len(list(disk.iterdir())) == 1
+    with swap_file(disk, 4 * MiB) as own:
+        assert list(disk.iterdir()) == [own]
+    assert str(disk) not in Path("/proc/swaps").read_text()
+
+
+def test_another_user_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in why_unavailable()
+    with pytest.raises(LimitError, match="root"), memory_group(LIMIT):
+        pass
+
+
+def test_a_system_without_cgroups_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(cgroup, "_ROOTS", {1: tmp_path / "one", 2: tmp_path / "two"})
+    assert "no memory cgroup" in why_unavailable()
+    with pytest.raises(LimitError, match="no memory cgroup"):
+        run_limited(["true"], LIMIT)
+
+
+def test_version_two_speaks_its_own_files(tmp_path: Path) -> None:
+    for name in ("memory.max", "memory.swap.max"):
+        (tmp_path / name).write_text("max\n")
+    group = MemoryGroup(tmp_path, 2, LIMIT, swap=False)
+    assert (tmp_path / "memory.max").read_text() == str(LIMIT)
+    assert (tmp_path / "memory.swap.max").read_text() == "0"
+    (tmp_path / "memory.peak").write_text("1234\n")
+    (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 1\n")
+    usage = group.usage()
+    assert (usage.peak_bytes, usage.limit_hits, usage.oom_kills) == (1234, 7, 1)
+
+
+def test_no_room_for_swap_is_said(disk: Path) -> None:
+    with pytest.raises(LimitError, match="free"), swap_file(disk, 2**60):
+        pass
+    assert list(disk.iterdir()) == []

@@ -1,0 +1,198 @@
+"""Each experiment runs, small, and its numbers are complete and consistent.
+
+No figure of speed is judged here: what these networks take is mostly overhead.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import (
+    cgroup,
+    demo,
+    paged,
+    pilot_accuracy,
+    pilot_stalls,
+    resident,
+    write_json,
+)
+
+DISK = Path("/var/tmp")
+ROW = {
+    "in_memory_s",
+    "offload_s",
+    "paged_s",
+    "offload_over_in_memory",
+    "paged_over_offload",
+    "budget_bytes",
+    "headroom_bytes",
+    "peak_fast_bytes",
+    "cgroup_peak_bytes",
+    "process_before_bytes",
+    "stall_s",
+    "wasted_bytes",
+    "bound_s",
+    "offload_over_bound",
+    "losses_equal",
+}
+
+
+def check_row(row: dict[str, Any]) -> None:
+    assert row.keys() >= ROW
+    assert row["losses_equal"] is True
+    assert 0 < row["peak_fast_bytes"] <= row["budget_bytes"]
+    assert row["within_budget"] is True
+    assert row["offload_over_in_memory"] == row["offload_s"] / row["in_memory_s"]
+    assert row["offload_over_bound"] == row["offload_s"] / row["bound_s"]
+    phases = row["in_memory_phases_s"]
+    assert row["bound_s"] >= 0.999 * sum(phases.values())
+    parts = row["bound_phases"]
+    assert parts["forward_and_optimizer"]["bytes_in"] > parts["backward"]["bytes_in"] > 0
+    assert len(row["offload_steps_s"]) == len(row["in_memory_steps_s"])
+
+
+def test_paged_without_limits(tmp_path: Path) -> None:
+    path = tmp_path / "paged.json"
+    result = paged.run(
+        path,
+        rows=("main", "tokens_512"),
+        preset="tiny",
+        tokens=64,
+        budget="400KB",
+        steps=2,
+        warmup=1,
+        profile_steps=1,
+        limited=False,
+        spill_dir=DISK,
+    )
+    check_row(result)
+    check_row(result["tokens_512"])
+    assert result["paged_s"] is result["cgroup_peak_bytes"] is None
+    assert result["tiers"]["read_bps"] > 0
+    write_json(path, result)
+    assert json.loads(path.read_text()) == result
+
+
+@pytest.mark.skipif(
+    bool(cgroup.why_unavailable(swap=True)), reason=cgroup.why_unavailable(swap=True)
+)
+def test_paged_within_real_limits(tmp_path: Path) -> None:
+    result = paged.run(
+        rows=("main",),
+        preset="tiny",
+        tokens=64,
+        budget="400KB",
+        limit="700MB",
+        steps=1,
+        warmup=1,
+        profile_steps=1,
+        paged_steps=1,
+        spill_dir=DISK,
+    )
+    check_row(result)
+    assert result["oom_kills"] == 0
+    assert result["paged_losses_equal"] is True
+    assert result["paged_over_offload"] == result["paged_s"] / result["offload_s"]
+    before, peak = result["process_before_bytes"], result["cgroup_peak_bytes"]
+    assert before < peak <= result["limit_bytes"]
+    allowed = before + result["budget_bytes"] + result["headroom_bytes"]
+    assert result["cgroup_within_declared"] is (peak <= allowed)
+    assert "dynoffload" not in Path("/proc/swaps").read_text()
+
+
+def test_paged_says_what_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "why_unavailable", lambda swap: "limits are set by root alone")
+    with pytest.raises(cgroup.LimitError, match="root alone: neither .* --limited false"):
+        paged.run()
+
+
+def test_paged_refuses_rows_it_does_not_have() -> None:
+    with pytest.raises(ConfigError, match="mapped"):
+        paged.run(rows=("maped",))
+
+
+def test_resident(tmp_path: Path) -> None:
+    result = resident.run(
+        preset="tiny",
+        moe_tokens=32,
+        moe_steps=2,
+        tree_steps=3,
+        warmup=4,
+        moe_budget="64MiB",
+        tree_budget="64MiB",
+        spill_dir=DISK,
+    )
+    for name, steps in (("moe", 2), ("tree", 3)):
+        assert result[f"{name}_losses_equal"] is True
+        assert result[f"{name}_stepped_aside"] is True
+        assert len(result[f"{name}_pairs"]) == steps
+        assert min(result[f"{name}_pairs"]) <= result[f"{name}_ratio"]
+        assert 0 < result[f"{name}_peak_fast_bytes"] <= result[f"{name}_budget_bytes"]
+    json.dumps(result, allow_nan=False)
+
+
+def test_pilot_accuracy() -> None:
+    result = pilot_accuracy.run(
+        only=("tree", "moe_8"), size="tiny", tree_samples=30, moe_samples=30
+    )
+    for case in ("tree", "moe_8"):
+        found = result[case]
+        assert found["train_samples"] + found["held_out_samples"] == 30
+        assert found["blocks"] > 2
+        for predictor in ("lightgbm", "mlp", "last_order", "most_frequent"):
+            assert 0 <= found[predictor]["block_order_accuracy"] <= 1
+        for kind in pilot_accuracy.KINDS:
+            assert 0 <= found[kind]["following"]["block_order_accuracy"] <= 1
+            assert 0 < found[kind]["latency_s"] <= found[kind]["latency_p95_s"]
+    # The order of cells follows from the tree: nothing that ignores the sample comes near.
+    tree = result["tree"]
+    assert tree["lightgbm"]["block_order_accuracy"] > tree["last_order"]["block_order_accuracy"]
+    json.dumps(result, allow_nan=False)
+    with pytest.raises(ConfigError, match="moe_64"):
+        pilot_accuracy.run(only=("moe_63",))
+
+
+def test_pilot_stalls() -> None:
+    result = pilot_stalls.run(
+        only=("moe_8",),
+        size="tiny",
+        samples=24,
+        steps=4,
+        warmup=1,
+        per_turn=2,
+        share=0.5,
+        spill_dir=DISK,
+    )
+    found = result["moe_8"]
+    assert found["budget_bytes"] == found["footprint_bytes"] // 2
+    for policy in pilot_stalls.POLICIES:
+        numbers = found[policy]
+        assert numbers["losses_equal"] is True
+        assert numbers["steps"] == 4
+        assert 0 < numbers["peak_fast_bytes"] <= found["budget_bytes"]
+    assert found["on_demand"]["accuracy"] is None
+    assert found["on_demand"]["prefetched_bytes"] == 0
+    assert 0 <= found["repeat"]["accuracy"] <= 1
+    assert 0 <= found["pilot"]["accuracy"] <= 1
+    json.dumps(result, allow_nan=False)
+
+
+def test_demo(tmp_path: Path) -> None:
+    page = tmp_path / "out" / "demo.html"
+    result = demo.run(preset="tiny", tokens=32, profiled=12, steps=6, out=page, spill_dir=DISK)
+    assert result["losses_equal"] is True
+    assert result["budget_bytes"] == result["footprint_bytes"] // demo.SHARE
+    runs = result["runs"]
+    assert list(runs) == ["plain", "on_demand", "repeat_last_order", "pilot"]
+    for name in list(runs)[1:]:
+        assert runs[name]["losses_equal"] is True
+        assert 0 < runs[name]["peak_fast_bytes"] <= result["budget_bytes"]
+        assert runs[name]["bytes_in"] > 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert page.with_suffix(".perfetto.json.gz").exists()
+    json.dumps(result, allow_nan=False)

@@ -1,0 +1,94 @@
+"""Workers take turns, say the same losses whatever their memory, and do not die in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynoffload.experiments.trainer import BUDGETED, Spec
+from dynoffload.experiments.workers import (
+    Step,
+    Worker,
+    WorkerError,
+    alternate,
+    losses_equal,
+    worker,
+)
+
+TINY = Spec("moe", "tiny", shape={"length": 16}, spill_dir="/var/tmp")
+
+
+class Recorded:
+    """A worker that only notes its steps."""
+
+    def __init__(self, name: str, notes: list[tuple[str, bool]], losses: list[str]) -> None:
+        self.name, self._notes, self.losses = name, notes, losses
+        self.steps: list[Step] = []
+
+    def step(self, *, measured: bool = True) -> dict[str, Any]:
+        self._notes.append((self.name, measured))
+        return {}
+
+
+def test_turns_alternate_and_their_first_steps_do_not_count() -> None:
+    notes: list[tuple[str, bool]] = []
+    pair: Any = [Recorded(name, notes, []) for name in "ab"]
+    alternate(pair, warmup=1, rounds=2, per_turn=2, lead=1)
+    a, b = ("a", True), ("b", True)
+    lead_a, lead_b = ("a", False), ("b", False)
+    turns = [lead_a, a, a, lead_b, b, b, lead_b, b, b, lead_a, a, a]
+    assert notes == [lead_a, lead_b, *turns]
+
+
+def test_equal_means_something() -> None:
+    def with_losses(losses: list[str]) -> Any:
+        return Recorded("x", [], losses)
+
+    assert losses_equal(with_losses(["a", "b"]), with_losses(["a", "b", "c"]))
+    assert not losses_equal(with_losses(["a", "b"]), with_losses(["a", "c"]))
+    with pytest.raises(ValueError, match="no step in common"):
+        losses_equal(with_losses([]), with_losses(["a"]))
+
+
+def test_built_on_meta_under_a_budget_the_losses_are_those_of_plain_training() -> None:
+    budgeted = replace(TINY, mode=BUDGETED, budget=400_000, meta=True)
+    with worker("plain", TINY) as plain, worker("ours", budgeted) as ours:
+        described = plain.step(measured=False, do="describe")
+        ours.step(measured=False)
+        for _ in range(3):
+            plain.step()
+            ours.step()
+        assert losses_equal(plain, ours)
+        assert len(set(plain.losses)) == 4
+        state = ours.ask("state")
+    assert state["paging"]
+    assert 0 < state["peak_fast_bytes"] <= 400_000
+    assert all(step.stats["bytes_in"] > 0 for step in ours.measured)
+    assert all(step.seconds >= step.forward_s > 0 for step in plain.measured)
+    visited = [name for names, _ in described["visits"] for name in names]
+    assert visited[0] == "embedding.weight"
+    assert visited[-1] == "head.weight"
+    assert sum(saved for _, saved in described["visits"]) > 0
+    assert set(visited) <= set(described["parameters"])
+
+
+def test_a_worker_that_cannot_start_says_why() -> None:
+    with pytest.raises(WorkerError, match="budget of 1000 B"), worker(
+        "small", replace(TINY, mode=BUDGETED, budget=1000)
+    ) as small:
+        small.wait_ready()
+
+
+def test_a_worker_that_is_killed_is_named() -> None:
+    with worker("victim", TINY) as victim:
+        victim.wait_ready()
+        victim._process.kill()
+        with pytest.raises(WorkerError, match="'victim' was killed by signal 9"):
+            victim.step()
+
+
+def test_a_network_that_does_not_exist_is_an_error_at_once() -> None:
+    with pytest.raises(WorkerError, match="no network"):
+        Worker("none", replace(TINY, network="none"), None)

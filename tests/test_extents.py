@@ -1,0 +1,49 @@
+"""Runs of pages: never given out twice, never lost, merged when given back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynoffload.memory.extents import Extents
+
+TOTAL = 40
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("take"), st.integers(1, 12)),
+            st.tuples(st.just("give"), st.integers(0, 99)),
+        ),
+        max_size=80,
+    )
+)
+def test_against_a_bitmap(steps: list[tuple[str, int]]) -> None:
+    extents, taken, free = Extents(TOTAL), [], [True] * TOTAL
+    high = 0
+    for step, number in steps:
+        if step == "take":
+            first = next(
+                (at for at in range(TOTAL - number + 1) if all(free[at : at + number])), None
+            )
+            assert extents.take(number) == first  # the lowest place where it fits, if any
+            if first is not None:
+                taken.append((first, number))
+                free[first : first + number] = [False] * number
+                high = max(high, first + number)
+        elif taken:
+            start, pages = taken.pop(number % len(taken))
+            extents.give(start, pages)
+            free[start : start + pages] = [True] * pages
+        assert extents.high == high
+    for start, pages in taken:
+        extents.give(start, pages)
+    assert extents.take(TOTAL) == 0  # one run again
+
+
+def test_a_full_row_has_nothing_to_give() -> None:
+    extents = Extents(3)
+    assert extents.take(3) == 0
+    assert extents.take(1) is None
+    assert extents.high == 3

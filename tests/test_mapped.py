@@ -1,0 +1,324 @@
+"""The mapped file: what nobody announced is found; what the kernel refuses is done otherwise."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from devices import HUGE, SMALL, eventually, filled, holds, schedule, uses_of, view
+
+from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.memory import mapping
+from dynoffload.memory.mapped import MappedFile
+from dynoffload.memory.mapping import Mapping
+from dynoffload.planning import Action, Kind, Use
+
+PAGES = pytest.mark.parametrize("page", [SMALL, HUGE])
+
+
+@pytest.fixture
+def device(page: int, tmp_path: Path) -> Iterator[MappedFile]:
+    """Return a device of 8 pages."""
+    made = MappedFile(8 * page, page, tmp_path, threads=2)
+    yield made
+    made.close()
+
+
+def cached(device: MappedFile) -> int:
+    """Return the bytes of the spill file that take memory."""
+    return device._mapping.cached(0, device._extents.high * device.page_bytes)
+
+
+# The page cache
+
+
+@PAGES
+def test_the_page_cache_holds_no_more_than_the_account(device: MappedFile, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(12)]
+    for _ in range(2):
+        for region in regions:
+            filled(device, [region])
+            assert cached(device) <= device.counters().resident_bytes <= device.capacity
+    for region in regions:
+        device.acquire([region])
+        assert cached(device) == device.counters().resident_bytes
+    for region in regions:
+        device.discard(region)
+    assert cached(device) == 0
+
+
+@PAGES
+def test_fetching_a_region_reads_nothing_of_its_neighbours(device: MappedFile, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(12)]
+    filled(device, regions)
+    for region in regions:
+        device.acquire([region])
+    device.acquire([regions[3]])
+    place = device._places[regions[3]]
+    for neighbour in (place.page - 2, place.page + 2):
+        assert device._mapping.cached(neighbour * page, 2 * page) == 0
+
+
+@PAGES
+def test_clean_regions_leave_without_a_write(device: MappedFile, page: int) -> None:
+    regions = [device.allocate(4 * page) for _ in range(3)]
+    filled(device, regions)
+    for region in regions:
+        device.acquire([region])
+    before = device.counters()
+    for region in regions:
+        device.acquire([region])
+    after = device.counters()
+    assert after.bytes_in - before.bytes_in == 3 * 4 * page
+    assert after.bytes_out == before.bytes_out
+
+
+# What nobody announced
+
+
+@PAGES
+def test_silent_reads_are_found_and_the_cap_is_restored(device: MappedFile, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(12)]
+    filled(device, regions)
+    device.counters()
+    assert all(holds(device, region) for region in regions)
+    assert device.counters().faults > 0
+    assert cached(device) <= device.capacity
+    assert device.counters().peak_bytes <= device.capacity
+
+
+@PAGES
+def test_silent_reads_are_found_while_nothing_is_asked(device: MappedFile, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(12)]
+    filled(device, regions)
+    assert all(holds(device, region) for region in regions)
+    assert eventually(lambda: cached(device) <= device.capacity)
+
+
+@PAGES
+def test_silent_writes_are_written_back(device: MappedFile, page: int) -> None:
+    regions = [device.allocate(2 * page) for _ in range(12)]
+    for region in regions:
+        view(device, region).fill_(region + 1)
+        device.counters()
+    assert cached(device) <= device.capacity
+    for region in regions:
+        assert bool((view(device, region) == region + 1).all())
+
+
+@PAGES
+def test_a_silent_region_stays_if_it_is_needed_sooner(device: MappedFile, page: int) -> None:
+    a, b, c = (device.allocate(4 * page) for _ in range(3))
+    filled(device, [a, b, c])
+    device.acquire([b, c])
+    device.follow([Use(()), *uses_of(a, b, c)], schedule())
+    assert holds(device, a)  # without notice
+    assert device.counters().faults >= 1
+    assert sorted(device.resident()) == sorted([a, b])  # c is needed last
+
+
+@PAGES
+def test_a_silent_region_goes_if_it_is_needed_last(device: MappedFile, page: int) -> None:
+    a, b, c = (device.allocate(4 * page) for _ in range(3))
+    filled(device, [a, b, c])
+    device.acquire([b, c])
+    device.follow([Use(()), *uses_of(b, c, a)], schedule())
+    assert holds(device, a)
+    device.counters()
+    assert sorted(device.resident()) == sorted([b, c])
+    assert cached(device) <= device.capacity
+
+
+@PAGES
+def test_touching_brings_regions_in_and_never_waits_for_pins(device: MappedFile, page: int) -> None:
+    a, b, c = (device.allocate(4 * page) for _ in range(3))
+    filled(device, [a, b, c])
+    device.touch([a])
+    assert a in device.resident()
+    device.touch([a, b, c])  # more than there is room for
+    assert device.resident() == [a, b]
+    device.acquire([b, c], pin=True)
+    device.touch([a])
+    assert device.resident() == [b, c]
+    device.unpin([b, c])
+    device.touch([a])
+    assert a in device.resident()
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize("page", [SMALL])
+def test_nothing_can_be_locked(device: MappedFile) -> None:
+    assert not device.guarded
+    region = device.allocate(1)
+    for refused in (device.lock, device.unlock, device.show, device.hide):
+        with pytest.raises(BackendError, match="guards nothing"):
+            refused([region])
+    with pytest.raises(BackendError, match="guards nothing"):
+        device.handed(0.0)
+
+
+def test_pages_smaller_than_the_systems_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="page_bytes=512"):
+        MappedFile(1 << 20, 512, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("page", [SMALL])
+def test_waiting_for_room_that_never_comes_ends(
+    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynoffload.memory.mapped._GRACE_S", 0.1)
+    first, second = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [first, second])
+    device.acquire([first], pin=True)
+    with pytest.raises(BudgetError, match="pinned"):
+        device.acquire([second])
+    device.unpin([first])
+    assert holds(device, second)
+
+
+# Failures
+
+
+@PAGES
+def test_a_file_that_cannot_be_read_is_told_to_whoever_waits(device: MappedFile, page: int) -> None:
+    """The file is cut off under the device, so the kernel has nothing to read."""
+    first, second = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [first, second])
+    assert device.resident() == [second]
+    size = os.fstat(device._spill.fd).st_size
+    os.ftruncate(device._spill.fd, 0)
+    for attempt in (device.acquire, device.touch):
+        with pytest.raises(SpillError, match=f"cannot read region {first}"):
+            attempt([first])
+    with pytest.raises(SpillError, match="last checkpoint"):
+        device.counters()
+    os.ftruncate(device._spill.fd, size)
+    device.acquire([first])
+    assert device.counters().peak_bytes <= device.capacity
+
+
+@PAGES
+def test_a_prefetch_that_fails_is_told_later_and_tried_again_at_the_use(
+    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = device.allocate(6 * page), device.allocate(6 * page)
+    filled(device, [first, second])
+    fetch = Mapping.fetch
+
+    def fail(self: Mapping, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EIO, "as if the disk were broken")
+
+    monkeypatch.setattr(Mapping, "fetch", fail)
+    device.follow(
+        [Use(()), Use((first,))],
+        schedule(Action(0, Kind.EVICT, second), Action(0, Kind.FETCH, first)),
+    )
+
+    def told() -> bool:
+        try:
+            device.counters()
+        except SpillError as error:
+            return error.errno == errno.EIO
+        return False
+
+    assert eventually(told)
+    device.counters()  # told once
+    monkeypatch.setattr(Mapping, "fetch", fetch)
+    device.acquire([first])
+    assert holds(device, first)
+    assert holds(device, second)
+
+
+@PAGES
+def test_what_cannot_be_written_stays_in_memory(
+    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = device.allocate(4 * page), device.allocate(6 * page)
+    filled(device, [first])
+    write = Mapping.write_back
+
+    def fail(self: Mapping, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "as if the disk were full")
+
+    monkeypatch.setattr(Mapping, "write_back", fail)
+    device.follow([Use(()), Use(())], schedule(Action(0, Kind.EVICT, first)))
+    time.sleep(0.05)
+    with pytest.raises(SpillError, match=f"cannot write region {first}"):
+        device.counters()
+    assert device.resident() == [first]
+    assert holds(device, first)
+    monkeypatch.setattr(Mapping, "write_back", write)
+    device.follow([Use(())], schedule())
+    filled(device, [second])
+    assert first not in device.resident()
+    assert holds(device, first)
+
+
+# Other kernels, other file systems
+
+
+@pytest.mark.parametrize("page", [SMALL, HUGE])
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        {"_POPULATE_READ": 999, "_POPULATE_WRITE": 998},
+        {"_CACHESTAT": 9999},
+        {"_SYNC_WAIT_WRITE_WAIT": 0x80},
+        {"_ZERO_RANGE_KEEP_SIZE": 0x4000},
+        {"_HUGEPAGE": 999},
+        {
+            "_POPULATE_READ": 999,
+            "_POPULATE_WRITE": 998,
+            "_CACHESTAT": 9999,
+            "_SYNC_WAIT_WRITE_WAIT": 0x80,
+            "_ZERO_RANGE_KEEP_SIZE": 0x4000,
+            "_HUGEPAGE": 999,
+        },
+    ],
+    ids=["populate", "cachestat", "sync_file_range", "zero_range", "huge pages", "all"],
+)
+def test_it_works_where_the_kernel_lacks(
+    lacking: dict[str, int], page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that this kernel does not know stand for calls that an older one does not."""
+    for name, value in lacking.items():
+        assert getattr(mapping, name) != value
+        monkeypatch.setattr(mapping, name, value)
+    device = MappedFile(8 * page, page, tmp_path, threads=2)
+    regions = [device.allocate(2 * page - 3) for _ in range(9)]
+    filled(device, regions)
+    for region in regions:
+        device.acquire([region])
+        assert holds(device, region)
+    device.discard(regions[-1])
+    assert all(holds(device, region) for region in regions[:-1])
+    counters = device.counters()
+    assert counters.peak_bytes <= device.capacity
+    assert counters.bytes_in > 0
+    assert counters.bytes_out > 0
+    assert cached(device) <= device.capacity
+    if "_HUGEPAGE" in lacking:
+        assert not device._mapping.whole_pages
+    device.close()
+
+
+def test_huge_pages_are_huge(tmp_path: Path) -> None:
+    """One byte of a region of 2 MiB pages brings whole pages, where the file system can."""
+    page = HUGE
+    device = MappedFile(8 * page, page, tmp_path)
+    if not device._mapping.whole_pages:
+        pytest.skip("this kernel or file system reads no whole 2 MiB pages")
+    regions = [device.allocate(2 * page) for _ in range(8)]
+    filled(device, regions)
+    place = device._places[regions[0]]
+    assert device._mapping.cached(place.page * page, 2 * page) == 0
+    assert int(view(device, regions[0])[5]) == int(view(device, regions[0])[5])
+    assert device._mapping.cached(place.page * page, 2 * page) == page
+    device.close()
