@@ -32,16 +32,16 @@ class OffloadConfig:
     """Options of one session beyond the budget and the pilot.
 
     Attributes:
-        backend: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file) or ``"auto"``: the pager
-            where the system has it, else the mapped file. The choice is named in the plan line.
+        backend: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file) or ``"auto"``: the
+            pager where the system has it, else the mapped file; the plan line names the choice.
         policy: ``"pilot"`` prefetches by the pilot's prediction (by the last order until there is
             one), ``"repeat"`` by the order of the last step, ``"on-demand"`` not at all.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
             its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
-        page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None`` takes
-            2 MiB for budgets of 256 MiB and more, else the largest that leaves 512 pages.
-        min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser of
-            1 MiB and 1/256 of the budget.
+        page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
+            takes 2 MiB for budgets of 256 MiB and more, else the largest that leaves 512 pages.
+        min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
+            of 1 MiB and 1/256 of the budget.
         step_aside: leave paging off while a step's measured peak fits the budget.
         io_threads: threads that read and write the spill file, 1 to 16.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at

@@ -20,7 +20,7 @@ class BudgetError(DynOffloadError, MemoryError):
 
 
 class SpillError(DynOffloadError, OSError):
-    """The spill directory cannot be used: missing, full, in memory, or it fails to read or write."""
+    """The spill directory is missing, full or in memory, or it fails to read or write."""
 
 
 class TraceError(DynOffloadError, ValueError):

@@ -7,6 +7,10 @@ not: the runtime's own string; this one says precisely what is written, so that 
 [Note: the phases]  A parameter's update may wait until its next use, so forward and optimizer are
 one phase: a plan that puts updates off may overlap the optimizer's traffic with forward's work.
 Backward is the other. Taken as three phases the figure would be larger, and no bound.
+
+[Note: one link or two]  Reads and writes overlap freely on some storage and take turns on other.
+Which it is, is measured: where both directions at once moved no more than turns would have, the
+link is shared, and a phase takes at least its reads and its writes one after the other.
 """
 
 from __future__ import annotations
@@ -45,10 +49,38 @@ class StepString:
 
 
 @dataclass(frozen=True)
+class Link:
+    """The way to the file tier, in bytes per second, as `dynoffload.doctor.Tiers` has them.
+
+    Attributes:
+        read_bps: of reads alone.
+        write_bps: of writes alone.
+        mixed_bps: of as many reads as writes at once, both counted.
+    """
+
+    read_bps: float
+    write_bps: float
+    mixed_bps: float
+
+    @property
+    def shared(self) -> bool:
+        """Whether reads and writes take turns; see [Note: one link or two]."""
+        return self.mixed_bps <= 2 / (1 / self.read_bps + 1 / self.write_bps)
+
+
+@dataclass(frozen=True)
 class StepBound:
-    """The least time of a step, and what it is made of."""
+    """The least time of a step, and what it is made of.
+
+    Attributes:
+        seconds: on the link as it is.
+        overlapped_s: were reads and writes to overlap freely; never larger.
+        forward: forward with the optimizer's updates.
+        backward: backward.
+    """
 
     seconds: float
+    overlapped_s: float
     forward: PhaseBound
     backward: PhaseBound
 
@@ -103,8 +135,7 @@ def step_string(
 def step_bound(
     string: StepString,
     budget: int,
-    read_bps: float,
-    write_bps: float,
+    link: Link,
     forward_s: float,
     backward_s: float,
 ) -> StepBound:
@@ -113,8 +144,7 @@ def step_bound(
     Args:
         string: of the step.
         budget: bytes of fast memory.
-        read_bps: bytes per second from the file tier.
-        write_bps: bytes per second to it.
+        link: to the file tier.
         forward_s: seconds that forward and optimizer compute, measured without a budget.
         backward_s: seconds that backward computes.
 
@@ -125,5 +155,7 @@ def step_bound(
     for uses, seconds in ((string.forward, forward_s), (string.backward, backward_s)):
         timed = [replace(uses[0], seconds=seconds), *uses[1:]] if uses else []
         phases.append(phase_bound(timed, string.sizes, budget))
-    total = sum(phase.seconds(read_bps, write_bps) for phase in phases)
-    return StepBound(total, phases[0], phases[1])
+    reads, writes = link.read_bps, link.write_bps
+    overlapped = sum(phase.seconds(reads, writes) for phase in phases)
+    actual = sum(phase.seconds(reads, writes, shared_link=link.shared) for phase in phases)
+    return StepBound(actual, overlapped, phases[0], phases[1])

@@ -34,7 +34,7 @@ from dynoffload.experiments.cgroup import (
     swap_file,
     why_unavailable,
 )
-from dynoffload.experiments.optimum import StepString, StepVisit, step_bound, step_string
+from dynoffload.experiments.optimum import Link, StepString, StepVisit, step_bound, step_string
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Step,
@@ -53,7 +53,7 @@ from dynoffload.units import MiB, format_bytes, format_seconds, parse_bytes
 logger = logging.getLogger(__name__)
 
 _ROW_LENGTH = 256  # tokens of one sequence; a step has as many rows as its tokens make
-_MARGIN = 1.1  # by which headroom is declared larger than it was measured
+_MARGIN = 1.2  # by which headroom is declared larger than it was measured
 _BYTES_PER_PARAMETER = 16  # parameter, gradient and two tensors of state in fp32
 _SPARE = 1.35  # what plain training takes beyond those: activations, temporaries, libraries
 _TIER_SECONDS = 0.5
@@ -151,7 +151,7 @@ def run(
     steps: int = 6,
     warmup: int = 3,
     paged_steps: int = 5,
-    profile_steps: int = 3,
+    profile_steps: int = 5,
     limited: bool = True,
     spill_dir: Path | None = None,
 ) -> dict[str, Any]:
@@ -356,13 +356,13 @@ def _bound(
     least = step_bound(
         string,
         plan.budget,
-        tiers.read_bps,
-        tiers.write_bps,
+        Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps),
         phases["forward"] + phases["optimizer"],
         phases["backward"],
     )
     return {
         "bound_s": least.seconds,
+        "bound_overlapped_s": least.overlapped_s,
         "offload_over_bound": median_seconds(offload.measured) / least.seconds,
         "bound_phases": {
             "forward_and_optimizer": asdict(least.forward),

@@ -28,6 +28,7 @@ for turn in range(2):
         device.acquire([region])
         view(device, region).fill_(region + turn)
 for region in regions:
+    device.acquire([region])
     assert int(view(device, region)[-1]) == region + 1
 {after}
 assert device.counters().peak_bytes <= device.capacity
@@ -170,8 +171,8 @@ def test_the_pager_ends_the_process_rather_than_hand_out_what_it_cannot_read(
         import faulthandler, os
         faulthandler.disable()
         device = Pager(8 * SMALL, SMALL, Path(sys.argv[1]), threads=2)
-        a, b = device.allocate(6 * SMALL), device.allocate(6 * SMALL)
-        filled(device, [a, b])
+        b, a = device.allocate(6 * SMALL), device.allocate(6 * SMALL)
+        filled(device, [a, b])  # evicting b will not make the file long enough for a
         os.ftruncate(device._spill.fd, 0)
         print("read", int(view(device, a)[0]), flush=True)
         """,

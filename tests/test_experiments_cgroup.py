@@ -65,7 +65,6 @@ def test_what_passes_the_limit_is_killed_and_counted() -> None:
     done = run_limited(fills(3 * LIMIT), LIMIT)
     assert done.returncode == -signal.SIGKILL
     assert done.usage.oom_kills == 1
-    assert done.usage.limit_hits > 0
     assert done.usage.peak_bytes <= LIMIT
     assert groups() == []
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dynoffload.experiments.optimum import StepString, StepVisit, step_bound, step_string
+from dynoffload.experiments.optimum import Link, StepString, StepVisit, step_bound, step_string
 
 MB = 10**6
 FOUR = {name: MB for name in "abcd"}
+FAST = Link(1e9, 1e9, 2e9)
+DUPLEX = Link(1e6, 1e6, 2e6)
+TURNS = Link(1e6, 1e6, 1e6)
 
 
 def chain(saved: int = 0) -> StepString:
@@ -15,7 +18,7 @@ def chain(saved: int = 0) -> StepString:
 
 
 def test_with_room_for_all_only_compute_is_left() -> None:
-    bound = step_bound(chain(), 16 * MB, 1e9, 1e9, 2.0, 3.0)
+    bound = step_bound(chain(), 16 * MB, FAST, 2.0, 3.0)
     assert bound.seconds == 5.0
     assert (bound.forward.bytes_in, bound.forward.bytes_out) == (0, 0)
     assert (bound.backward.bytes_in, bound.backward.bytes_out) == (0, 0)
@@ -23,7 +26,7 @@ def test_with_room_for_all_only_compute_is_left() -> None:
 
 def test_with_room_for_one_update_all_others_are_moved() -> None:
     # Each forward use holds weight, gradient and two states: 4 MB, all of the budget.
-    bound = step_bound(chain(), 4 * MB, 1e6, 1e6, 0.0, 0.0)
+    bound = step_bound(chain(), 4 * MB, DUPLEX, 0.0, 0.0)
     # Read: everything of b, c and d. Written: weight and states of a, b and c; gradients are dead.
     assert bound.forward.bytes_in == 12 * MB
     assert bound.forward.bytes_out == 9 * MB
@@ -37,13 +40,23 @@ def test_with_room_for_one_update_all_others_are_moved() -> None:
 
 
 def test_compute_hides_what_it_can() -> None:
-    slow = step_bound(chain(), 4 * MB, 1e6, 1e6, 20.0, 5.0)
+    slow = step_bound(chain(), 4 * MB, DUPLEX, 20.0, 5.0)
     assert slow.seconds == 25.0
+
+
+def test_on_a_shared_link_reads_and_writes_take_turns() -> None:
+    assert TURNS.shared
+    assert not DUPLEX.shared
+    turns = step_bound(chain(), 4 * MB, TURNS, 0.0, 0.0)
+    duplex = step_bound(chain(), 4 * MB, DUPLEX, 0.0, 0.0)
+    moved = (turns.forward, turns.backward)
+    assert turns.seconds == sum(phase.bytes_in + phase.bytes_out for phase in moved) / 1e6
+    assert turns.overlapped_s == duplex.overlapped_s == duplex.seconds < turns.seconds
 
 
 def test_less_memory_is_never_faster() -> None:
     string = chain(saved=MB)
-    bounds = [step_bound(string, b * MB, 1e6, 1e6, 1.0, 1.0).seconds for b in range(5, 25)]
+    bounds = [step_bound(string, b * MB, DUPLEX, 1.0, 1.0).seconds for b in range(5, 25)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > bounds[-1] == 2.0
 

@@ -23,7 +23,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.errors import BackendError
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
-from dynoffload.memory.pager import Pager as MappedFile
+from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
 from dynoffload.runtime.activations import Activations
 from dynoffload.runtime.forecast import Forecast, Predictor
