@@ -313,7 +313,7 @@ def _tool(name: str, path: str) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, as Ctrl-C does, so that what was switched on is switched off."""
+    """Let SIGTERM unwind the stack as Ctrl-C does: what was switched on is switched off."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -73,9 +73,7 @@ def run(
         )
         samples = _samples(tokens, steps, data_seed=1)
         losses, seconds = _plain(preset, samples, lr, report)
-        rows = [
-            ComparisonRow("plain", median(seconds[_WARMUP:]), peak_fast_bytes=footprint_bytes)
-        ]
+        rows = [ComparisonRow("plain", median(seconds[_WARMUP:]), peak_fast_bytes=footprint_bytes)]
         logs: dict[str, RunLog] = {}
         equal: dict[str, bool] = {}
         for name, policy, steers in (
@@ -87,12 +85,11 @@ def run(
                 name, preset, samples, lr, budget, policy, steers, spill_dir, report
             )
             logs[name], equal[name] = log, found == losses
-            rows.append(
-                ComparisonRow.of(name, log, losses_equal=equal[name], warmup=_WARMUP)
-            )
+            rows.append(ComparisonRow.of(name, log, losses_equal=equal[name], warmup=_WARMUP))
         report("writing the report")
         files = write_run(logs["pilot"], out)
-    _print(comparison_table(rows, title=f"MoE {preset}, {tokens} tokens a step", budget=budget))
+    title = f"MoE {preset}, {tokens} tokens a step"
+    _print(comparison_table(rows, title=title, budget=budget, upright=True))
     took = time.perf_counter() - begin
     _say(f"the report: {files.page} (trace for ui.perfetto.dev: {files.perfetto})")
     _say(f"all of it took {format_seconds(took)}")

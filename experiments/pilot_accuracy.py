@@ -4,7 +4,7 @@ What it is: traces of training steps on real data, pilots of both kinds learned 
 scored on others, and the baselines they must beat on the same samples. Accuracy is 1 - Levenshtein
 distance / longer order, mean over samples; "following" corrects itself after each step.
 
-What it is not: a measure of what a prediction is worth; that is `dynoffload.experiments.pilot_stalls`.
+What it is not: a measure of what a prediction is worth (`dynoffload.experiments.pilot_stalls`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def recorded(
 
     model = zoo.build(case.network, case.preset)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    drawn = islice(zoo.samples(case.network, **case.shape), samples)
+    drawn = islice(zoo.samples(case.network, "train", **case.shape), samples)
 
     def counted() -> Iterator[zoo.ZooSample]:
         for number, sample in enumerate(drawn):
@@ -150,6 +150,7 @@ def _scores(
         "held_out_files": len({example.source for example in held_out}),
         "blocks": len(vocabulary),
     }
+    baselines: dict[str, Any] = {}
     for kind in kinds:
         report(f"{case.key}: learning {kind}")
         pilot = fit_pilot(vocabulary, learned, model=kind, seed=seed, on_progress=report)
@@ -162,9 +163,9 @@ def _scores(
             "latency_p95_s": evaluation.latency_p95_s,
             "learned": pilot.kind,
         }
-        found["last_order"] = _numbers(evaluation.last_order.to_json())
-        found["most_frequent"] = _numbers(evaluation.most_frequent.to_json())
-    return found
+        baselines["last_order"] = _numbers(evaluation.last_order.to_json())
+        baselines["most_frequent"] = _numbers(evaluation.most_frequent.to_json())
+    return found | baselines
 
 
 def _numbers(scores: dict[str, float]) -> dict[str, Any]:

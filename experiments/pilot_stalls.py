@@ -2,7 +2,9 @@
 
 What it is: dynamic networks trained on files that their pilot has not seen, plain and under one
 eighth of what they take, on demand, by the last order and by the pilot, in processes that take
-turns on the same samples. What it is not: the pilot's score (`dynoffload.experiments.pilot_accuracy`).
+turns on the same samples.
+
+What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy` takes.
 """
 
 from __future__ import annotations
@@ -208,6 +210,7 @@ def _print(result: dict[str, Any], names: tuple[str, ...]) -> None:
                 )
             )
         title = f"{name}: footprint {format_bytes(found['footprint_bytes'])}"
-        Console().print(comparison_table(rows, title=title, budget=found["budget_bytes"]))
+        budget = found["budget_bytes"]
+        Console().print(comparison_table(rows, title=title, budget=budget, upright=True))
         waited = {key: format_seconds(found[key]["stall_total_s"]) for key in POLICIES}
         Console().print(f"waited in all: {waited}", highlight=False)

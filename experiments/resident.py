@@ -82,9 +82,7 @@ def _measure(
 
     report(f"{name}: starting", 0, None)
     with worker("plain", spec) as plain, worker("dynoffload", budgeted) as ours:
-        alternate(
-            [plain, ours], warmup=warmup, rounds=steps, per_turn=1, lead=0, on_step=tell
-        )
+        alternate([plain, ours], warmup=warmup, rounds=steps, per_turn=1, lead=0, on_step=tell)
         pairs = [
             second.seconds / first.seconds
             for first, second in zip(plain.measured, ours.measured, strict=True)

@@ -1,8 +1,9 @@
 """A training process that steps when it is told to: the child half of the comparisons.
 
 What it is: ``python -m dynoffload.experiments.trainer SPEC`` builds a network of the zoo, plain or
-under a budget, and answers commands on its standard input, one JSON object per line. What it is
-not: something to import for training; the other half, `dynoffload.experiments.workers`, starts it.
+under a budget, and answers commands on its standard input, one word per line, by a JSON object
+each. What it is not: something to import for training; the other half,
+`dynoffload.experiments.workers`, starts it.
 
 Every variant of a comparison is such a process, so that none shares memory, allocator or caches
 with another, and that two can take turns. All make the same steps on the same samples: their losses
@@ -25,8 +26,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
+
+from dynoffload.errors import DynOffloadError
 
 BUDGETED = "offload"
 PLAIN = "plain"
@@ -83,9 +85,7 @@ class Trainer:
         kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {}}
         options: dict[str, Any] = kinds[spec.optimizer] or {"foreach": False, "fused": False}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=spec.lr, **options)
-        self.samples = zoo.samples(
-            spec.network, spec.split, seed=spec.data_seed, **spec.shape
-        )
+        self.samples = zoo.samples(spec.network, spec.split, seed=spec.data_seed, **spec.shape)
         self.session: Any = None
 
     @contextlib.contextmanager
@@ -193,11 +193,6 @@ class Trainer:
             }
         return reply
 
-    def save_log(self, path: str) -> dict[str, Any]:
-        """Write the session's log to ``path``."""
-        self.session.log.save(Path(path))
-        return {}
-
 
 def finite(value: Any) -> Any:
     """Return ``value``, or None for a number that JSON does not have."""
@@ -205,7 +200,7 @@ def finite(value: Any) -> Any:
 
 
 def _before() -> dict[str, int]:
-    """Return what the process takes now: its resident set and, in a group of its own, its charge."""
+    """Return what the process takes now: its resident set, and what its cgroup is charged."""
     from dynoffload.memory.limits import cgroup_directories, resident_bytes
 
     charged = -1
@@ -225,15 +220,13 @@ def serve(spec: Spec, commands: IO[str], replies: IO[str]) -> None:
     say(_before())
     with trainer.training():
         say({"ready": True})
+        answers = {
+            "step": trainer.step,
+            "describe": trainer.describe,
+            "state": trainer.state,
+        }
         for line in commands:
-            command = json.loads(line)
-            answer = {
-                "step": trainer.step,
-                "describe": trainer.describe,
-                "state": trainer.state,
-                "save_log": trainer.save_log,
-            }[command.pop("do")]
-            say(answer(**command))
+            say(answers[line.strip()]())
         replies.flush()
         os._exit(0)  # [Note: leaving without restoring]
 
@@ -242,7 +235,10 @@ def main() -> None:
     """Be a worker; what the network prints goes to the error stream."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    serve(Spec(**json.loads(sys.argv[1])), sys.stdin, replies)
+    try:
+        serve(Spec(**json.loads(sys.argv[1])), sys.stdin, replies)
+    except DynOffloadError as error:
+        sys.exit(str(error))  # it says all there is to say
 
 
 if __name__ == "__main__":

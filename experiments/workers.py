@@ -65,7 +65,9 @@ class Worker:
         self.steps: list[Step] = []
         command = [sys.executable, "-P", "-m", "dynoffload.experiments.trainer"]
         command.append(json.dumps(asdict(spec)))
-        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._said = tempfile.TemporaryFile(  # noqa: SIM115 - closed by close()
+            "w+", encoding="utf-8", errors="replace"
+        )
         self._process = subprocess.Popen(
             command if group is None else group.command(command),
             stdin=subprocess.PIPE,
@@ -86,7 +88,7 @@ class Worker:
             self._answer()
             self._ready = True
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+    def ask(self, do: str) -> dict[str, Any]:
         """Have one command carried out and return the answer.
 
         Raises:
@@ -95,7 +97,7 @@ class Worker:
         self.wait_ready()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.write(f"{do}\n")
             self._process.stdin.flush()
         return self._answer()
 

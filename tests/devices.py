@@ -20,7 +20,7 @@ import torch
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
-from dynoffload.planning import Action, Kind, Schedule, Use
+from dynoffload.planning import Action, Schedule, Use
 from dynoffload.planning.schedule import NextUse
 from dynoffload.units import KiB, MiB
 

@@ -76,9 +76,11 @@ class Pair:
         """Return (model, optimizer) of the paged and of the plain one."""
         return [(self.twin.model, self.twin.optimizer), (self.twin.reference, self.twin.its)]
 
-    def same(self, do: Callable[[Any, Any], Any], what: str = "result") -> None:
-        """Do something to both, while updates are pending, and compare what it returns."""
-        assert pending(self.session), "nothing is pending: the test would show nothing"
+    def same(
+        self, do: Callable[[Any, Any], Any], what: str = "result", *, waiting: bool = True
+    ) -> None:
+        """Do something to both, while updates are ``waiting``, and compare what it returns."""
+        assert pending(self.session) or not waiting, "nothing is pending: this would show nothing"
         actual, expected = (do(model, optimizer) for model, optimizer in self.both())
         assert_same(actual, expected, what)
 
@@ -204,7 +206,7 @@ def test_deepcopy_of_the_model_is_a_plain_model() -> None:
     """The copy has the new values, trains by itself, and knows nothing of the session."""
     with training() as pair:
         copies = [copy.deepcopy(model) for model, _ in pair.both()]
-        assert_ordinary(copies[0])
+        assert_ordinary(copies[0], hooks=False)
         assert_same(dict(copies[0].state_dict()), dict(copies[1].state_dict()), "copy")
         before = pending(pair.session)
         for model in copies:
@@ -239,7 +241,7 @@ def test_torch_save_of_the_whole_model() -> None:
         torch.save(model, buffer)
         buffer.seek(0)
         loaded = torch.load(buffer, weights_only=False)
-        assert_ordinary(loaded)
+        assert_ordinary(loaded, hooks=False)
         return dict(loaded.state_dict())
 
     with training() as pair:
@@ -387,8 +389,41 @@ def test_data_replaced_by_the_user() -> None:
         for _ in range(3):
             pair.same(replace)
             pair.step()
-            pair.same(lambda m, o: [p.norm() for p in m.parameters()])
+            pair.same(lambda m, o: [p.norm() for p in m.parameters()], waiting=False)
+            pair.step()
         pair.same(replace)
+
+
+def test_data_replaced_without_a_look_at_it() -> None:
+    """The update that was pending is of the old tensor: it must not reach the new one."""
+
+    def replace(model: nn.Module, optimizer: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 0.01)
+
+    with training() as pair:
+        for _ in range(2):
+            pair.same(replace)
+            pair.step()
+            pair.step()
+
+
+def test_data_replaced_by_what_the_user_keeps() -> None:
+    """Two names for one memory: what is written through one is read through the other."""
+
+    def replace(model: nn.Module, optimizer: Any) -> Tensor:
+        mine = torch.full_like(model.head.weight, 0.01)
+        model.head.weight.data = mine
+        return mine
+
+    with training() as pair:
+        mine = [replace(model, optimizer) for model, optimizer in pair.both()]
+        for step in range(3):
+            pair.step()
+            assert_same(mine[0].clone(), mine[1].clone(), "the user's tensor")
+            for tensor in mine:
+                tensor.mul_(1.0 + step)
+            pair.same(lambda m, o: m.head.weight.norm(), waiting=False)
 
 
 def test_state_replaced_by_the_user() -> None:
@@ -401,7 +436,8 @@ def test_state_replaced_by_the_user() -> None:
     with training() as pair:
         pair.same(reset)
         pair.step()
-        pair.same(lambda m, o: [p.norm() for p in m.parameters()])
+        pair.same(lambda m, o: [p.norm() for p in m.parameters()], waiting=False)
+        pair.step()
         pair.same(reset)
 
 
@@ -423,11 +459,9 @@ def test_state_cleared() -> None:
         optimizer.state.clear()
 
     with training() as pair:
-        pair.session.flush()
-        clear(*pair.both()[0])
-        clear(*pair.both()[1])
+        pair.same(clear)
         pair.step()
-        pair.same(lambda m, o: [p.norm() for p in m.parameters()])
+        pair.same(lambda m, o: [p.norm() for p in m.parameters()], waiting=False)
         pair.step()
 
 
@@ -687,17 +721,25 @@ def test_leaving_the_block_by_an_exception_leaves_ordinary_tensors(stage: str) -
     twin.assert_same()
 
 
-def test_a_failing_update_is_loud() -> None:
-    """An update that cannot be made is an error at the next use; nobody waits for ever."""
+def test_a_failing_update_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that cannot be made is an error at the next step; nobody waits for ever."""
+
+    def broken(optimizer: Any) -> None:
+        raise ArithmeticError("a broken optimizer")
+
     twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
-    with pytest.raises(RuntimeError), twin.paged(footprint_of(twin.model) // 3) as session:
-        pair = Pair(twin, session)
-        pair.step()
-        pair.step()
-        assert pending(session)
-        del twin.optimizer.state[twin.model.embedding.weight]["exp_avg_sq"]
-        twin.model.embedding.weight.norm()
-        pair.step()
+    with pytest.raises(RuntimeError, match="the step is lost") as caught:
+        with twin.paged(footprint_of(twin.model) // 3) as session:
+            pair = Pair(twin, session)
+            pair.step()
+            pair.step()
+            with monkeypatch.context() as patch:
+                assert session._paging is not None
+                patch.setattr(session._paging.updates, "_step", broken)
+                twin.model.embedding.weight.norm()
+            pair.step()
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+    assert_ordinary(twin.model, twin.optimizer)
 
 
 def test_reads_from_other_threads() -> None:

@@ -63,7 +63,7 @@ def test_a_new_region_takes_no_fast_memory_until_it_is_acquired(device: Device, 
     assert device.resident() == []
     device.acquire([region])
     assert device.resident() == [region]
-    assert device.counters().resident_bytes == 3 * page
+    assert device.counters().resident_bytes == device.resident_bytes() == 3 * page
     assert device.counters().bytes_in == 0  # there was nothing to read
 
 
@@ -284,12 +284,25 @@ def test_the_reserve_is_kept_free_of_prefetches(device: Device, page: int) -> No
     assert eventually(lambda: device.counters().resident_bytes <= 4 * page)
     absent = [region for region in regions if region not in device.resident()]
     device.follow(
-        [Use(()), *(Use((r,)) for r in regions)],
+        [Use(()), Use(()), Use(()), *(Use((r,)) for r in regions)],
         schedule(*(Action(0, Kind.FETCH, region) for region in absent)),
     )
     time.sleep(0.1)
     assert device.counters().resident_bytes <= 4 * page
+    assert device.counters().prefetched_bytes == 0
     assert all(holds(device, region) for region in regions)
+
+
+@each_device()
+def test_what_no_use_needs_is_not_prefetched(device: Device, page: int) -> None:
+    """The plan's use of it is past: the step went faster than the prefetch."""
+    a, b, c = (device.allocate(4 * page) for _ in range(3))
+    filled(device, [a, b, c])
+    device.discard(b)  # there is room
+    device.follow([Use((a,)), *uses_of(c, c)], schedule(Action(1, Kind.FETCH, a)))
+    device.advance(2)
+    time.sleep(0.05)
+    assert device.resident() == [c]
 
 
 @each_device()
@@ -560,7 +573,7 @@ def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
     count = 5
 
     @settings(
-        max_examples=120 if page == SMALL else 20,
+        max_examples=80 if page == SMALL else 20,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
@@ -594,7 +607,7 @@ def test_a_missing_directory_is_refused(kind: str, page: int, tmp_path: Path) ->
     assert len(os.listdir("/proc/self/task")) > 0
 
 
-@each_device()
+@each_device(SMALL)
 def test_a_file_that_cannot_grow_refuses_the_region_and_spoils_nothing(
     kind: str, page: int, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Memory limits are the kernel's own: what passes one dies, what may swap lives, nothing remains."""
+"""Memory limits are real: what passes one dies, what may swap lives, and nothing remains."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 from dynoffload.experiments.optimum import Link, StepString, StepVisit, step_bound, step_string
 
 MB = 10**6
-FOUR = {name: MB for name in "abcd"}
+FOUR = dict.fromkeys("abcd", MB)
 FAST = Link(1e9, 1e9, 2e9)
 DUPLEX = Link(1e6, 1e6, 2e6)
 TURNS = Link(1e6, 1e6, 1e6)

@@ -23,6 +23,14 @@ from dynoffload.experiments import (
 )
 
 DISK = Path("/var/tmp")
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the tiers for a moment only."""
+    monkeypatch.setattr(paged, "_TIER_SECONDS", 0.02)
+
+
 ROW = {
     "in_memory_s",
     "offload_s",
@@ -60,7 +68,7 @@ def test_paged_without_limits(tmp_path: Path) -> None:
     path = tmp_path / "paged.json"
     result = paged.run(
         path,
-        rows=("main", "tokens_512"),
+        rows=("main",),
         preset="tiny",
         tokens=64,
         budget="400KB",
@@ -71,7 +79,6 @@ def test_paged_without_limits(tmp_path: Path) -> None:
         spill_dir=DISK,
     )
     check_row(result)
-    check_row(result["tokens_512"])
     assert result["paged_s"] is result["cgroup_peak_bytes"] is None
     assert result["tiers"]["read_bps"] > 0
     write_json(path, result)
@@ -107,8 +114,34 @@ def test_paged_within_real_limits(tmp_path: Path) -> None:
 
 def test_paged_says_what_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "why_unavailable", lambda swap: "limits are set by root alone")
-    with pytest.raises(cgroup.LimitError, match="root alone: neither .* --limited false"):
+    with pytest.raises(cgroup.LimitError, match=r"root alone: neither .* --limited=false"):
         paged.run()
+
+
+def test_paged_puts_each_variant_under_its_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[tuple[list[str], str, int]] = []
+
+    def measured(plan: paged.Plan, variants: list[paged.Variant], tiers: Any, report: Any) -> Any:
+        spec = plan.spec(variants[0])
+        keys = [variant.key for variant in variants]
+        told.append((keys, spec.optimizer, spec.shape["rows"] * spec.shape["length"]))
+        yield from ((variant, {"key": variant.key}) for variant in variants)
+
+    monkeypatch.setattr(paged, "measure_group", measured)
+    monkeypatch.setattr(paged, "_print", lambda result, variants: None)
+    path = tmp_path / "paged.json"
+    result = paged.run(path, limited=False, spill_dir=DISK)
+    assert result["key"] == ""
+    nested = {name for name in paged.VARIANTS if name != paged.MAIN}
+    assert {name for name in nested if result[name]["key"] == name} == nested
+    assert told == [
+        (["", "mapped", "on_demand"], "fused", 1024),
+        (["foreach"], "foreach", 1024),
+        (["tokens_512"], "fused", 512),
+    ]
+    assert json.loads(path.read_text()).keys() == nested | {"key"}
 
 
 def test_paged_refuses_rows_it_does_not_have() -> None:

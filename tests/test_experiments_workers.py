@@ -75,9 +75,10 @@ def test_built_on_meta_under_a_budget_the_losses_are_those_of_plain_training() -
 
 
 def test_a_worker_that_cannot_start_says_why() -> None:
-    with pytest.raises(WorkerError, match="budget of 1000 B"), worker(
-        "small", replace(TINY, mode=BUDGETED, budget=1000)
-    ) as small:
+    with (
+        pytest.raises(WorkerError, match="budget of 1000 B"),
+        worker("small", replace(TINY, mode=BUDGETED, budget=1000)) as small,
+    ):
         small.wait_ready()
 
 

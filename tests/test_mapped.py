@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,34 @@ def test_touching_brings_regions_in_and_never_waits_for_pins(device: MappedFile,
     device.unpin([b, c])
     device.touch([a])
     assert a in device.resident()
+
+
+@PAGES
+def test_a_region_wanted_while_it_is_written_stays(
+    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = device.allocate(4 * page)
+    filled(device, [region])
+    begun, go = threading.Event(), threading.Event()
+    write = Mapping.write_back
+
+    def slowly(self: Mapping, offset: int, nbytes: int) -> None:
+        begun.set()
+        assert go.wait(20)
+        write(self, offset, nbytes)
+
+    monkeypatch.setattr(Mapping, "write_back", slowly)
+    device.follow([Use(()), Use(())], schedule(Action(0, Kind.EVICT, region)))
+    assert begun.wait(20)
+    wanting = threading.Thread(target=device.acquire, args=([region],), kwargs={"pin": True})
+    wanting.start()
+    assert eventually(lambda: device._account.holdings[region].pins == 1)
+    go.set()
+    wanting.join(20)
+    assert device.resident() == [region]
+    assert device.counters().bytes_in == 0
+    assert device.counters().bytes_out == 4 * page
+    device.unpin([region])
 
 
 # What cannot be

@@ -65,6 +65,23 @@ def test_unequal_losses_and_a_passed_budget_are_loud() -> None:
     assert loud.count(red) == 2  # plain PyTorch has no budget to pass
 
 
+def test_upright_runs_stand_in_columns_that_a_small_terminal_holds() -> None:
+    names = ("plain", "on-demand", "repeat last order", "pilot")
+    rows = [
+        ComparisonRow(name, 0.5 * number, 0.1, 12, 10**9, 10**9, 0.031, 0.953, 10**8, True)
+        for number, name in enumerate(names, start=1)
+    ]
+    stream = io.StringIO()
+    console = Console(file=stream, width=80)
+    console.print(comparison_table(rows, title="Demo", budget=2 * 10**8, upright=True))
+    text = stream.getvalue()
+    lines = text.splitlines()
+    assert all(any(name in line for line in lines[:3]) for name in names)
+    assert next(line for line in lines if "vs plain" in line).split()[-2] == "4.00×"
+    assert next(line for line in lines if "losses equal" in line).count("yes") == 4
+    assert "…" not in text
+
+
 def test_no_rows_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         comparison_table([])

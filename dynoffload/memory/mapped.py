@@ -244,6 +244,11 @@ class MappedFile(Places):
             holdings = self._account.holdings.values()
             return sorted(h.region for h in holdings if h.state is not State.ABSENT)
 
+    def resident_bytes(self) -> int:
+        """See `Device.resident_bytes`."""
+        with self._account.mutex:
+            return self._account.used * self.page_bytes
+
     def counters(self) -> Counters:
         """See `Device.counters`."""
         account = self._account

@@ -74,7 +74,11 @@ class ComparisonRow:
 
 
 def comparison_table(
-    rows: Sequence[ComparisonRow], *, title: str = "", budget: int | None = None
+    rows: Sequence[ComparisonRow],
+    *,
+    title: str = "",
+    budget: int | None = None,
+    upright: bool = False,
 ) -> Table:
     """Return ``rows`` as a table; times are compared with the first row, the baseline.
 
@@ -82,6 +86,7 @@ def comparison_table(
         rows: the runs, baseline first.
         title: above the table.
         budget: bytes; a peak that passes it is shown in red.
+        upright: put each run in a column: a few runs then fit a terminal of 80 characters.
 
     Raises:
         ValueError: if there is no row.
@@ -90,34 +95,44 @@ def comparison_table(
 
     if not rows:
         raise ValueError("a comparison needs at least one row")
-    base = rows[0].step_s
     caption = f"budget {format_bytes(budget)}; medians per step after warm-up" if budget else None
     table = Table(
         title=title or None, caption=caption, title_justify="left", caption_justify="left"
     )
+    headers = ["step", f"vs {rows[0].name}", "waiting", "waits", "read", "written", "wasted"]
+    headers += ["order", "peak fast", "losses equal"]
+    cells = [_cells(row, rows[0], budget) for row in rows]
+    if upright:
+        table.add_column("a step")
+        for row in rows:
+            table.add_column(row.name, justify="right")
+        for header, values in zip(headers, zip(*cells, strict=True), strict=True):
+            table.add_row(header, *values)
+        return table
     table.add_column("run")
-    for header in ("step", f"vs {rows[0].name}", "waiting", "waits", "read", "written"):
+    for header in headers:
         table.add_column(header, justify="right")
-    for header in ("wasted", "order", "peak fast"):
-        table.add_column(header, justify="right")
-    table.add_column("losses equal", justify="center")
-    for row in rows:
-        over = budget is not None and (row.peak_fast_bytes or 0) > budget and row is not rows[0]
-        peak = _bytes(row.peak_fast_bytes)
-        table.add_row(
-            row.name,
-            format_seconds(row.step_s),
-            f"{row.step_s / base:.2f}×" if base > 0 else NONE,
-            NONE if row.stall_s is None else format_seconds(row.stall_s),
-            NONE if row.stalls is None else f"{row.stalls:.0f}",
-            _bytes(row.bytes_in),
-            _bytes(row.bytes_out),
-            _share(row.wasted_share),
-            _share(row.accuracy),
-            f"[bold red]{peak}[/]" if over else peak,
-            {None: NONE, True: "[green]yes[/]", False: "[bold red]NO[/]"}[row.losses_equal],
-        )
+    for row, values in zip(rows, cells, strict=True):
+        table.add_row(row.name, *values)
     return table
+
+
+def _cells(row: ComparisonRow, base: ComparisonRow, budget: int | None) -> tuple[str, ...]:
+    """Return the numbers of one run as texts, in the order of the headers."""
+    over = budget is not None and (row.peak_fast_bytes or 0) > budget and row is not base
+    peak = _bytes(row.peak_fast_bytes)
+    return (
+        format_seconds(row.step_s),
+        f"{row.step_s / base.step_s:.2f}×" if base.step_s > 0 else NONE,
+        NONE if row.stall_s is None else format_seconds(row.stall_s),
+        NONE if row.stalls is None else f"{row.stalls:.0f}",
+        _bytes(row.bytes_in),
+        _bytes(row.bytes_out),
+        _share(row.wasted_share),
+        _share(row.accuracy),
+        f"[bold red]{peak}[/]" if over else peak,
+        {None: NONE, True: "[green]yes[/]", False: "[bold red]NO[/]"}[row.losses_equal],
+    )
 
 
 def _bytes(count: int | None) -> str:

@@ -52,6 +52,7 @@ class Entry:
         self.owner, self.chunk, self.offset = owner, chunk, offset
         self.source, self.version = source, version
         chunk.live += 1
+        owner._live += 1
 
     def __del__(self) -> None:
         self.owner.end(self.chunk)
@@ -138,6 +139,8 @@ class Activations:
         self._entries: dict[int, weakref.ref[Entry]] = {}
         self._last: int = -1
         self._waiting: list[Chunk] = []  # ended, but somebody outside still holds a tensor of it
+        self._live = 0  # entries whose saved tensors may still be asked for
+        self._closed = False
 
     # Chunks
 
@@ -154,6 +157,19 @@ class Activations:
             self._regions.append(region)
             self._free.insert(0, len(self._regions) - 1)
         return self._regions[index]
+
+    def regions(self) -> list[int]:
+        """Return the regions of all chunks that may be held outside."""
+        return [*self._regions, *(chunk.region for chunk in self._waiting if chunk.index < 0)]
+
+    def are_held(self) -> bool:
+        """Return whether a graph, or a user, may still ask for what was saved."""
+        self.sweep()
+        return self._live > 0 or bool(self._waiting)
+
+    def close(self) -> None:
+        """Serve nobody any more; what was saved is lost."""
+        self._closed = True
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -205,7 +221,10 @@ class Activations:
 
     def end(self, chunk: Chunk) -> None:
         """One entry of ``chunk`` has ended."""
+        self._live -= 1
         chunk.live -= 1
+        if self._closed:
+            return
         if chunk.live == 0 and not chunk.open:
             self._drop(chunk)
 
@@ -272,8 +291,14 @@ class Activations:
         """Give a saved tensor back to backward.
 
         Raises:
-            RuntimeError: it was modified in place since it was saved, as autograd raises.
+            RuntimeError: it was modified in place since it was saved, as autograd raises; or the
+                session is over.
         """
+        if self._closed:
+            raise RuntimeError(
+                "backward of a forward that was made inside an offload() block which has ended: "
+                "call backward() inside the block"
+            )
         if isinstance(packed, Packed):
             original = packed.original()
             if original is not None:

@@ -22,6 +22,7 @@ from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.sample import Features, Sample, describe_sample
+from dynoffload.runtime.hooks import Hook
 from dynoffload.runtime.units import Unit
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class Forecast:
                 nests = any(b.path == path and b.visits != (path,) for b in self.vocabulary.blocks)
                 handles.append(self._hook(module, path, nests))
                 if nests:
-                    handles.append(module.register_forward_hook(self._out, always_call=True))
+                    handles.append(module.register_forward_hook(Hook(self._out), always_call=True))
         return handles
 
     def _hook(self, module: nn.Module, path: str, nests: bool) -> RemovableHandle:
@@ -182,7 +183,7 @@ class Forecast:
                 self._order.append(index if index >= 0 else UNSEEN)
             self._inside += nests
 
-        return module.register_forward_pre_hook(call, with_kwargs=True)
+        return module.register_forward_pre_hook(Hook(call), with_kwargs=True)
 
     def _out(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside -= 1

@@ -2,11 +2,16 @@
 
 They report and never decide. The root's hooks open and close a sample and hold the saved-tensor
 hooks in place for the time between; a unit's hook comes before its forward.
+
+[Note: copies of hooks]  Modules carry their hooks into what is copied or pickled of them. Ours are
+`Hook` objects, of which a copy does nothing: a copied model is a plain one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +21,30 @@ from torch.utils.hooks import RemovableHandle
 from dynoffload.runtime.activations import Activations
 from dynoffload.runtime.store import Slot
 from dynoffload.runtime.units import Unit
+
+
+class Hook:
+    """What is registered with a module; see [Note: copies of hooks].
+
+    Args:
+        call: what it does; None does nothing.
+        on_copy: called before it is copied or pickled with its module.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any] | None = None,
+        on_copy: Callable[[], None] | None = None,
+    ) -> None:
+        self._call, self._on_copy = call, on_copy
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._call is None else self._call(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        if self._on_copy is not None:
+            self._on_copy()
+        return Hook, ()
 
 
 class Hooks:
@@ -30,6 +59,7 @@ class Hooks:
         on_end: called when it has ended.
         on_visit: called with a unit before its forward, in training or not.
         on_gradient: called with a slot when its gradient is complete for this backward.
+        on_read: called before the whole of the model, or of a module, is read.
     """
 
     def __init__(
@@ -43,17 +73,24 @@ class Hooks:
         on_end: Callable[[], None],
         on_visit: Callable[[Unit], None],
         on_gradient: Callable[[Slot], None],
+        on_read: Callable[[], None],
     ) -> None:
         self._activations = activations
         self._on_begin, self._on_end = on_begin, on_end
         self._depth = 0
+        self._frame: FrameType | None = None  # that calls the root
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
         handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._leave, always_call=True),
+            model.register_forward_pre_hook(
+                Hook(self.enter, on_read), with_kwargs=True, prepend=True
+            ),
+            model.register_forward_hook(Hook(self._leave), always_call=True),
         ]
+        read = Hook(lambda module, prefix, keep_vars: on_read())
+        handles += [module.register_state_dict_pre_hook(read) for module in model.modules()]
         for unit in units:
-            handles.append(unit.module.register_forward_pre_hook(_visitor(unit, on_visit)))
+            visit = Hook(_visitor(unit, on_visit), on_read)
+            handles.append(unit.module.register_forward_pre_hook(visit))
         for slot in slots:
             if slot.parameter.requires_grad:
                 collect = _collector(slot, on_gradient)
@@ -61,7 +98,15 @@ class Hooks:
                 handles.append(handle)
         self._handles = handles
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Open a sample, unless the root is called by itself."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__package__") == __package__:
+            frame = frame.f_back
+        if self._depth and not _runs(self._frame, frame):
+            self._abandon()  # an interrupt tore the last call down: nobody called `_leave`
+        if not self._depth:
+            self._frame = frame
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled():
             return
@@ -76,16 +121,30 @@ class Hooks:
         self._depth -= 1
         if self._depth:
             return
+        self._abandon()
+        if torch.is_grad_enabled():
+            self._on_end()
+
+    def _abandon(self) -> None:
+        self._depth, self._frame = 0, None
         if self._saving is not None:
             self._saving.__exit__(None, None, None)
             self._saving = None
-        if torch.is_grad_enabled():
-            self._on_end()
 
     def remove(self) -> None:
         """Take all hooks off."""
         for handle in self._handles:
             handle.remove()
+        self._abandon()
+
+
+def _runs(frame: FrameType | None, inner: FrameType | None) -> bool:
+    """Return whether ``frame`` is ``inner`` or one that called it, however indirectly."""
+    while inner is not None:
+        if inner is frame:
+            return True
+        inner = inner.f_back
+    return False
 
 
 def _visitor(unit: Unit, on_visit: Callable[[Unit], None]) -> Callable[[nn.Module, Any], None]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from dynoffload.config import Defaults, OffloadConfig, defaults
 from dynoffload.errors import ConfigError, ProfilingDone
 from dynoffload.memory.spill import default_spill_dir
+from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.forecast import Predictor
 from dynoffload.runtime.materialize import Init, remember
 from dynoffload.runtime.session import Session
@@ -73,12 +74,13 @@ def offload(
             "no budget: pass offload(..., budget='8GiB'), or run the script with "
             "'dynoffload run --budget 8GiB'"
         )
-    if id(model) in _open:
-        raise ConfigError(f"this {type(model).__name__} is already inside an offload() block")
+    _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)
         _check_parameters(model, optimizer)
     predictor = _predictor(given.pilot if pilot == "auto" and given.pilot else pilot)
+    if predictor is not None and not isinstance(predictor, str):
+        predictor.check(fingerprint(model))
     directory = Path(spill_dir or given.spill_dir or default_spill_dir())
     sizing = sizing_of(model, optimizer, limit, options)
     session = Session(model, optimizer, sizing, options, directory, predictor)
@@ -131,6 +133,24 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
                 "'auto' or None"
             )
     return pilot
+
+
+def _check_open(model: nn.Module, optimizer: Optimizer | None) -> None:
+    mine = {id(parameter) for parameter in model.parameters()}
+    for session in _open.values():
+        if session.model is model:
+            raise ConfigError(f"this {type(model).__name__} is already inside an offload() block")
+        if any(id(parameter) in mine for parameter in session.model.parameters()):
+            raise ConfigError(
+                f"this {type(model).__name__} has parameters of the {type(session.model).__name__} "
+                "that is already inside an offload() block: pass one module that holds them all to "
+                "one block"
+            )
+        if optimizer is not None and session.optimizer is optimizer:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} already belongs to an offload() block: make an "
+                "optimizer for each block, or pass one module that holds both models to one block"
+            )
 
 
 def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:

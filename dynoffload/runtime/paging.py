@@ -6,11 +6,13 @@ can step aside when everything fits, and come back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from dynoffload.runtime.forecast import Forecast, Predictor
 from dynoffload.runtime.hooks import Hooks
 from dynoffload.runtime.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.store import Slot, Store, offset_of, view_of
+from dynoffload.runtime.store import Slot, Store, offset_of, users_of, view_of
 from dynoffload.runtime.units import Unit, units_of
 from dynoffload.runtime.updates import Updates
 from dynoffload.units import format_bytes
@@ -94,6 +96,8 @@ class Paging:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self.spill_dir = spill_dir
         self._on_progress, self._on_phase, self._on_step = on_progress, on_phase, on_step
+        self._closing = threading.Event()
+        self._where = ""
         self.device = open_device(sizing, config, spill_dir)
         self.device.reserve(sizing.reserve_bytes)
         self.store = Store(self.device, sizing.min_paged_bytes)
@@ -107,16 +111,31 @@ class Paging:
             on_open=lambda chunk: self.migrator.open_chunk(chunk),
             names=self.store.names,
         )
+        self.updates: Updates | None = None
+        self._guard: threading.Thread | None = None
+        self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
+        self._undo.callback(self._end_device)
+        try:
+            self._start(config, pilot)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _start(self, config: OffloadConfig, pilot: Predictor | str | None) -> None:
+        model, optimizer, sizing = self.model, self.optimizer, self.sizing
+        self._undo.callback(self.activations.close)
+        self._undo.callback(self._restore)
         for name, parameter in model.named_parameters():
             if self.store.pages(parameter):
                 self.store.adopt_parameter(name, parameter)
         self.store.forget_sources()
-        self.updates: Updates | None = None
         if optimizer is not None:
             defer = config.defer_updates == "auto"
             self.updates = Updates(
                 optimizer, self.store, self.device, defer=defer, on_step=self._end_step
             )
+            self._undo.callback(self._end_guard)
+            self._undo.callback(self.updates.close)
             self.updates.adopt_all()
         for slot in self.store.slots.values():
             self.store.adopt_gradient(slot)
@@ -129,6 +148,7 @@ class Paging:
             prefetch=config.policy != "on-demand",
         )
         self.forecast = Forecast(model, units, config.policy, pilot, config.features)
+        self._undo.callback(self.forecast.close)
         self._hooks = Hooks(
             model,
             units,
@@ -138,9 +158,9 @@ class Paging:
             on_end=self._end_forward,
             on_visit=self._visit,
             on_gradient=self.store.adopt_gradient,
+            on_read=self.flush,
         )
-        self._closing = threading.Event()
-        self._guard: threading.Thread | None = None
+        self._undo.callback(self._hooks.remove)
         if self.device.guarded and self.updates is not None:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
@@ -195,25 +215,72 @@ class Paging:
 
     # The end
 
+    def is_held_outside(self) -> bool:
+        """Return whether somebody holds memory of the device beyond what is restored at the end:
+        a view of a parameter, an old gradient, a graph whose backward is still to come."""
+        held = self.activations.are_held()
+        return held or any(
+            self._others(region) for slot in self.store.slots.values() for region in slot.update_regions()
+        )
+
+    def _others(self, region: int) -> bool:
+        """Return whether ``region`` is held by more than the tensors that were adopted into it."""
+        owner, own = self.device.owner, 1
+        slot = self.store.slot_of(region)
+        if slot is None or slot.shared:
+            return users_of(self.device.storage(region)) > 1 + (slot is not None)
+        parameter = slot.parameter
+        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+        for tensor in (parameter, parameter.grad, *state.values()):
+            if isinstance(tensor, torch.Tensor) and owner(tensor.data_ptr()) == region:
+                own += 1
+        return users_of(self.device.storage(region)) > own
+
     def close(self) -> str:
         """Make all tensors ordinary again, and give the pool and the spill file back.
 
         Returns:
             Where what does not fit in memory lies now, or "".
+
+        Raises:
+            RuntimeError: an update that had been put off failed; all else was done.
         """
-        if self.updates is not None:
-            self.updates.close()
-        self._hooks.remove()
-        self.forecast.close()
+        self._undo.close()
+        return self._where
+
+    def _end_guard(self) -> None:
         self._closing.set()
         if self._guard is not None:
             self._guard.join()
-        where = self._restore()
-        self.device.close()
-        return where
+
+    def _end_device(self) -> None:
+        """Close the device, or let it live on for whoever outside still holds memory of it."""
+        storages = [self.device.storage(region) for region in self._regions()]
+        held = [storage for storage in storages if users_of(storage) > 1]
+        if not held:
+            self.device.close()
+            return
+        logger.warning(
+            "%d tensors from inside the offload() block are still held outside of it: the pool of "
+            "%s and its spill file stay until they are gone",
+            len(held),
+            format_bytes(self.device.capacity),
+        )
+        waiting = {id(storage) for storage in held}
+
+        def gone(key: int, device: Device = self.device) -> None:
+            waiting.discard(key)
+            if not waiting:
+                device.close()
+
+        for storage in held:
+            weakref.finalize(storage, gone, id(storage)).atexit = False
+
+    def _regions(self) -> list[int]:
+        return [*self.store.regions(), *self.activations.regions()]
 
     @torch.no_grad()
-    def _restore(self) -> str:
+    def _restore(self) -> None:
         storages: dict[int, torch.UntypedStorage] = {}
         room = int(available_bytes() * (1 - _KEEP_FREE))
         outside = 0
@@ -232,14 +299,15 @@ class Paging:
                     outside += nbytes
                     storage = mapped_copy(ours, self.spill_dir)
                 storages[region] = storage
-                self.device.discard(region)
             return view_of(storage, tensor, offset_of(tensor))
 
         for parameter, slot in self.store.slots.items():
             self._restore_slot(parameter, slot, ordinary)
-        if not outside:
-            return ""
-        return f"{format_bytes(outside)} mapped from {self.spill_dir}"
+            for region in slot.update_regions():
+                if users_of(self.device.storage(region)) <= 1:
+                    self.device.discard(region)
+        if outside:
+            self._where = f"{format_bytes(outside)} mapped from {self.spill_dir}"
 
     def _restore_slot(
         self,
@@ -247,17 +315,21 @@ class Paging:
         slot: Slot,
         ordinary: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> None:
+        """Give every tensor of ``slot`` that lies in the device memory of its own."""
+
+        def region_of(tensor: torch.Tensor) -> int:
+            return self.device.owner(tensor.data_ptr())
+
         held = parameter.grad
-        if held is not None:
-            region = self.device.owner(held.untyped_storage().data_ptr())
-            if region >= 0:
-                parameter.grad = ordinary(region, held)
-        parameter.data = ordinary(slot.region, parameter.data)
+        if held is not None and region_of(held) >= 0:
+            parameter.grad = ordinary(region_of(held), held)
+        if region_of(parameter) >= 0:  # else the user has put another tensor in its place
+            parameter.data = ordinary(region_of(parameter), parameter.data)
         if self.optimizer is not None and parameter in self.optimizer.state:
             state = self.optimizer.state[parameter]
-            for key, region in slot.states.items():
-                if key in state:
-                    state[key] = ordinary(region, state[key])
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and region_of(value) >= 0:
+                    state[key] = ordinary(region_of(value), value)
 
 
 def mapped_copy(source: torch.UntypedStorage, directory: Path) -> torch.UntypedStorage:

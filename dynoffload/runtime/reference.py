@@ -56,7 +56,8 @@ class Reference:
                     regions += slot.states.values()
                     if slot.gradient is not None:
                         regions.append(slot.gradient)
-                        frees.append(slot.gradient)
+                        if ahead or slot.parameter.grad is None:
+                            frees.append(slot.gradient)  # else backward adds to it
                 done.add(slot)
             creates = tuple(chunk for chunk in visit.chunks if chunk not in born)
             born.update(creates)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.forecast import Predictor
+from dynoffload.runtime.hooks import Hook
 from dynoffload.runtime.materialize import Init, give_weights, recipe_of
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.recording import Recording
@@ -79,7 +80,9 @@ class Session:
         self._wasted: list[tuple[int, int]] = []
         self._pid = os.getpid()
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+            model.register_forward_pre_hook(
+                Hook(self._before_forward), with_kwargs=True, prepend=True
+            )
         ]
         self._aside_handle: RemovableHandle | None = None
         self._say_plan()
@@ -130,7 +133,7 @@ class Session:
             self._largest = max(self._largest, size)
         elif size > self._largest * _GROWTH:
             logger.info("a larger sample than any measured: paging again")
-            self._come_back()
+            self._come_back().enter(module, args, kwargs)
 
     def _progress(self) -> None:
         if self._paging is not None:
@@ -158,6 +161,10 @@ class Session:
         self._measured_peak = max(self._measured_peak, stats.peak_fast_bytes)
         if stats.bytes_in or stats.bytes_out or len(self.log.steps) < _MEASURED_STEPS:
             return
+        paging = self._paging
+        assert paging is not None
+        if paging.is_held_outside():
+            return  # somebody looks at our memory, which would end
         if self._measured_peak <= _ASIDE * self.sizing.budget and stats.step >= _MEASURED_STEPS:
             logger.info(
                 "a step takes %s of the budget of %s: paging steps aside",
@@ -175,13 +182,14 @@ class Session:
                 lambda optimizer, args, kwargs: self._end_step()
             )
 
-    def _come_back(self) -> None:
+    def _come_back(self) -> Paging:
         if self._aside_handle is not None:
             self._aside_handle.remove()
             self._aside_handle = None
         self._measured_peak = 0
         self._recording.restart()
-        self._paging = self._page()
+        self._paging = paging = self._page()
+        return paging
 
     def _consider_prefetch(self, paging: Paging, stats: StepStats) -> None:
         """Switch a prediction off that fetches more in vain than for use, and say so once."""

@@ -98,10 +98,11 @@ def sizing_of(
     need = largest + 2 * chunk + reserve
     if pool < need:
         raise BudgetError(
-            f"a budget of {format_bytes(budget)} cannot hold the largest update: {culprit or 'the model'} "
-            f"needs {format_bytes(largest)} at once (parameter, gradient and optimizer state), with "
-            f"activations and reserve {format_bytes(need + small + kept)}: raise the budget to at "
-            f"least {format_bytes(need + small + kept)}, or make that layer smaller"
+            f"a budget of {format_bytes(budget)} cannot hold the largest update: "
+            f"{culprit or 'the model'} needs {format_bytes(largest)} at once (parameter, gradient "
+            f"and optimizer state), with activations and reserve "
+            f"{format_bytes(need + small + kept)}: raise the budget to at least "
+            f"{format_bytes(need + small + kept)}, or make that layer smaller"
         )
     return Sizing(
         budget=budget,
@@ -119,7 +120,7 @@ def sizing_of(
 
 
 def _least_for(model: nn.Module, budget: int, states: int) -> int:
-    """Return the size from which tensors are paged: those below take a small share of the budget."""
+    """Return the size from which tensors are paged; those below take a small share of a budget."""
     sizes = [
         (parameter.numel() * parameter.element_size(), 2 + states if parameter.requires_grad else 1)
         for parameter in model.parameters()

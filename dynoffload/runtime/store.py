@@ -20,6 +20,8 @@ from dynoffload.memory.device import Device
 
 logger = logging.getLogger(__name__)
 
+_OWN_USERS = 2  # of the storage of a parameter in use: its own Python object, and the parameter
+
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
     """Return a tensor over ``storage`` with the dtype, shape and strides of ``like``."""
@@ -66,6 +68,7 @@ class Slot:
         region: holds its bytes.
         gradient: region of its gradient, kept from step to step.
         states: regions of its optimizer state, by the optimizer's key.
+        shared: its region is another parameter's too.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Slot:
     region: int
     gradient: int | None = None
     states: dict[str, int] = field(default_factory=dict)
+    shared: bool = False
 
     def update_regions(self) -> list[int]:
         """Return what an optimizer update of the parameter reads and writes."""
@@ -114,6 +118,11 @@ class Store:
         """Return what reports call ``region``."""
         return self.names.get(region, f"region {region}")
 
+    def regions(self) -> list[int]:
+        """Return the regions of all slots, and those that somebody outside still holds."""
+        found = [region for slot in self.slots.values() for region in slot.update_regions()]
+        return list(dict.fromkeys([*found, *self._orphans]))
+
     def _region(self, nbytes: int, name: str, slot: Slot | None) -> int:
         region = self._device.allocate(nbytes)
         self.names[region] = name
@@ -146,10 +155,35 @@ class Store:
         else:
             parameter.data = ours
         self.slots[parameter] = slot
+        other = self._by_region.get(region)
+        if other is not None:
+            slot.shared = other.shared = True
         self._by_region[region] = slot
         if parameter.requires_grad:
             slot.gradient = self._region(nbytes, f"{name}.grad", slot)
         return slot
+
+    @torch.no_grad()
+    def take_back(self, slot: Slot) -> bool:
+        """Return whether ``slot``'s region holds its parameter.
+
+        Where the user has given the parameter another tensor that nobody else holds, it moves into
+        the region; a tensor that somebody else holds, or of another size, stays where it is.
+        """
+        data = slot.parameter.data
+        if self._device.owner(data.data_ptr()) == slot.region:
+            return True
+        storage = data.untyped_storage()
+        ours = self._device.storage(slot.region)
+        if not self.pages(data) or storage.nbytes() != ours.nbytes():
+            return False
+        # The storage's own object, the parameter and `data` hold it.
+        if users_of(storage) > _OWN_USERS + 1 or users_of(ours) > 1:
+            return False
+        self._device.acquire([slot.region])
+        bytes_of(ours).copy_(bytes_of(storage))
+        slot.parameter.data = view_of(ours, data, offset_of(data))
+        return True
 
     def forget_sources(self) -> None:
         """End adoption: addresses of old storages mean nothing from now on."""
@@ -207,7 +241,12 @@ class Store:
                 continue
             nbytes = value.numel() * value.element_size()
             region = slot.states.get(key)
-            if region is None or self._device.storage(region).nbytes() < nbytes:
+            if region is not None:
+                storage = self._device.storage(region)
+                if users_of(storage) > 1 or storage.nbytes() < nbytes:
+                    self._orphans.append(region)  # somebody keeps the tensor that was there
+                    region = None
+            if region is None:
                 region = self._region(nbytes, f"{slot.name}.{key}", slot)
                 slot.states[key] = region
             self._device.acquire([region])

@@ -9,13 +9,19 @@ parameter alone, with the hyperparameters as they were at ``step()``. For the op
 parameter is next used: a module's forward, or any other access to it, its gradient or its state,
 which the device holds back (the regions are locked) until `Updates.serve` has made the update
 behind its back, under other addresses. Elsewhere sub-steps run inside ``step()``.
+
+Deferral is only for what the device guards: where the user has put other tensors in the place of
+adopted ones (``p.grad = mine``, ``p.data = mine``), the sub-step runs inside ``step()`` too. What
+a put-off update will change counts as changed at once, so that a backward which still needs the
+old value raises as it does in plain PyTorch. What the user replaces while an update waits was
+replaced after the update: it is made on the old tensors, and the new ones stay.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +46,17 @@ class Update:
 
     Attributes:
         group: the hyperparameters at the time of ``step()``, without parameters.
+        data: the parameter's tensor at that time.
         gradient: what it will consume.
+        state: the tensors of its optimizer state at that time, None before the first step.
+        regions: what it will read and write, locked until then.
     """
 
     group: Group
+    data: torch.Tensor
     gradient: torch.Tensor
+    state: dict[str, Any] | None
+    regions: list[int]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -59,6 +71,17 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"{name} updates its parameters together, so its state cannot be paged by parameter: "
             "use an optimizer with state per parameter, such as AdamW, or train without offload()"
         )
+
+
+def _is_as_it_was(parameter: nn.Parameter, state: dict[str, Any] | None, update: Update) -> bool:
+    """Return whether nobody has replaced what ``update`` is about."""
+    if parameter.data_ptr() != update.data.data_ptr():
+        return False
+    if state is None or update.state is None:
+        return not state and not update.state
+    return len(state) == len(update.state) and all(
+        state.get(key) is value for key, value in update.state.items()
+    )
 
 
 def _snapshot(group: Group) -> Group:
@@ -100,6 +123,7 @@ class Updates:
         self._groups: list[Group] | None = None
         self.pending: dict[Slot, Update] = {}
         self.behind = 0  # updates made because of an unannounced access
+        self._failure: BaseException | None = None  # of an update made behind somebody's back
         step = type(optimizer).step
         self._step: Callable[..., Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
@@ -125,6 +149,7 @@ class Updates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._inside or not self._splits:
             return None
+        self.check()
         self._restore_groups()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         answer = None
@@ -137,8 +162,10 @@ class Updates:
             getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")
         )
         with self._mutex:
-            resident, paged = self._split(optimizer.param_groups)
+            resident, paged, shared = self._split(optimizer.param_groups)
             self._run(resident)
+            for slot in shared:
+                self._adopt_state(slot)
             self._put_off(paged)
             if scaled or not self._defer:
                 self.flush_all()
@@ -161,9 +188,14 @@ class Updates:
             self.optimizer.param_groups = self._groups
             self._groups = None
 
-    def _split(self, groups: list[Group]) -> tuple[list[Group], list[tuple[Slot, Group]]]:
+    def _split(
+        self, groups: list[Group]
+    ) -> tuple[list[Group], list[tuple[Slot, Group]], list[Slot]]:
+        """Return what is updated at once, as groups; what can be put off; and of the former the
+        slots whose memory is also another parameter's: their updates are one."""
         resident: list[Group] = []
         paged: list[tuple[Slot, Group]] = []
+        shared: list[Slot] = []
         for group in groups:
             hyper = _snapshot(group)
             small = []
@@ -172,19 +204,48 @@ class Updates:
                 if slot is None:
                     small.append(parameter)
                 elif parameter.grad is not None:
-                    paged.append((slot, hyper))
+                    self.flush(slot)
+                    if slot.shared or not self._store.take_back(slot):
+                        small.append(parameter)
+                        shared.append(slot)
+                    else:
+                        paged.append((slot, hyper))
             resident.append({**hyper, "params": small})
-        return resident, paged
+        return resident, paged, shared
 
     def _put_off(self, paged: Iterable[tuple[Slot, Group]]) -> None:
+        waiting = []
         for slot, group in paged:
-            if slot in self.pending:
-                self.flush(slot)
-            gradient = slot.parameter.grad
+            parameter, gradient = slot.parameter, slot.parameter.grad
             assert gradient is not None
-            self.pending[slot] = Update(group, gradient)
+            state = self.optimizer.state.get(parameter)
+            copy = None if state is None else dict(state)
+            update = Update(group, parameter.data, gradient, copy, slot.update_regions())
+            if not self._defer or self._guards(slot, gradient):
+                waiting.append((slot, update))
+                continue
+            lender = self._store.slot_of(self._device.owner(gradient.data_ptr()))
+            if lender is not None:
+                self.flush(lender)
+            self._make(slot, update)
+        for slot, update in waiting:
+            self.pending[slot] = update
             if self._defer:
-                self._device.lock(slot.update_regions())
+                torch.autograd.graph.increment_version(slot.parameter)
+                self._device.lock(update.regions)
+
+    def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Return whether the device sees every access to what the update reads and writes."""
+        owner = self._device.owner
+        state = self.optimizer.state.get(slot.parameter, {})
+        return (
+            slot.gradient is not None
+            and owner(gradient.data_ptr()) == slot.gradient
+            and all(
+                key in state and owner(state[key].data_ptr()) == region
+                for key, region in slot.states.items()
+            )
+        )
 
     # Making updates
 
@@ -206,25 +267,36 @@ class Updates:
 
     def flush(self, slot: Slot) -> None:
         """Make the update of ``slot``'s parameter now, if one is pending."""
+        if slot not in self.pending:
+            return
         with self._mutex:
             update = self.pending.pop(slot, None)
             if update is None:
                 return
-            regions = slot.update_regions()
             if self._defer:
-                self._device.unlock(regions)
-            self._device.acquire(regions, pin=True)
-            parameter = slot.parameter
-            held = parameter.grad
-            parameter.grad = update.gradient
-            try:
-                self._run([{**update.group, "params": [parameter]}])
-            finally:
-                parameter.grad = held
-                self._device.unpin(regions)
-            self._store.adopt_state(slot, self.optimizer.state[parameter])
-            del update, held
-            self._store.end_gradient(slot)
+                self._device.unlock(update.regions)
+            self._make(slot, update)
+
+    def _make(self, slot: Slot, update: Update) -> None:
+        """Make an update whose regions are not locked."""
+        self._device.acquire(update.regions, pin=True)
+        parameter = slot.parameter
+        try:
+            if _is_as_it_was(parameter, self.optimizer.state.get(parameter), update):
+                held = parameter.grad
+                parameter.grad = update.gradient
+                try:
+                    self._run([{**update.group, "params": [parameter]}])
+                finally:
+                    parameter.grad = held
+                    del held
+            else:
+                self._make_on_others(parameter, update, {})
+        finally:
+            self._device.unpin(update.regions)
+        self._adopt_state(slot)
+        del update.gradient, update.data
+        self._store.end_gradient(slot)
 
     def flush_all(self) -> None:
         """Make every pending update now, in the order of the parameters."""
@@ -234,48 +306,91 @@ class Updates:
     def serve(self, region: int) -> None:
         """Make the update that an access to ``region`` waits for; called by the guard's thread.
 
-        The parameter's own addresses stay absent until it is done: somebody sleeps on one.
+        The parameter's own addresses stay absent until it is done: somebody sleeps on one. An
+        error lets the sleeper go on with the old value; `check` raises it before the next step.
         """
         slot = self._store.slot_of(region)
         if slot is None:
             self._device.unlock([region])
             return
         with self._mutex:
-            regions = slot.update_regions()
             update = self.pending.pop(slot, None)
-            if update is not None:
-                self.behind += 1
-                self._update_elsewhere(slot, update, regions)
-            self._device.unlock(regions)
+            if update is None:
+                self._device.unlock([region])
+                return
+            self.behind += 1
+            try:
+                shown = self._device.show(update.regions)
+                try:
+                    storages = dict(zip(update.regions, shown, strict=True))
+                    self._make_on_others(slot.parameter, update, storages)
+                finally:
+                    storages.clear()
+                    shown.clear()
+                    self._device.hide(update.regions)
+                self._adopt_state(slot)
+            except BaseException as error:  # the thread that waits must not wait for ever
+                self._failure = error
+            finally:
+                self._device.unlock(update.regions)
 
-    def _update_elsewhere(self, slot: Slot, update: Update, regions: list[int]) -> None:
-        storages = dict(zip(regions, self._device.show(regions), strict=True))
+    def check(self) -> None:
+        """Raise what went wrong in an update made behind somebody's back.
+
+        Raises:
+            RuntimeError: naming the remedy, from the first error.
+        """
+        error, self._failure = self._failure, None
+        if error is not None:
+            raise RuntimeError(
+                "an optimizer update that was put off failed, and its parameter keeps the value it "
+                "had: the step is lost; go on from the last checkpoint"
+            ) from error
+
+    def _make_on_others(
+        self,
+        parameter: nn.Parameter,
+        update: Update,
+        storages: Mapping[int, torch.UntypedStorage],
+    ) -> None:
+        """Make an update through other tensors over the memory it is of.
+
+        Args:
+            parameter: whose update it is; the user may have replaced its tensor since.
+            update: the update.
+            storages: where regions are shown; the others are at their own addresses.
+        """
+        owner, state = self._device.owner, self.optimizer.state
+
+        def shown(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            storage = storages.get(owner(value.untyped_storage().data_ptr()))
+            return value if storage is None else view_of(storage, value, offset_of(value))
+
         with torch.no_grad():
-            real = slot.parameter
-            offset = offset_of(real)
-            stand_in = nn.Parameter(view_of(storages[slot.region], real.data, offset))
-            gradient = update.gradient
-            if slot.gradient in storages:
-                gradient = view_of(storages[slot.gradient], gradient, offset_of(gradient))
-            stand_in.grad = gradient
-        state = self.optimizer.state
-        paged = {
-            key: state[real][key] for key in slot.states if real in state and key in state[real]
-        }
-        if real in state:
-            state[stand_in] = dict(state[real])
-            for key, value in paged.items():
-                state[stand_in][key] = view_of(storages[slot.states[key]], value)
+            stand_in = nn.Parameter(shown(update.data))
+            stand_in.grad = shown(update.gradient)
+        old = update.state or {}
+        given = {key: shown(value) for key, value in old.items()}
+        if update.state is not None:
+            state[stand_in] = dict(given)
         try:
             self._run([{**update.group, "params": [stand_in]}])
         finally:
             made = state.pop(stand_in, {})
-            stand_in.grad = None
-            state[real] = {**made, **paged}
-            del made, gradient
-            storages.clear()
-            self._device.hide(regions)
-        self._store.adopt_state(slot, state[real])
+            now = state.get(parameter)
+            if now is None and update.state is None and made:
+                now = state[parameter] = {}
+            for key, value in made.items():
+                is_new = value is not given.get(key)
+                if is_new and now is not None and now.get(key) is old.get(key):
+                    now[key] = value
+
+    def _adopt_state(self, slot: Slot) -> None:
+        state = self.optimizer.state.get(slot.parameter)
+        if state is not None:
+            self._store.adopt_state(slot, state)
 
     def adopt_all(self) -> None:
         """Adopt whatever state exists; after a load, or a step that could not be split."""
@@ -286,6 +401,7 @@ class Updates:
     def close(self) -> None:
         """Make all pending updates and let go of the optimizer."""
         self._restore_groups()
-        self.flush_all()
         for handle in self._handles:
             handle.remove()
+        self.flush_all()
+        self.check()
