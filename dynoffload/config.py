@@ -39,7 +39,7 @@ class OffloadConfig:
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
             its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
-            takes 2 MiB for budgets of 256 MiB and more, else the largest that leaves 512 pages.
+            takes the largest that pads the parameters little and leaves the pool 40 pages.
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
             of 1 MiB and 1/256 of the budget.
         step_aside: leave paging off while a step's measured peak fits the budget.

@@ -43,9 +43,7 @@ SMALL_PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024, "io_
 
 def bits(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements, in the order of its indices."""
-    plain = tensor.detach().cpu().contiguous()
-    if plain.is_sparse:
-        plain = plain.to_dense()
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 

@@ -20,7 +20,6 @@ from exactness import (
     compare_runs,
     footprint_of,
     least_budget,
-    needs_pager,
     small,
     small_loss,
     small_samples,
@@ -132,40 +131,33 @@ def test_every_optimizer_of_torch_trains_to_the_same_bits(optimizer: str) -> Non
     check(optimizer, loop, {}, "auto", 0.25, [[1, 2, 2, -1]], 1)
 
 
-@settings(
-    max_examples=220,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@given(
-    optimizer=st.sampled_from(list(OPTIMIZERS)),
-    loop=loops,
-    config=configs,
-    backend=backends,
-    share=st.floats(0.05, 1.2),
-    lies=st.none() | orders,
-    seed=st.integers(0, 5),
-)
-def test_no_case_changes_a_bit(**case: Any) -> None:
+CASES = {
+    "loop": loops,
+    "config": configs,
+    "backend": backends,
+    "share": st.floats(0.05, 1.2),
+    "lies": st.none() | orders,
+}
+HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.differing_executors]
+FAMILIES = {
+    "adam": [name for name in OPTIMIZERS if name.startswith("adam")],
+    "sgd": [name for name in OPTIMIZERS if name.startswith(("sgd", "asgd"))],
+    "ada": [n for n in OPTIMIZERS if n.startswith(("ada", "nadam", "radam")) and "adam" not in n],
+    "other": [name for name in OPTIMIZERS if name.startswith(("r", "nadam"))],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=55, deadline=None, suppress_health_check=HEALTH)
+@given(data=st.data(), seed=st.integers(0, 5), **CASES)
+def test_no_case_changes_a_bit(family: str, data: st.DataObject, **case: Any) -> None:
     """A few hundred cases, each of a few steps."""
-    check(**case)
+    check(data.draw(st.sampled_from(FAMILIES[family]), label="optimizer"), **case)
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=5000,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@given(
-    optimizer=st.sampled_from(list(OPTIMIZERS)),
-    loop=loops,
-    config=configs,
-    backend=backends,
-    share=st.floats(0.05, 1.2),
-    lies=st.none() | orders,
-    seed=st.integers(0, 1000),
-)
+@settings(max_examples=5000, deadline=None, suppress_health_check=HEALTH)
+@given(optimizer=st.sampled_from(list(OPTIMIZERS)), seed=st.integers(0, 1000), **CASES)
 def test_none_of_thousands_of_cases_changes_a_bit(**case: Any) -> None:
     """The same at length."""
     check(**case)

@@ -207,7 +207,7 @@ class Paging:
         updates = self.updates
         assert updates is not None
         while not self._closing.is_set():
-            region = self.device.handed(0.2)
+            region = self.device.handed(0.05)
             if region >= 0:
                 updates.serve(region)
             elif region == -2:

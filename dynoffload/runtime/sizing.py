@@ -17,7 +17,8 @@ from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.units import KiB, MiB, format_bytes
 
-_HUGE_BUDGET = 256 * MiB
+_LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
+_PADDING = 1.1  # how much larger the paged parameters may become by padding
 _RESIDENT = 8  # the share of the budget that small tensors may take is one in so many
 _STATES = {"SGD": 1, "ASGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}
 _STATES_OF_ADAM = 2
@@ -73,9 +74,9 @@ def sizing_of(
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    page = config.page_bytes or _page_for(budget)
     states = state_tensors(optimizer)
     least = config.min_paged_bytes or _least_for(model, budget, states)
+    page = config.page_bytes or _page_for(model, budget, least)
     small = paged = total = padded = 0
     largest, culprit = 0, ""
     for name, parameter in model.named_parameters():
@@ -131,10 +132,17 @@ def _least_for(model: nn.Module, budget: int, states: int) -> int:
     return least
 
 
-def _page_for(budget: int) -> int:
-    if budget >= _HUGE_BUDGET:
-        return 2 * MiB
-    page = 4 * KiB
-    while page * 2 * 512 <= budget and page < 2 * MiB:
-        page *= 2
+def _page_for(model: nn.Module, budget: int, least: int) -> int:
+    """Return the largest page that pads the paged parameters little and leaves the pool supple.
+
+    Larger pages move and transfer faster; of 2 MiB they are huge pages.
+    """
+    sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    paged = [nbytes for nbytes in sizes if nbytes >= least]
+    page = 2 * MiB
+    while page > 4 * KiB:
+        padded = sum(-(-nbytes // page) * page for nbytes in paged)
+        if page * _LEAST_PAGES <= budget and padded <= _PADDING * sum(paged):
+            break
+        page //= 2
     return page

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from dynoffload.errors import ConfigError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
+from dynoffload.runtime.watched import WatchedState
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +135,33 @@ class Updates:
                 "%s is not one of torch.optim: its step runs whole, and its state pages on demand",
                 type(optimizer).__name__,
             )
+        self._watch()
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_pre_hook(lambda _: self.flush_all()),
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.flush_all()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self.adopt_all()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
+
+    def _watch(self) -> None:
+        state = self.optimizer.state
+        if self._defer and not isinstance(state, WatchedState):
+            self.optimizer.state = WatchedState(state, self._look)
+
+    def _look(self, parameter: torch.Tensor | None) -> None:
+        if not self.pending:
+            return
+        if parameter is None:
+            self.flush_all()
+            return
+        slot = self._store.slots.get(parameter)  # type: ignore[call-overload]
+        if slot is not None:
+            self.flush(slot)
+
+    def _loaded(self) -> None:
+        self._watch()
+        self.adopt_all()
 
     # The user's step()
 
@@ -403,5 +424,10 @@ class Updates:
         self._restore_groups()
         for handle in self._handles:
             handle.remove()
-        self.flush_all()
-        self.check()
+        try:
+            self.flush_all()
+            self.check()
+        finally:
+            state = self.optimizer.state
+            if isinstance(state, WatchedState):
+                self.optimizer.state = state.plain()

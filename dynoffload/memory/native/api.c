@@ -55,7 +55,7 @@ API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, 
     *p = (struct pager){.page_bytes = page_bytes, .arena_pages = arena_pages,
                         .pool_pages = pool_pages, .region_capacity = region_capacity, .fd = fd,
                         .stop_pipe = {-1, -1}, .record = record};
-    p->owner = malloc(sizeof *p->owner * arena_pages);
+    p->owner = calloc(arena_pages, sizeof *p->owner);
     p->full = calloc(pool_pages, sizeof *p->full);
     p->vacant = calloc(pool_pages, sizeof *p->vacant);
     p->regions = calloc(region_capacity, sizeof *p->regions);
@@ -72,7 +72,6 @@ API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, 
         *error = -p->uffd;
         goto failed;
     }
-    memset(p->owner, 0xff, sizeof *p->owner * arena_pages);
     if (pipe(p->stop_pipe)) {
         *error = errno;
         goto failed;
@@ -141,11 +140,13 @@ API int pager_create(struct pager *p, uint32_t id, uint32_t page, uint32_t pages
     if (!slots)
         return ENOMEM;
     pthread_mutex_lock(&p->mutex);
+    if (id >= p->region_high)
+        p->region_high = id + 1;
     p->regions[id] = (struct region){.state = ABSENT, .page = page, .pages = pages, .bytes = bytes,
                                      .offset = offset, .slots = slots, .next_use = NEVER,
                                      .stamp = ++p->clock};
     for (uint32_t i = 0; i < pages; i++)
-        p->owner[page + i] = id;
+        p->owner[page + i] = id + 1;
     pthread_mutex_unlock(&p->mutex);
     return 0;
 }
@@ -174,7 +175,7 @@ API void pager_release(struct pager *p, uint32_t id)
     settle(p, r);
     transfer_drop(p, id);
     for (uint32_t i = 0; i < r->pages; i++)
-        p->owner[r->page + i] = NO_REGION;
+        p->owner[r->page + i] = 0;
     free(r->slots);
     *r = (struct region){.state = FREE, .next_use = NEVER};
     pthread_mutex_unlock(&p->mutex);
@@ -369,7 +370,7 @@ API int pager_plan(struct pager *p, const int64_t *action_position, const uint8_
             last[use_region[i]] = i;
             p->regions[use_region[i]].next_use = use_position[i];
         }
-        for (uint32_t i = 0; i < p->region_capacity; i++)
+        for (uint32_t i = 0; i < p->region_high; i++)
             p->regions[i].busy = 0; /* what could not move then may move now */
     }
     pthread_cond_broadcast(&p->work);
@@ -391,7 +392,7 @@ API void pager_states(struct pager *p, uint8_t *states, uint32_t count)
 {
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count; i++)
-        states[i] = p->regions[i].state;
+        states[i] = i < p->region_high ? p->regions[i].state : FREE;
     pthread_mutex_unlock(&p->mutex);
 }
 

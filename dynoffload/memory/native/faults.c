@@ -39,7 +39,7 @@ int fault_open(int *user_mode_only)
 static void serve(struct pager *p, uint64_t address)
 {
     uint64_t page = (address - (uintptr_t)p->base) / p->page_bytes;
-    uint32_t id = page < p->arena_pages ? p->owner[page] : NO_REGION;
+    uint32_t id = page < p->arena_pages ? p->owner[page] - 1 : NO_REGION;
     if (id == NO_REGION) {
         fprintf(stderr, "dynoffload: access to memory of a region that was released (page %llu of "
                         "the arena). This is a bug: the process ends here.\n",

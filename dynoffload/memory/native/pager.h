@@ -79,14 +79,14 @@ struct pager {
     char *base;
     uint64_t page_bytes;
     uint32_t arena_pages, pool_pages;
-    uint32_t *owner; /* region of each arena page */
+    uint32_t *owner; /* region of each arena page, plus one; untouched entries take no memory */
     int uffd, fd, stop_pipe[2];
     uint32_t *full, *vacant; /* stacks of slots */
     uint32_t fulls, vacants, reserve;
     uint32_t populated; /* slots that have had a page; the pool grows to its size as it is used */
 
     struct region *regions;
-    uint32_t region_capacity;
+    uint32_t region_capacity, region_high; /* one past the highest region ever made */
     uint64_t clock;
 
     uint32_t *urgent; /* ring of regions that somebody waits for */

@@ -50,7 +50,7 @@ void plan_advance(struct pager *p, int64_t position)
 uint32_t plan_victim(struct pager *p, int64_t later_than)
 {
     uint32_t best = NO_REGION;
-    for (uint32_t i = 0; i < p->region_capacity; i++) {
+    for (uint32_t i = 0; i < p->region_high; i++) {
         struct region *r = &p->regions[i];
         if ((r->state != RESIDENT && r->state != STAGED) || r->pins || r->waited || r->busy)
             continue;

@@ -1,0 +1,319 @@
+"""The budget is a hard cap: counted, kept by the process, and refused early where it cannot hold.
+
+What is counted is `StepStats.peak_fast_bytes`; what is real is the memory of a child process, by
+its resident set and, where the system lets us make one, by its control group. Each expected peak is
+computed from the budget, none is copied from a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import (
+    SMALL_PAGES,
+    Loop,
+    Twin,
+    assert_same,
+    bits,
+    compare_runs,
+    footprint_of,
+    least_budget,
+    needs_pager,
+    small,
+    small_loss,
+    small_samples,
+)
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+
+import dynoffload
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BudgetError
+from dynoffload.runtime.sizing import sizing_of
+from dynoffload.units import MiB
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of most tests here."""
+    return AdamW(parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.25, 0.15])
+@pytest.mark.parametrize("policy", ["pilot", "repeat", "on-demand"])
+def test_the_ledger_never_passes_the_budget(share: float, policy: str) -> None:
+    """In no step, with accumulation and clipping; `compare_runs` asserts it for each step."""
+    model = small()
+    budget, _ = least_budget(
+        model, adamw(model.parameters()), int(footprint_of(model) * share), SMALL_PAGES
+    )
+    loop = Loop(steps=6, accumulate=2, clip=1.0)
+    session = compare_runs(
+        Twin(model, adamw), loop, small_samples(12), small_loss, budget, config={"policy": policy}
+    )
+    peak = max(step.peak_fast_bytes for step in session.log.steps)
+    assert peak > budget // 2, "the budget was hardly used: the test would show nothing"
+
+
+class Chain(nn.Module):
+    """Activations without parameters: ``links`` times a saved ``[rows, 64]`` of each kind."""
+
+    def __init__(self, links: int) -> None:
+        super().__init__()
+        self.links = links
+        self.first = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.links):
+            x = torch.sin(x).tanh()
+        return self.last(x)
+
+
+def chain_loss(model: nn.Module, sample: Tensor) -> Tensor:
+    """Return the loss of one sample."""
+    return model(sample).square().mean()
+
+
+def chain(links: int = 30) -> Chain:
+    """Return a network whose weights are always the same."""
+    torch.manual_seed(0)
+    return Chain(links)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+def test_activations_larger_than_the_budget_spill(backend: str) -> None:
+    """A sample whose saved tensors are many times the budget trains within it."""
+    rows, links, budget = 256, 30, 512 * 1024
+    saved = 2 * links * rows * 64 * 4
+    assert saved > 6 * budget
+    samples = [torch.randn(rows, 64) for _ in range(4)]
+    session = compare_runs(
+        Twin(chain(links), adamw),
+        Loop(steps=4),
+        samples,
+        chain_loss,
+        budget,
+        config={"backend": backend, "min_paged_bytes": 4096},
+    )
+    moved = sum(step.bytes_out for step in session.log.steps)
+    assert moved > saved, "nothing was spilled"
+
+
+def test_many_tiny_activations_are_counted_too() -> None:
+    """Thousands of saved tensors of a few bytes each do not slip past the budget."""
+
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(24, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(600):
+                x = torch.tanh(self.cell(x))
+            return x
+
+    torch.manual_seed(0)
+    budget = 96 * 1024
+    assert 600 * 24 * 4 > budget // 2
+    samples = [torch.randn(1, 24) for _ in range(3)]
+    compare_runs(Twin(Tiny(), adamw), Loop(steps=3), samples, chain_loss, budget)
+
+
+def test_a_module_with_more_than_the_pool_trains_on_demand() -> None:
+    """All parameters of one module, their gradients and state, need not fit at once."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList(torch.randn(64, 64) * 0.1 for _ in range(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for part in self.parts:
+                x = torch.tanh(x @ part)
+            return x
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = Wide()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wide(x)
+
+    torch.manual_seed(0)
+    model = Root()
+    budget, _ = least_budget(
+        model, adamw(model.parameters()), footprint_of(model) // 6, SMALL_PAGES
+    )
+    assert budget < footprint_of(model) // 2
+    samples = [torch.randn(8, 64) for _ in range(5)]
+    compare_runs(Twin(model, adamw), Loop(steps=5), samples, chain_loss, budget)
+
+
+# Refusals
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_touched() -> None:
+    """The error names the parameter, need, have and remedy; the model is as it was."""
+    model = small()
+    optimizer = adamw(model.parameters())
+    before = {name: (p.data_ptr(), bits(p)) for name, p in model.named_parameters()}
+    state = optimizer.state
+    files = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(BudgetError) as caught:
+        with dynoffload.offload(model, optimizer, budget="20KiB", config=SMALL_PAGES):
+            pytest.fail("the block must not begin")
+    message = str(caught.value)
+    assert "embedding.weight" in message
+    assert "20.00 KiB" in message
+    assert "raise the budget to at least" in message
+    assert {name: (p.data_ptr(), bits(p)) for name, p in model.named_parameters()} == before
+    assert optimizer.state is state
+    assert set(os.listdir("/proc/self/fd")) == files
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [adamw, lambda p: SGD(p, lr=0.1), lambda p: Adam(p, amsgrad=True)],
+    ids=["adamw", "sgd", "amsgrad"],
+)
+@pytest.mark.parametrize("wanted", [1, 4096, 30_000, 60_000])
+def test_the_budget_that_the_error_names_is_enough(make: Any, wanted: int) -> None:
+    """And training under it works: the word of the error is true."""
+    model = small()
+    budget, as_wanted = least_budget(model, make(model.parameters()), wanted, SMALL_PAGES)
+    assert budget >= wanted
+    if not as_wanted:
+        compare_runs(Twin(model, make), Loop(steps=3), small_samples(3), small_loss, budget)
+
+
+@pytest.mark.parametrize("budget", ["-5MB", "lots", "1.5", True, -1], ids=str)
+def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
+    """Text that is no quantity, and negative ones."""
+    model = small()
+    with pytest.raises(ValueError, match=r"bytes|budget"):
+        with dynoffload.offload(model, budget=budget):
+            pytest.fail("the block must not begin")
+
+
+def test_no_budget_is_refused() -> None:
+    """Neither in the call nor from the command line."""
+    with pytest.raises(ValueError, match="no budget"):
+        with dynoffload.offload(small()):
+            pytest.fail("the block must not begin")
+
+
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+def test_an_activation_larger_than_the_pool_is_one_clear_error(backend: str) -> None:
+    """It names need and have, the state is that of the last step, and smaller samples go on."""
+    budget = 512 * 1024
+    twin = Twin(chain(), adamw)
+    samples = [torch.randn(64, 64) for _ in range(6)]
+    huge = torch.randn(4096, 64)
+    loop = Loop(steps=3)
+    expected = loop.run(twin.reference, twin.its, samples, chain_loss)
+    expected += loop.run(twin.reference, twin.its, samples[3:], chain_loss)
+    with twin.paged(budget, config={"backend": backend}):
+        losses = loop.run(twin.model, twin.optimizer, samples, chain_loss)
+        with pytest.raises(BudgetError, match=r"1\.00 MiB") as caught:
+            chain_loss(twin.model, huge).backward()
+        assert "raise the budget" in str(caught.value)
+        losses += loop.run(twin.model, twin.optimizer, samples[3:], chain_loss)
+    assert_same(losses, expected, "losses")
+    twin.assert_same()
+
+
+@pytest.mark.parametrize("budget", [64 * 1024, 300_000, 2 * MiB, 100 * MiB, 3 << 30])
+def test_the_parts_of_a_budget_make_no_more_than_the_whole(budget: int) -> None:
+    """Pool, resident tensors and kept activations together are at most the budget."""
+    model = small()
+    sizing = sizing_of(model, SGD(model.parameters(), lr=0.1), budget, OffloadConfig())
+    assert sizing.pool_bytes + sizing.small_bytes + sizing.kept_bytes <= budget
+    assert sizing.pool_bytes % sizing.page_bytes == 0
+    assert sizing.chunk_bytes % sizing.page_bytes == 0
+    assert 0 <= sizing.reserve_bytes < sizing.pool_bytes
+
+
+# The process
+
+CHILD = """
+    import json, sys
+    import torch
+    from torch import nn
+    import dynoffload
+    from dynoffload.memory.limits import resident_bytes
+
+    torch.set_num_threads(1)
+    budget, backend = int(sys.argv[1]), sys.argv[2]
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    # What torch itself takes for a step of this size, before anything is managed.
+    warm = nn.Linear(1024, 1024)
+    warm(torch.randn(64, 1024)).sum().backward()
+    torch.optim.AdamW(warm.parameters(), fused=True).step()
+    del warm
+    before = resident_bytes()
+
+    def status(key):
+        for line in open("/proc/self/status"):
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+
+    open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+    config = {"backend": backend, "step_aside": False}
+    with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
+        dynoffload.materialize(model)
+        for step in range(4):
+            loss = model(torch.randn(64, 1024)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = status("VmHWM")
+        answer = dict(
+            before=before,
+            peak=peak,
+            footprint=sum(p.numel() for p in model.parameters()) * 16,
+            fast=max(step.peak_fast_bytes for step in session.log.steps),
+            loss=loss.item(),
+        )
+        print(json.dumps(answer))
+        sys.stdout.flush()
+        import os
+        os._exit(0)  # restoring would take the footprint
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+def test_the_process_takes_no_more_than_before_budget_and_headroom(
+    tmp_path: Path, backend: str
+) -> None:
+    """96 MB of weights, 400 MB with gradients and state, under 64 MB: the resident set says so."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(CHILD))
+    budget, headroom = 64 * MiB, 48 * MiB
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(budget), backend],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    assert answer["footprint"] > 6 * budget
+    assert answer["fast"] <= budget
+    assert answer["peak"] <= answer["before"] + budget + headroom, answer
