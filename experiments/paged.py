@@ -127,26 +127,29 @@ def _print(result: dict[str, Any], variants: Sequence[Variant]) -> None:
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("row")
-    for header in ("in memory", "dynoffload", "ratio", "of bound", "paged", "gain", "waiting"):
-        table.add_column(header, justify="right")
-    for header in ("peak fast", "cgroup peak", "declared", "losses equal"):
-        table.add_column(header, justify="right")
+    table.add_column("a step")
     for variant in variants:
-        row = result[variant.key] if variant.key else result
-        declared = row["process_before_bytes"] + row["budget_bytes"] + row["headroom_bytes"]
-        table.add_row(
-            variant.key or MAIN,
-            format_seconds(row["in_memory_s"]),
-            format_seconds(row["offload_s"]),
-            f"{row['offload_over_in_memory']:.2f}×",
-            f"{row['offload_over_bound']:.2f}×",
-            "–" if row["paged_s"] is None else format_seconds(row["paged_s"]),
-            "–" if row["paged_over_offload"] is None else f"{row['paged_over_offload']:.1f}×",
-            format_seconds(row["stall_s"]),
-            format_bytes(row["peak_fast_bytes"]),
-            "–" if row["cgroup_peak_bytes"] is None else format_bytes(row["cgroup_peak_bytes"]),
-            format_bytes(declared),
-            "yes" if row["losses_equal"] else "NO",
-        )
+        table.add_column(variant.key or MAIN, justify="right")
+    rows = [_shown(result[variant.key] if variant.key else result) for variant in variants]
+    for header in rows[0]:
+        table.add_row(header, *(row[header] for row in rows))
     Console().print(table)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, str]:
+    """Return the numbers of a row as texts, by what they are called."""
+    declared = row["process_before_bytes"] + row["budget_bytes"] + row["headroom_bytes"]
+    paged, peak = row["paged_s"], row["cgroup_peak_bytes"]
+    return {
+        "plain, in memory": format_seconds(row["in_memory_s"]),
+        "dynoffload": format_seconds(row["offload_s"]),
+        "… vs in memory": f"{row['offload_over_in_memory']:.2f}×",
+        "… vs bound": f"{row['offload_over_bound']:.2f}×",
+        "… waiting": format_seconds(row["stall_s"]),
+        "paged by the system": "–" if paged is None else format_seconds(paged),
+        "… vs dynoffload": "–" if paged is None else f"{row['paged_over_offload']:.1f}×",
+        "peak fast": format_bytes(row["peak_fast_bytes"]),
+        "cgroup peak": "–" if peak is None else format_bytes(peak),
+        "… declared": format_bytes(declared),
+        "losses equal": "yes" if row["losses_equal"] else "NO",
+    }

@@ -1,0 +1,217 @@
+"""With a budget that holds everything, paging steps aside; a larger sample brings it back.
+
+Stepping aside must change nothing but speed: the tensors become ordinary, no hook is left in the
+way, and the bits stay those of plain PyTorch, also over the moment in which it happens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from exactness import (
+    SMALL_PAGES,
+    Twin,
+    arena_ranges,
+    assert_same,
+    footprint_of,
+    small,
+    small_loss,
+)
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from dynoffload.runtime.session import Session
+
+LARGE = 64 << 20
+ASIDE = {"config": {"step_aside": True}}
+
+
+def row(length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets of one sample."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 64, (2, length), generator=generator)
+    return tokens[0], tokens[1]
+
+
+def twin() -> Twin:
+    """Return the networks of these tests."""
+    return Twin(small(), lambda p: AdamW(p, lr=1e-2))
+
+
+def steps(pair: Twin, lengths: list[int]) -> None:
+    """Train both copies on samples of the given lengths, and compare the losses."""
+    for number, length in enumerate(lengths):
+        losses = []
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
+            torch.manual_seed(number)
+            loss = small_loss(model, row(length, number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert_same(losses[0], losses[1], f"loss {number} of {length} tokens")
+
+
+def is_in_arena(session: Session) -> bool:
+    """Return whether any parameter lies in a device's memory."""
+    ranges = arena_ranges()
+    return any(
+        start <= parameter.data_ptr() < end
+        for parameter in session.model.parameters()
+        for start, end in ranges
+    )
+
+
+def test_it_steps_aside_when_everything_fits() -> None:
+    """After a few measured steps; from then on tensors are ordinary and modules bare."""
+    pair = twin()
+    with pair.paged(LARGE, **ASIDE) as session:
+        assert session.paging
+        assert is_in_arena(session)
+        steps(pair, [8] * 6)
+        assert not session.paging
+        assert not is_in_arena(session)
+        inner = [m for m in pair.model.modules() if m is not pair.model]
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in inner)
+        steps(pair, [8] * 4)
+        assert len(session.stats) == 10
+        assert session.stats["peak_fast_bytes"].max() <= LARGE
+    pair.assert_same()
+
+
+def test_it_stays_where_not_everything_fits() -> None:
+    """A budget of a third pages to the end."""
+    pair = twin()
+    with pair.paged(footprint_of(pair.model) // 3, **ASIDE) as session:
+        steps(pair, [8] * 8)
+        assert session.paging
+    pair.assert_same()
+
+
+def test_it_can_be_told_to_stay() -> None:
+    """``step_aside=False`` pages however large the budget is."""
+    pair = twin()
+    with pair.paged(LARGE, config={"step_aside": False}) as session:
+        steps(pair, [8] * 6)
+        assert session.paging
+    pair.assert_same()
+
+
+def test_it_comes_back_for_a_larger_sample() -> None:
+    """What was measured for short samples says nothing of long ones; then it may go again."""
+    pair = twin()
+    with pair.paged(LARGE, **ASIDE) as session:
+        steps(pair, [4] * 6)
+        assert not session.paging
+        steps(pair, [16])
+        assert session.paging
+        steps(pair, [16, 4, 9, 16, 4])
+        assert not session.paging
+        steps(pair, [16, 3])
+        assert not session.paging
+    pair.assert_same()
+
+
+def test_coming_back_leaves_the_hooks_in_order() -> None:
+    """The sample that brings paging back is a sample like any other: its activations page, and
+    the hooks that save them are gone when its forward is over."""
+    pair = twin()
+    with pair.paged(LARGE, **ASIDE) as session:
+        steps(pair, [4] * 6)
+        for number in range(3):
+            steps(pair, [16])
+            assert session.paging
+            x = torch.randn(64, 64, requires_grad=True)
+            y = x.exp()  # outside of the model: nothing of ours may hold what it saves
+            assert y.grad_fn is not None
+            assert y.grad_fn._saved_result.data_ptr() == y.data_ptr(), number
+    pair.assert_same()
+
+
+def test_a_graph_that_is_alive_keeps_it_from_stepping_aside() -> None:
+    """Saved activations of a forward whose backward is still to come stay served."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(64, 64).requires_grad_(False)
+            self.scale = nn.Parameter(torch.ones(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.frozen(x).sin().tanh() + self.scale).sum()
+
+    torch.manual_seed(0)
+    pair = Twin(Half(), lambda p: AdamW([q for q in p if q.requires_grad], lr=1e-2))
+    x = torch.randn(64, 64)
+    outer: list[Tensor] = []
+    with pair.paged(LARGE, **ASIDE):
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
+            leaf = x.clone().requires_grad_()
+            late = model(leaf)
+            for _ in range(6):
+                model(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            late.backward()
+            assert leaf.grad is not None
+            outer.append(leaf.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(outer[0], outer[1], "gradient of the late backward")
+    pair.assert_same()
+
+
+def test_a_view_that_is_held_keeps_it_from_stepping_aside() -> None:
+    """A view made while it pages stays a view of the parameter."""
+    pair = twin()
+    with pair.paged(LARGE, **ASIDE) as session:
+        steps(pair, [8])
+        views: list[Any] = [m.head.weight.detach() for m in (pair.model, pair.reference)]
+        steps(pair, [8] * 5)
+        assert session.paging
+        assert_same(views[0].clone(), views[1].clone(), "view")
+        views.clear()
+        steps(pair, [8] * 3)
+        assert not session.paging
+    pair.assert_same()
+
+
+def test_memory_is_ordinary_after_stepping_aside() -> None:
+    """The address space of the device is given back at once."""
+    pair = twin()
+    before = len(arena_ranges())
+    with pair.paged(LARGE, **ASIDE) as session:
+        assert len(arena_ranges()) > before
+        steps(pair, [8] * 6)
+        assert not session.paging
+        assert len(arena_ranges()) == before
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_leaving_while_aside(when: str) -> None:
+    """By an exception, before or after the optimizer's step."""
+    pair = twin()
+
+    def last(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(3)
+        small_loss(model, row(8, 3)).backward()
+        if when == "after":
+            optimizer.step()
+
+    with pytest.raises(KeyError), pair.paged(LARGE, **ASIDE) as session:
+        steps(pair, [8] * 6)
+        assert not session.paging
+        last(pair.model, pair.optimizer)
+        raise KeyError("the user's")
+    last(pair.reference, pair.its)
+    pair.assert_same()
+
+
+def test_options_reach_the_session() -> None:
+    """The twins page with small pages here; the plan says so."""
+    pair = twin()
+    with pair.paged(LARGE) as session:
+        assert session.sizing.page_bytes == SMALL_PAGES["page_bytes"]
