@@ -169,6 +169,7 @@ class Loop:
         clip: norm to clip gradients to, or None.
         autocast: dtype of autocast, or None.
         zero_first: zero the gradients before the forward, not after the step.
+        seeded: seed before each forward, so that something else may draw numbers in between.
         set_to_none: as `Optimizer.zero_grad` takes it.
         scheduler: makes a learning rate scheduler, or None.
         peek: called after each step with the step's number, the model and the optimizer.
@@ -179,6 +180,7 @@ class Loop:
     clip: float | None = None
     autocast: torch.dtype | None = None
     zero_first: bool = False
+    seeded: bool = False
     set_to_none: bool = True
     scheduler: Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     peek: Callable[[int, nn.Module, Optimizer], None] | None = None
@@ -199,6 +201,8 @@ class Loop:
                 optimizer.zero_grad(set_to_none=self.set_to_none)
             for _ in range(self.accumulate):
                 sample = next(stream)
+                if self.seeded:
+                    torch.manual_seed(step)
                 with torch.autocast(
                     "cpu", dtype=self.autocast, enabled=self.autocast is not None
                 ):
@@ -258,9 +262,11 @@ def compare_runs(
     """Train both copies by ``loop`` and assert that nothing differs; return the session."""
     torch.manual_seed(0)
     expected = loop.run(twin.reference, twin.its, samples, loss_of)
+    drawn = torch.get_rng_state()
     torch.manual_seed(0)
     with twin.paged(budget, **options) as session:
         losses = loop.run(twin.model, twin.optimizer, samples, loss_of)
+        assert_same(torch.get_rng_state(), drawn, "state of the random numbers")
     assert_same(losses, expected, "losses")
     twin.assert_same()
     for step in session.log.steps:
@@ -333,6 +339,21 @@ def small_samples(count: int, seed: int = 0, words: int = 64) -> list[tuple[Tens
 def small_loss(model: nn.Module, sample: tuple[Tensor, Tensor]) -> Tensor:
     """Return the loss of one sample."""
     return F.cross_entropy(model(sample[0]).float(), sample[1])
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """`small_samples` as a dataset that worker processes can import."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return small_samples(24)[index]
+
+
+def only(batch: list[Any]) -> Any:
+    """Return the one sample of a batch."""
+    return batch[0]
 
 
 # A pilot that lies

@@ -54,6 +54,20 @@ def steps(pair: Twin, lengths: list[int]) -> None:
         assert_same(losses[0], losses[1], f"loss {number} of {length} tokens")
 
 
+class Seen(list[bool]):
+    """Whether the model was paged in each forward since it was watched."""
+
+    handle: Any
+
+
+def watch(session: Session) -> Seen:
+    """Note in each forward whether the model is paged."""
+    seen = Seen()
+    first = next(iter(session.model.children()))
+    seen.handle = first.register_forward_hook(lambda *_: seen.append(session.paging))
+    return seen
+
+
 def is_in_arena(session: Session) -> bool:
     """Return whether any parameter lies in a device's memory."""
     ranges = arena_ranges()
@@ -105,12 +119,14 @@ def test_it_comes_back_for_a_larger_sample() -> None:
     with pair.paged(LARGE, **ASIDE) as session:
         steps(pair, [4] * 6)
         assert not session.paging
+        seen = watch(session)
         steps(pair, [16])
-        assert session.paging
+        assert seen == [True]
         steps(pair, [16, 4, 9, 16, 4])
-        assert not session.paging
+        assert not session.paging, "what is measured by now fits"
         steps(pair, [16, 3])
-        assert not session.paging
+        assert seen[-2:] == [False, False]
+        seen.handle.remove()
     pair.assert_same()
 
 
@@ -119,14 +135,16 @@ def test_coming_back_leaves_the_hooks_in_order() -> None:
     the hooks that save them are gone when its forward is over."""
     pair = twin()
     with pair.paged(LARGE, **ASIDE) as session:
-        steps(pair, [4] * 6)
+        steps(pair, [2] * 6)
+        seen = watch(session)
         for number in range(3):
-            steps(pair, [16])
-            assert session.paging
+            steps(pair, [3 + 5 * number])
+            assert seen[-1], "the sample was paged"
             x = torch.randn(64, 64, requires_grad=True)
             y = x.exp()  # outside of the model: nothing of ours may hold what it saves
             assert y.grad_fn is not None
             assert y.grad_fn._saved_result.data_ptr() == y.data_ptr(), number
+        seen.handle.remove()
     pair.assert_same()
 
 

@@ -151,5 +151,12 @@ class Device(Protocol):
     def events(self) -> list[Event]:
         """Return and forget what happened since the last call."""
 
+    def retire(self) -> int:
+        """Close as soon as nobody else holds a storage, at once if nobody does.
+
+        Returns:
+            How many storages are still held. Until they are gone they can be read and written.
+        """
+
     def close(self) -> None:
         """Give all memory and the spill file back; no storage may be used any more."""

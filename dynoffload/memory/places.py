@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,6 +28,11 @@ _ARENA_BYTES = {True: 1024 * GiB, False: 64 * GiB}
 def arena_pages(page_bytes: int) -> int:
     """Return how many pages of ``page_bytes`` an arena has: addresses only, no memory."""
     return _ARENA_BYTES[page_bytes == 2 * MiB] // page_bytes
+
+
+def users_of(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors hold ``storage``, and one more for its Python object."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 class Place(NamedTuple):
@@ -146,6 +152,31 @@ class Places(ABC):
     def _at(self, page: int, nbytes: int) -> torch.UntypedStorage:
         memory = (ctypes.c_char * nbytes).from_address(self._base + page * self.page_bytes)
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Device.close`."""
+
+    def retire(self) -> int:
+        """See `Device.retire`."""
+        with self._placing:
+            storages, self._storages = self._storages, {}
+        held = [storage for storage in storages.values() if users_of(storage) > 1]
+        storages.clear()
+        if not held:
+            self.close()
+            return 0
+        left = len(held)
+
+        def gone() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.close()
+
+        for storage in held:
+            weakref.finalize(storage, gone).atexit = False
+        return left
 
     def owner(self, address: int) -> int:
         """See `Device.owner`."""

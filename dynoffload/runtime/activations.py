@@ -11,6 +11,7 @@ too. What is a view of a parameter stays what it is.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 import torch
 
 from dynoffload.memory.device import Device
-from dynoffload.runtime.store import bytes_of, is_dense, offset_of, users_of, view_of
+from dynoffload.memory.places import users_of
+from dynoffload.runtime.store import bytes_of, is_dense, offset_of, view_of
 
 _ALIGNMENT = 64
 _LEAST_MOVED = 256  # smaller tensors cost more to move than they take
@@ -105,6 +107,19 @@ def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> Non
         )
 
 
+_alive: weakref.WeakSet[Activations] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process has none of the paged memory: what it frees is not its own."""
+    for activations in list(_alive):
+        activations.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
 @dataclass(eq=False)
 class Activations:
     """The saved-tensor hooks of one session.
@@ -133,6 +148,7 @@ class Activations:
     saved_bytes: int = 0  # moved since the start; the difference is what a visit saved
 
     def __post_init__(self) -> None:
+        _alive.add(self)
         self._regions: list[int] = []  # of standard chunks, by index
         self._free: list[int] = []  # indices, highest first
         self._current: Chunk | None = None

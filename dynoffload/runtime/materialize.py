@@ -86,7 +86,13 @@ def _load(model: nn.Module, path: Path) -> None:
             persistent = set(model.state_dict().keys())
             for name, tensor in wanted.items():
                 if name in names:
-                    tensor.copy_(file.get_tensor(name))
+                    given = file.get_tensor(name)
+                    if given.shape != tensor.shape:
+                        raise ConfigError(
+                            f"tensor {name!r} of {path} has shape {list(given.shape)} but the "
+                            f"model's has {list(tensor.shape)}: give a file saved from this model"
+                        )
+                    tensor.copy_(given)
                 elif name in persistent:
                     raise ConfigError(
                         f"{path} has no tensor {name!r}: give a file saved from this model"

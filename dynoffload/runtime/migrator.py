@@ -13,9 +13,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from enum import Enum
 
+from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import OnDemand, Policy
+from dynoffload.planning.schedule import NextUse, OnDemand, Policy, Schedule
 from dynoffload.runtime.activations import Activations, Chunk
 from dynoffload.runtime.reference import Reference, Visit
 from dynoffload.runtime.store import Slot
@@ -149,7 +150,11 @@ class Migrator:
         resident = self._device.resident()
         highest = max([highest, *resident])
         sizes = [self._device.size(region) for region in range(highest + 1)]
-        schedule = self.policy.plan(reference.uses, sizes, self._capacity, resident, resident)
+        try:
+            schedule = self.policy.plan(reference.uses, sizes, self._capacity, resident, resident)
+        except BudgetError:
+            # A module uses more than there is; but not in one operator, so it runs on demand.
+            schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))
         self._device.follow(reference.uses, schedule)
         self._reference = reference
         self.position = 0

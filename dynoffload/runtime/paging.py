@@ -12,7 +12,6 @@ import mmap
 import os
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BackendError
 from dynoffload.memory.device import Device
+from dynoffload.memory.places import users_of
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
@@ -32,7 +32,7 @@ from dynoffload.runtime.forecast import Forecast, Predictor
 from dynoffload.runtime.hooks import Hooks
 from dynoffload.runtime.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.store import Slot, Store, offset_of, users_of, view_of
+from dynoffload.runtime.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.units import Unit, units_of
 from dynoffload.runtime.updates import Updates
 from dynoffload.units import format_bytes
@@ -175,6 +175,10 @@ class Paging:
         if self.updates is not None:
             self.updates.flush_all()
 
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Open the sample in whose call this began, too late for a hook of its own."""
+        self._hooks.enter(module, args, kwargs)
+
     # What the hooks call
 
     def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -255,29 +259,14 @@ class Paging:
 
     def _end_device(self) -> None:
         """Close the device, or let it live on for whoever outside still holds memory of it."""
-        storages = [self.device.storage(region) for region in self._regions()]
-        held = [storage for storage in storages if users_of(storage) > 1]
-        if not held:
-            self.device.close()
-            return
-        logger.warning(
-            "%d tensors from inside the offload() block are still held outside of it: the pool of "
-            "%s and its spill file stay until they are gone",
-            len(held),
-            format_bytes(self.device.capacity),
-        )
-        waiting = {id(storage) for storage in held}
-
-        def gone(key: int, device: Device = self.device) -> None:
-            waiting.discard(key)
-            if not waiting:
-                device.close()
-
-        for storage in held:
-            weakref.finalize(storage, gone, id(storage)).atexit = False
-
-    def _regions(self) -> list[int]:
-        return [*self.store.regions(), *self.activations.regions()]
+        held = self.device.retire()
+        if held:
+            logger.warning(
+                "%d tensors from inside the offload() block are still held outside of it: the pool "
+                "of %s and its spill file stay until they are gone",
+                held,
+                format_bytes(self.device.capacity),
+            )
 
     @torch.no_grad()
     def _restore(self) -> None:

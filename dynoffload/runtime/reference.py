@@ -68,23 +68,25 @@ class Reference:
     def add_backward(self, visits: Sequence[Visit], accumulates: Callable[[Slot], bool]) -> None:
         """Add the backward of a forward over ``visits``."""
         last: dict[int, int] = {}  # chunk -> the visit, in reverse, that uses it last
+        final: dict[Slot, int] = {}  # slot -> the visit after which its gradient is complete
         for number, visit in enumerate(reversed(visits)):
             for chunk in visit.chunks:
                 last[chunk] = number
-        made: set[Slot] = set()
+            for slot in visit.unit.slots:
+                final[slot] = number
         for number, visit in enumerate(reversed(visits)):
             regions = list(visit.chunks)
             creates: list[int] = []
             for slot in visit.unit.slots:
                 regions.append(slot.region)
                 self.backward.setdefault(slot.region, []).append(len(self.uses))
-                if slot.gradient is None:
+                # Autograd sums the contributions of all visits before it hands the gradient over.
+                if slot.gradient is None or final[slot] != number:
                     continue
-                if slot in made or accumulates(slot):
+                if accumulates(slot):
                     regions.append(slot.gradient)
                 else:
                     creates.append(slot.gradient)
-                made.add(slot)
             frees = tuple(chunk for chunk in visit.chunks if last[chunk] == number)
             use = tuple(dict.fromkeys(regions))
             self.uses.append(Use(use, creates=tuple(creates), frees=frees, writes=use))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
-from dynoffload.units import KiB, MiB, format_bytes
+from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
 _PADDING = 1.1  # how much larger the paged parameters may become by padding
@@ -74,6 +74,37 @@ def sizing_of(
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
+    sizing, need, largest, culprit = _divide(model, optimizer, budget, config)
+    if sizing is None:
+        enough = need
+        while True:  # what a larger budget is divided into is larger too
+            enough = _readable(enough)
+            sizing, more, _, _ = _divide(model, optimizer, enough, config)
+            if sizing is not None:
+                break
+            enough = max(more, enough + 4 * KiB)
+        raise BudgetError(
+            f"a budget of {format_bytes(budget)} cannot hold the largest update: "
+            f"{culprit or 'the model'} needs {format_bytes(largest)} at once (parameter, gradient "
+            "and optimizer state), besides the smaller tensors that stay, activations and reserve: "
+            f"raise the budget to at least {format_bytes(enough)}, or make that layer smaller"
+        )
+    return sizing
+
+
+def _readable(nbytes: int) -> int:
+    """Return the least number of bytes from ``nbytes`` on that reads as written by
+    `format_bytes`."""
+    while (read := parse_bytes(format_bytes(nbytes))) < nbytes:
+        nbytes += max(1, nbytes // 2048)
+    return read
+
+
+def _divide(
+    model: nn.Module, optimizer: Optimizer | None, budget: int, config: OffloadConfig
+) -> tuple[Sizing | None, int, int, str]:
+    """Return the division of ``budget``, or None if it is too small; what it needs by itself; the
+    bytes of the largest update, and its parameter."""
     states = state_tensors(optimizer)
     least = config.min_paged_bytes or _least_for(model, budget, states)
     page = config.page_bytes or _page_for(model, budget, least)
@@ -98,14 +129,8 @@ def sizing_of(
     reserve = min(biggest_region, max(0, pool // 8)) // page * page
     need = largest + 2 * chunk + reserve
     if pool < need:
-        raise BudgetError(
-            f"a budget of {format_bytes(budget)} cannot hold the largest update: "
-            f"{culprit or 'the model'} needs {format_bytes(largest)} at once (parameter, gradient "
-            f"and optimizer state), with activations and reserve "
-            f"{format_bytes(need + small + kept)}: raise the budget to at least "
-            f"{format_bytes(need + small + kept)}, or make that layer smaller"
-        )
-    return Sizing(
+        return None, need + small + kept, largest, culprit
+    sizing = Sizing(
         budget=budget,
         pool_bytes=pool,
         page_bytes=page,
@@ -118,6 +143,7 @@ def sizing_of(
         spill_bytes=padded,
         states_bytes=total,
     )
+    return sizing, need + small + kept, largest, culprit
 
 
 def _least_for(model: nn.Module, budget: int, states: int) -> int:

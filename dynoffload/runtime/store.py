@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dynoffload.memory.device import Device
+from dynoffload.memory.places import users_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def users_of(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects hold ``storage``."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 @dataclass(eq=False)

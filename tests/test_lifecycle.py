@@ -1,0 +1,545 @@
+"""How sessions begin and end: refusals, what is left behind, other processes, other sessions.
+
+Errors come before any training state is touched and name what to do. However a block or a process
+ends, no file stays on the disk, and over many sessions no thread, descriptor or mapping stays in
+the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from exactness import (
+    SMALL_PAGES,
+    Loop,
+    LyingPilot,
+    Samples,
+    Twin,
+    arena_ranges,
+    assert_ordinary,
+    assert_same,
+    bits,
+    compare_runs,
+    footprint_of,
+    needs_pager,
+    only,
+    small,
+    small_loss,
+    small_samples,
+)
+from torch import nn
+from torch.optim import LBFGS, AdamW
+
+import dynoffload
+from dynoffload.errors import BackendError, ConfigError, PilotError, SpillError
+from dynoffload.memory.pager import probe
+from dynoffload.memory.spill import SpillFile
+
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
+SAMPLES = small_samples(40)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of most tests here."""
+    return AdamW(parameters, lr=1e-2)
+
+
+def third(model: nn.Module) -> int:
+    """Return a third of the footprint."""
+    return footprint_of(model) // 3
+
+
+class Resources(NamedTuple):
+    """What a process holds of the system."""
+
+    descriptors: int
+    threads: int
+    arenas: int
+
+    @classmethod
+    def now(cls) -> Resources:
+        """Return what this process holds."""
+        gc.collect()
+        return cls(
+            len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(arena_ranges())
+        )
+
+
+class Untouched:
+    """A model and optimizer that a refused block must leave exactly as they were."""
+
+    def __init__(self) -> None:
+        self.model = small()
+        self.optimizer = adamw(self.model.parameters())
+        for sample in SAMPLES[:2]:
+            small_loss(self.model, sample).backward()
+            self.optimizer.step()
+        self.resources = Resources.now()
+        self.before = self.look()
+
+    def look(self) -> Any:
+        """Return addresses and bits of everything."""
+        tensors = [*self.model.parameters()]
+        tensors += [p.grad for p in self.model.parameters() if p.grad is not None]
+        for state in self.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        hooks = [len(m._forward_pre_hooks) for m in self.model.modules()]
+        return [(t.data_ptr(), bits(t)) for t in tensors], hooks, type(self.optimizer.state)
+
+    @contextmanager
+    def stays(self) -> Iterator[None]:
+        """Assert that what happens inside changes nothing and leaves nothing."""
+        yield
+        assert self.look() == self.before
+        assert Resources.now() == self.resources
+
+    def offload(self, **arguments: Any) -> Any:
+        """Begin a block that must be refused."""
+        arguments = {"budget": third(self.model), "config": SMALL_PAGES, **arguments}
+        with dynoffload.offload(self.model, self.optimizer, **arguments):
+            pytest.fail("the block must not begin")
+
+
+# Refusals
+
+
+@pytest.fixture
+def untouched() -> Untouched:
+    """A model in the middle of training."""
+    return Untouched()
+
+
+def test_a_missing_spill_directory(untouched: Untouched, tmp_path: Path) -> None:
+    """Named, with the remedy."""
+    with untouched.stays(), pytest.raises(SpillError, match=r"nowhere does not exist: create it"):
+        untouched.offload(spill_dir=tmp_path / "nowhere")
+
+
+def test_a_spill_directory_that_is_a_file(untouched: Untouched, tmp_path: Path) -> None:
+    """As one that is missing."""
+    path = tmp_path / "file"
+    path.write_text("")
+    with untouched.stays(), pytest.raises(SpillError, match="file"):
+        untouched.offload(spill_dir=path)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_a_spill_directory_in_memory(untouched: Untouched) -> None:
+    """It would take the memory that it is to spare."""
+    with untouched.stays(), pytest.raises(SpillError, match="tmpfs, which is memory itself"):
+        untouched.offload(spill_dir="/dev/shm")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_spill_directory(
+    untouched: Untouched, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """The free space is looked at first; need, have and remedy are named."""
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    with untouched.stays(), pytest.raises(SpillError, match=r"9\.77 KiB free but .* needs .*KiB"):
+        untouched.offload(config={**SMALL_PAGES, "backend": backend})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("after", [0, 3, 30])
+def test_a_disk_that_fills_up_while_the_block_begins(
+    untouched: Untouched, monkeypatch: pytest.MonkeyPatch, backend: str, after: int
+) -> None:
+    """What was adopted already goes back to its place; the error is the disk's."""
+    grow, calls = SpillFile.grow, []
+
+    def full(file: SpillFile, size: int) -> None:
+        calls.append(size)
+        if len(calls) > after:
+            raise SpillError(28, "the disk is full")
+        grow(file, size)
+
+    before = {name: bits(p) for name, p in untouched.model.named_parameters()}
+    monkeypatch.setattr(SpillFile, "grow", full)
+    with pytest.raises(SpillError, match="disk is full"):
+        untouched.offload(config={**SMALL_PAGES, "backend": backend})
+    monkeypatch.undo()
+    assert {name: bits(p) for name, p in untouched.model.named_parameters()} == before
+    assert_ordinary(untouched.model, untouched.optimizer)
+    assert Resources.now() == untouched.resources
+    with dynoffload.offload(untouched.model, untouched.optimizer, budget=third(untouched.model)):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a zip", b"\x80\x04cos\nsystem\n"])
+def test_a_corrupt_pilot(untouched: Untouched, tmp_path: Path, content: bytes) -> None:
+    """Named, and refused unread."""
+    path = tmp_path / "broken.pilot"
+    path.write_bytes(content)
+    with untouched.stays(), pytest.raises(PilotError, match=r"broken\.pilot"):
+        untouched.offload(pilot=path)
+
+
+def test_a_missing_pilot(untouched: Untouched, tmp_path: Path) -> None:
+    """So is one that is not there."""
+    with untouched.stays(), pytest.raises(PilotError, match=r"none\.pilot"):
+        untouched.offload(pilot=str(tmp_path / "none.pilot"))
+
+
+def test_a_pilot_of_another_network(untouched: Untouched) -> None:
+    """Its own check refuses; the model was not touched before it was asked."""
+
+    class Foreign(LyingPilot):
+        def check(self, network: str) -> None:
+            raise PilotError(f"this pilot was trained for another network than {network[:6]}")
+
+    with untouched.stays(), pytest.raises(PilotError, match="another network"):
+        untouched.offload(pilot=Foreign(untouched.model, []))
+
+
+def test_something_that_is_no_pilot(untouched: Untouched) -> None:
+    """An object without the methods."""
+    with untouched.stays(), pytest.raises(ConfigError, match="vocabulary"):
+        untouched.offload(pilot=object())
+
+
+def test_an_unknown_option(untouched: Untouched) -> None:
+    """With the nearest known one."""
+    with untouched.stays(), pytest.raises(ConfigError, match="did you mean 'page_bytes'"):
+        untouched.offload(config={"page_byte": 4096})
+
+
+def test_an_optimizer_that_cannot_be_split(untouched: Untouched) -> None:
+    """LBFGS keeps its state for all parameters together."""
+    untouched.optimizer = LBFGS(untouched.model.parameters())
+    untouched.before = untouched.look()
+    with untouched.stays(), pytest.raises(ConfigError, match=r"LBFGS.*AdamW"):
+        untouched.offload()
+
+
+def test_an_optimizer_of_another_model(untouched: Untouched) -> None:
+    """Nothing would ever be updated."""
+    untouched.optimizer = adamw(small().parameters())
+    untouched.before = untouched.look()
+    with untouched.stays(), pytest.raises(ConfigError, match=r"model\.parameters\(\)"):
+        untouched.offload()
+
+
+@pytest.mark.skipif(not probe(), reason="the pager works here")
+def test_a_backend_that_is_refused(untouched: Untouched) -> None:
+    """Asked for by name, it is an error; by default the other takes its place."""
+    with untouched.stays(), pytest.raises(BackendError, match="mapped"):
+        untouched.offload(config={"backend": "pager"})
+
+
+# Several blocks
+
+
+def test_the_same_model_twice() -> None:
+    """The inner block is refused; the outer goes on."""
+    twin = Twin(small(), adamw)
+    loop = Loop(steps=2, seeded=True)
+    with twin.paged(third(twin.model)):
+        loop.run(twin.model, twin.optimizer, SAMPLES, small_loss)
+        with pytest.raises(ConfigError, match="already inside"):
+            with dynoffload.offload(twin.model, twin.optimizer, budget="1MiB"):
+                pytest.fail("the block must not begin")
+        loop.run(twin.model, twin.optimizer, SAMPLES, small_loss)
+    for _ in range(2):
+        loop.run(twin.reference, twin.its, SAMPLES, small_loss)
+    twin.assert_same()
+
+
+@pytest.mark.parametrize("part", ["inside", "around"])
+def test_models_that_share_parameters(part: str) -> None:
+    """A part of a managed model, or a model around one, cannot be managed as well."""
+    inner = small()
+    outer = nn.Sequential(inner)
+    first, second = (outer, inner) if part == "inside" else (inner, outer)
+    with dynoffload.offload(first, budget=third(inner), config=SMALL_PAGES):
+        with pytest.raises(ConfigError, match="has parameters of"):
+            with dynoffload.offload(second, budget=third(inner), config=SMALL_PAGES):
+                pytest.fail("the block must not begin")
+    assert_ordinary(outer)
+
+
+def test_one_optimizer_for_two_blocks() -> None:
+    """Each block splits its optimizer's steps: one cannot serve two."""
+    one, two = small(1), small(2)
+    optimizer = adamw([*one.parameters(), *two.parameters()])
+    with dynoffload.offload(one, optimizer, budget=third(one), config=SMALL_PAGES):
+        with pytest.raises(ConfigError, match="already belongs"):
+            with dynoffload.offload(two, optimizer, budget=third(two), config=SMALL_PAGES):
+                pytest.fail("the block must not begin")
+    assert all(group["params"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_models_in_nested_blocks(backend: str) -> None:
+    """As in adversarial training: each with its optimizer, one's loss through the other."""
+
+    def train(g: nn.Module, d: nn.Module, og: Any, od: Any) -> list[torch.Tensor]:
+        losses = []
+        for step in range(8):
+            torch.manual_seed(step)
+            x = torch.randn(6, 32)
+            critic = d(x).mean() - d(g(x).detach()).mean()
+            critic.backward()
+            od.step()
+            od.zero_grad()
+            og.zero_grad()
+            fooled = d(g(x)).mean()
+            fooled.backward()
+            og.step()
+            od.zero_grad()
+            losses += [critic.detach(), fooled.detach()]
+        return losses
+
+    def networks() -> tuple[nn.Module, nn.Module, Any, Any]:
+        torch.manual_seed(0)
+        g, d = (
+            nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 32))
+            for _ in range(2)
+        )
+        return g, d, adamw(g.parameters()), adamw(d.parameters())
+
+    reference = networks()
+    expected = train(*reference)
+    mine = networks()
+    g, d, og, od = mine
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
+    with dynoffload.offload(g, og, budget=100_000, config=config):
+        with dynoffload.offload(d, od, budget=100_000, config=config):
+            losses = train(*mine)
+    assert_same(losses, expected, "losses")
+    for model, its in zip(mine[:2], reference[:2], strict=True):
+        assert_same(dict(model.state_dict()), dict(its.state_dict()), "weights")
+        assert_ordinary(model)
+
+
+def test_one_model_in_one_block_after_the_other() -> None:
+    """Budgets may differ; the optimizer's state goes along."""
+    twin = Twin(small(), adamw)
+    loop = Loop(steps=3, seeded=True)
+    losses, expected = [], []
+    for share in (0.2, 0.9, 0.4):
+        with twin.paged(int(footprint_of(twin.model) * share) + 40_000):
+            losses += loop.run(twin.model, twin.optimizer, SAMPLES, small_loss)
+        expected += loop.run(twin.reference, twin.its, SAMPLES, small_loss)
+        twin.assert_same()
+    assert_same(losses, expected, "losses")
+
+
+# Nothing is left
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_sessions_leave_nothing_in_the_process(backend: str) -> None:
+    """Descriptors, threads and large mappings are the same after 20 sessions as after 2."""
+    model = small()
+    optimizer = adamw(model.parameters())
+    counts = []
+    for number in range(20):
+        config = {**SMALL_PAGES, "backend": backend, "step_aside": number % 2 == 0}
+        with dynoffload.offload(model, optimizer, budget=third(model), config=config):
+            Loop(steps=2).run(model, optimizer, SAMPLES, small_loss)
+        counts.append((Resources.now(), len(Path("/proc/self/maps").read_text().splitlines())))
+    first, last = counts[2], counts[-1]
+    assert last[0] == first[0]
+    assert last[1] <= first[1] + 16, "address ranges pile up"
+
+
+def test_a_view_that_outlives_the_block_can_be_read() -> None:
+    """It shows the value of the end; once it is gone, so is the device."""
+    model = small()
+    optimizer = adamw(model.parameters())
+    before = Resources.now()
+    with dynoffload.offload(model, optimizer, budget=third(model), config=SMALL_PAGES):
+        Loop(steps=3).run(model, optimizer, SAMPLES, small_loss)
+        views = [p.detach() for p in model.parameters()]
+        gradients = [torch.ones_like(p) for p in model.parameters()]
+    for view, parameter in zip(views, model.parameters(), strict=True):
+        assert_same(view, parameter.detach(), "view")
+        view.add_(1.0)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    del views, view, gradients
+    assert Resources.now() == before
+
+
+def spill_files(directory: Path) -> list[str]:
+    """Return what lies in a directory."""
+    return sorted(os.listdir(directory))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_file_can_be_seen_while_it_trains(tmp_path: Path, backend: str) -> None:
+    """The spill file has no name from the moment it is open, and is nobody else's to read."""
+    model = small()
+    optimizer = adamw(model.parameters())
+    config = {**SMALL_PAGES, "backend": backend}
+    seen = []
+    with dynoffload.offload(
+        model, optimizer, budget=third(model), spill_dir=tmp_path, config=config
+    ):
+        Loop(steps=2).run(model, optimizer, SAMPLES, small_loss)
+        assert not spill_files(tmp_path)
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{number}")
+            except OSError:
+                continue
+            if target.startswith(str(tmp_path)) and target.endswith("(deleted)"):
+                seen.append(os.stat(f"/proc/self/fd/{number}").st_mode & 0o777)
+    assert seen
+    assert set(seen) == {0o600}
+    assert not spill_files(tmp_path)
+
+
+KILLED = """
+    import sys, itertools
+    sys.path.insert(0, sys.argv[3])
+    from exactness import *
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    samples = small_samples(40)
+    config = {**SMALL_PAGES, "backend": sys.argv[2], "step_aside": False}
+    with dynoffload.offload(
+        model, optimizer, budget=footprint_of(model) // 3, spill_dir=sys.argv[1], config=config
+    ):
+        for step in itertools.count():
+            small_loss(model, samples[step % 40]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                print("training", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_process_that_is_ended_in_mid_step_leaves_no_file(
+    tmp_path: Path, backend: str, how: signal.Signals
+) -> None:
+    """The space is given back by the system, however the process ends."""
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(KILLED))
+    child = subprocess.Popen(
+        [sys.executable, str(script), str(spill), backend, str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "training\n", child.stderr and child.stderr.read()
+        for _ in range(5):
+            assert not spill_files(spill)
+            time.sleep(0.02)
+        child.send_signal(how)
+        child.wait(30)
+        assert child.stderr is not None
+        errors = child.stderr.read()
+    finally:
+        child.kill()
+        child.communicate()
+    assert child.returncode in (-how, 130, 1)
+    if how is signal.SIGINT:
+        assert "KeyboardInterrupt" in errors
+    assert not spill_files(spill)
+
+
+# Other processes
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.timeout(120)
+def test_data_loader_workers_inside_the_block(method: str) -> None:
+    """Processes that begin, work and end while training pages."""
+    twin = Twin(small(), adamw)
+    loader = torch.utils.data.DataLoader(
+        Samples(), num_workers=2, collate_fn=only, multiprocessing_context=method
+    )
+    loop = Loop(steps=12, seeded=True)
+    plain = Samples()
+    expected = [
+        *loop.run(twin.reference, twin.its, [plain[i] for i in range(12)], small_loss),
+        *loop.run(twin.reference, twin.its, [plain[i] for i in range(12)], small_loss),
+    ]
+    with twin.paged(third(twin.model)):
+        losses = [
+            *loop.run(twin.model, twin.optimizer, loader, small_loss),
+            *loop.run(twin.model, twin.optimizer, loader, small_loss),
+        ]
+    assert_same(losses, expected, "losses")
+    twin.assert_same()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_inside_the_block_can_end_as_it_likes() -> None:
+    """A child that leaves the block, or collects its garbage, does not disturb its parent."""
+    twin = Twin(small(), adamw)
+    loop = Loop(steps=4, seeded=True)
+    with twin.paged(third(twin.model)) as session:
+        loop.run(twin.model, twin.optimizer, SAMPLES, small_loss)
+        graph = small_loss(twin.model, SAMPLES[0])
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                del graph
+                gc.collect()
+                session.close()
+                status = 0
+            finally:
+                os._exit(status)
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+        assert os.waitstatus_to_exitcode(ended[1]) == 0
+        del graph
+        loop.run(twin.model, twin.optimizer, SAMPLES, small_loss)
+    for _ in range(2):
+        loop.run(twin.reference, twin.its, SAMPLES, small_loss)
+    twin.assert_same()
+
+
+def test_no_optimizer_at_all() -> None:
+    """A model that only answers pages too."""
+    model, reference = small(), small()
+    model.eval()
+    reference.eval()
+    with dynoffload.offload(model, budget=third(model) // 2, config=SMALL_PAGES):
+        with torch.no_grad():
+            for sample in SAMPLES[:6]:
+                assert_same(small_loss(model, sample), small_loss(reference, sample), "loss")
+    assert_ordinary(model)
+
+
+def test_twenty_steps_in_every_backend_named() -> None:
+    """The session says which backend it is; both give the same bits."""
+    names = ["mapped"] if probe() else ["pager", "mapped"]
+    for name in names:
+        session = compare_runs(
+            Twin(small(), adamw),
+            Loop(steps=20),
+            SAMPLES,
+            small_loss,
+            third(small()),
+            config={"backend": name},
+        )
+        assert session.backend == name
