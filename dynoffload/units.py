@@ -53,7 +53,10 @@ def parse_bytes(quantity: int | str) -> int:
         raise ConfigError(
             f"cannot read {quantity!r} as bytes: write a number and a unit, such as '8GiB' or '500MB'"
         )
-    return int(float(match.group(1)) * factor)
+    count = float(match.group(1)) * factor
+    if factor == 1 and not count.is_integer():
+        raise ConfigError(f"{quantity!r} is no whole number of bytes: name its unit, as in '1.5GiB'")
+    return int(count)
 
 
 def format_bytes(count: float) -> str:

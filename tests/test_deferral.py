@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import (
@@ -248,16 +250,61 @@ def test_torch_save_of_the_whole_model() -> None:
         pair.same(save)
 
 
-def test_numpy_sees_the_step() -> None:
-    """numpy reads under the interpreter's lock: the value must be there before it starts."""
-    with training() as pair:
-        pair.same(lambda m, o: m.embedding.weight.detach().numpy().sum().item())
+UNDER_THE_LOCK: dict[str, Callable[[Any, Any], Any]] = {
+    "numpy sum": lambda m, o: [p.detach().numpy().sum().item() for p in m.parameters()],
+    "bytes": lambda m, o: [p.detach().numpy().tobytes() for p in m.parameters()],
+    "histogram": lambda m, o: [np.histogram(p.detach().numpy())[0].tolist() for p in m.parameters()],
+    "tolist": lambda m, o: m.head.weight.tolist(),
+    "pickle": lambda m, o: pickle.loads(pickle.dumps([p.detach() for p in m.parameters()])),
+    "pickle of the model": lambda m, o: dict(pickle.loads(pickle.dumps(m)).state_dict()),
+    "repr": lambda m, o: repr(m.embedding.weight),
+    "state": lambda m, o: o.state[m.head.weight]["exp_avg"].tolist(),
+}
 
 
-def test_tolist_sees_the_step() -> None:
-    """So does ``tolist``."""
+@pytest.mark.parametrize("read", UNDER_THE_LOCK)
+def test_what_is_read_under_the_interpreters_lock(read: str) -> None:
+    """numpy, pickle and their like hold the lock that the update needs: they must let go of it."""
     with training() as pair:
-        pair.same(lambda m, o: m.head.weight.tolist())
+        for _ in range(3):
+            pair.same(UNDER_THE_LOCK[read], read)
+            pair.step()
+
+
+def test_gradients_read_under_the_lock() -> None:
+    """Before they are dropped, and after they were kept."""
+    with training() as pair:
+        pair.step(zero=False)
+        kept = [[p.grad for p in m.parameters() if p.grad is not None] for m, _ in pair.both()]
+        for _, optimizer in pair.both():
+            optimizer.zero_grad()
+        assert pending(pair.session)
+        numbers = [[g.numpy().tobytes() for g in gradients] for gradients in kept]
+        assert_same(numbers[0], numbers[1], "gradients")
+
+
+def test_a_thread_that_reads_under_the_lock() -> None:
+    """While another trains."""
+    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    stop = threading.Event()
+    reads: list[int] = []
+
+    def watch() -> None:
+        while not stop.is_set():
+            for parameter in twin.model.parameters():
+                reads.append(len(parameter.detach().numpy().tobytes()))
+
+    with twin.paged(footprint_of(twin.model) // 3) as session:
+        pair = Pair(twin, session)
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for _ in range(10):
+            pair.step()
+        stop.set()
+        watcher.join(20)
+        assert not watcher.is_alive()
+    twin.assert_same()
+    assert reads
 
 
 # Gradients

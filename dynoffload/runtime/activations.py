@@ -23,7 +23,7 @@ from dynoffload.memory.places import users_of
 from dynoffload.runtime.store import bytes_of, is_dense, offset_of, view_of
 
 _ALIGNMENT = 64
-_LEAST_MOVED = 256  # smaller tensors cost more to move than they take
+_EMPTY = torch.empty(0)
 
 
 @dataclass(eq=False)
@@ -63,19 +63,21 @@ class Entry:
 class Packed:
     """A saved tensor whose bytes lie in a chunk."""
 
-    __slots__ = ("dtype", "entry", "offset", "original", "size", "stride", "version")
+    __slots__ = ("dtype", "entry", "offset", "size", "stride", "version", "witness")
 
     def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
         self.entry, self.offset = entry, offset
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.version = tensor._version
-        self.original = weakref.ref(tensor)
+        # Shares the version counter of all that views the original, and holds none of its bytes.
+        self.witness = tensor.detach()
+        self.witness.data = _EMPTY
 
 
 class Kept:
     """A saved tensor that stays where it is, counted while it lives."""
 
-    __slots__ = ("nbytes", "original", "owner", "tensor", "version")
+    __slots__ = ("nbytes", "owner", "tensor", "version")
 
     def __init__(self, owner: Activations, tensor: torch.Tensor, nbytes: int) -> None:
         self.owner, self.nbytes = owner, nbytes
@@ -277,9 +279,8 @@ class Activations:
         used = tensor.numel() * tensor.element_size()
         if nbytes > 2 * used and is_dense(tensor):
             nbytes, whole = used, False
-        if nbytes < self.min_moved_bytes and (
-            self.kept_bytes + nbytes <= self.allowance or nbytes < _LEAST_MOVED
-        ):
+        room = self.kept_bytes + nbytes <= self.allowance
+        if not nbytes or (room and nbytes < self.min_moved_bytes):
             return Kept(self, tensor, nbytes)
         key = storage._cdata
         if whole:
@@ -316,9 +317,7 @@ class Activations:
                 "call backward() inside the block"
             )
         if isinstance(packed, Packed):
-            original = packed.original()
-            if original is not None:
-                _check(packed.version, original._version, packed.size, packed.dtype)
+            _check(packed.version, packed.witness._version, packed.size, packed.dtype)
             chunk = packed.entry.chunk
             if chunk.region != self._last:
                 self._last = chunk.region

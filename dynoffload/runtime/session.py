@@ -133,6 +133,7 @@ class Session:
             self._largest = max(self._largest, size)
         elif size > self._largest * _GROWTH:
             logger.info("a larger sample than any measured: paging again")
+            self._largest = size
             self._come_back().enter(module, args, kwargs)
 
     def _progress(self) -> None:

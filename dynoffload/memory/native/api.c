@@ -64,6 +64,7 @@ API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, 
     p->events = calloc(EVENT_CAPACITY, sizeof *p->events);
     p->workers = calloc(workers, sizeof *p->workers);
     p->uffd = fault_open(&user_mode_only);
+    fault_prepare();
     *error = ENOMEM;
     if (!p->owner || !p->full || !p->vacant || !p->regions || !p->urgent || !p->handed ||
         !p->events || !p->workers)
@@ -255,6 +256,7 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count)
             r->state = STAGED;
         r->locked = !error;
         r->reported = 0;
+        r->told = 0;
     }
     pthread_mutex_unlock(&p->mutex);
     return error;

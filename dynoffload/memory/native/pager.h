@@ -18,6 +18,12 @@
  * [Note: locked regions]  A region whose content is about to be replaced (its optimizer update is
  * put off) is locked: it may be staged but not installed. A fault on it is handed to the owner,
  * who brings it up to date under another address ("alias") and unlocks it.
+ *
+ * [Note: letting go]  The owner needs the interpreter's lock, and the thread that waits may hold it:
+ * numpy and pickle read memory under it. A signal to that thread interrupts its sleep; the handler,
+ * which runs on it, lets go of the lock, sleeps on the same address, and takes the lock again before
+ * the access is repeated. To the code in between this is one of the many places at which an
+ * extension lets other threads run.
  */
 #ifndef DYNOFFLOAD_PAGER_H
 #define DYNOFFLOAD_PAGER_H
@@ -48,6 +54,7 @@ struct region {
     uint8_t busy;       /* its pages cannot move now (pinned by the kernel) */
     uint8_t reported;   /* its fault under lock was handed to the owner */
     int32_t pins;
+    uint32_t told;      /* the last thread that was told to let go while it waits for the owner */
     uint32_t page, pages; /* place in the arena */
     uint64_t bytes;       /* of content, for the counters */
     int64_t offset;       /* in the spill file */
@@ -155,5 +162,6 @@ uint32_t plan_victim(struct pager *, int64_t later_than);
 /* faults.c */
 void *fault_serve(void *);
 int fault_open(int *user_mode_only);
+void fault_prepare(void);
 
 #endif

@@ -1,0 +1,221 @@
+"""What autograd saves is moved, and backward cannot tell.
+
+Each graph is small and made for one way to use saved tensors; under the smallest budgets their
+copies leave fast memory before backward asks for them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import Twin, assert_same, least_budget
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
+
+CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "io_threads": 2}
+
+
+class Root(nn.Module):
+    """A module whose forward is a function of itself, three weights and the input."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+        self.b = nn.Linear(32, 32)
+        self.c = nn.Linear(32, 32)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def pair(body: Callable[[Any, Tensor], Tensor]) -> Twin:
+    """Return two copies of a network."""
+    torch.manual_seed(0)
+    return Twin(Root(body), lambda p: AdamW(p, lr=1e-2))
+
+
+def compare(
+    body: Callable[[Any, Tensor], Tensor],
+    train: Callable[[nn.Module, Tensor], Any],
+    steps: int = 4,
+) -> None:
+    """Train both copies by ``train``, which makes gradients and returns numbers to compare."""
+    twin = pair(body)
+    budget, _ = least_budget(twin.model, twin.optimizer, 48 * 1024, CONFIG)
+    with twin.paged(budget, pilot=None):
+        for step in range(steps):
+            results = []
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                generator = torch.Generator().manual_seed(step)
+                x = torch.randn(64, 32, generator=generator)
+                torch.manual_seed(step)
+                results.append(train(model, x))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(results[0], results[1], f"step {step}")
+    twin.assert_same()
+
+
+def plain(m: Any, x: Tensor) -> Tensor:
+    """Three layers."""
+    return m.c(torch.tanh(m.b(torch.relu(m.a(x)))))
+
+
+def once(model: nn.Module, x: Tensor) -> Tensor:
+    """Run one forward and backward."""
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": plain,
+    "in place where autograd allows it": lambda m, x: m.b(m.a(x).relu_()).tanh_(),
+    "views of one storage": lambda m, x: m.c(torch.cat([t.exp() for t in m.a(x).chunk(4, 1)], 1)),
+    "transposed and strided": lambda m, x: m.b(m.a(x).t().contiguous().t()[::2] * m.a(x).t()[:, ::2].t()),
+    "expanded": lambda m, x: m.a(x) * m.b(x[:1]).expand(64, 32).sin(),
+    "saved twice": lambda m, x: (lambda y: y * y + y.sigmoid() * y.tanh())(m.a(x)),
+    "a slice of something large": lambda m, x: m.a(x).repeat(40, 1)[7:71].sin() * m.b(x).cos(),
+    "larger than a chunk": lambda m, x: m.a(x).repeat(3, 1).sin().tanh()[:64],
+    "complex": lambda m, x: torch.fft.fft(m.a(x)).abs() * m.b(x),
+    "half of it in double": lambda m, x: (m.a(x).double().exp() * m.b(x)).float(),
+    "empty": lambda m, x: m.a(x) + m.b(x[:0]).exp().sum() * m.c(x),
+    "weights of another module": lambda m, x: nn.functional.linear(m.a(x).sin(), m.a.weight.t()),
+    "checkpoint": lambda m, x: m.c(checkpoint(lambda y: m.b(m.a(y).sin()), x, use_reentrant=False)),
+    "reentrant checkpoint": lambda m, x: m.c(
+        checkpoint(lambda y: m.b(m.a(y).sin()), m.a(x), use_reentrant=True)
+    ),
+    "recursion": lambda m, x: m.c(m(x[:8].exp()).sum() * x) if len(x) > 8 else m.a(x),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_gradients_are_the_same(body: str) -> None:
+    """One forward, one backward."""
+    compare(BODIES[body], once)
+
+
+def test_several_forwards_before_a_backward() -> None:
+    """Backwards in another order than the forwards."""
+
+    def train(model: nn.Module, x: Tensor) -> list[Tensor]:
+        losses = [model(x * scale).square().mean() for scale in (1.0, 2.0, 3.0)]
+        losses[1].backward()
+        (losses[2] + losses[0]).backward()
+        return [loss.detach() for loss in losses]
+
+    compare(plain, train)
+
+
+def test_a_forward_that_never_has_a_backward() -> None:
+    """Its chunks are free again once its result is forgotten."""
+
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        model(x * 2)
+        kept = model(x * 3)
+        loss = once(model, x)
+        del kept
+        return loss
+
+    compare(plain, train, steps=12)
+
+
+def test_retained_graphs() -> None:
+    """Backward twice through one graph."""
+
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    compare(plain, train)
+
+
+def test_gradient_penalty() -> None:
+    """A backward of a backward, whose first one makes a graph of what was saved."""
+
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+        loss = gradient.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(plain, train)
+
+
+def test_a_saved_tensor_that_the_user_keeps() -> None:
+    """``grad_fn._saved_*`` gives out what is saved; it stays what it was."""
+    kept: list[list[Tensor]] = [[], []]
+
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        which = 0 if len(kept[0]) == len(kept[1]) else 1
+        kept[which].append(out.grad_fn._saved_mat1)  # type: ignore[union-attr]
+        loss = out.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(plain, train)
+    assert_same(kept[0], kept[1], "kept")
+
+
+def test_the_users_own_hooks_run_alone() -> None:
+    """Hooks that a part of the model pushes are the innermost: only they run, as always."""
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor * 1.0
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        x = m.a(x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            x = m.b(x.exp())
+        return m.c(x)
+
+    compare(body, once)
+    assert packed
+
+
+def changed(m: Any, x: Tensor, how: str) -> Tensor:
+    """Change a saved tensor before its backward."""
+    hidden = m.a(x)
+    saved = hidden.exp()
+    if how == "itself":
+        out = saved * 2.0
+        with torch.no_grad():
+            saved.add_(1.0)
+    elif how == "an alias":
+        view = saved.view(-1)
+        out = saved * 2.0
+        del saved
+        gc.collect()
+        with torch.no_grad():
+            view.add_(1.0)
+    else:
+        part = saved[3:5]
+        out = saved * 2.0
+        del saved
+        part.detach().zero_()
+    return out
+
+
+@pytest.mark.parametrize("how", ["itself", "an alias", "a part"])
+def test_what_is_changed_in_place_raises(how: str) -> None:
+    """A saved tensor that is written to before its backward: an error, as in plain PyTorch."""
+    twin = pair(lambda m, x: changed(m, x, how))
+    budget, _ = least_budget(twin.model, twin.optimizer, 48 * 1024, CONFIG)
+    x = torch.randn(64, 32)
+    with twin.paged(budget, pilot=None):
+        for model in (twin.model, twin.reference):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                model(x).sum().backward()
+            model.zero_grad()
