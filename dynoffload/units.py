@@ -1,7 +1,8 @@
 """Bytes and seconds, as people write and read them.
 
 What it is: the one parser and the two formatters for quantities. What it is not: arithmetic; inside
-the package bytes are ints and seconds are floats. It stands on the ground floor and imports nothing.
+the package bytes are ints and seconds are floats. It stands on the ground floor and imports only
+errors.
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ def parse_bytes(quantity: int | str) -> int:
         ConfigError: if the quantity is negative, not a whole number of bytes, or unreadable.
     """
     if isinstance(quantity, bool) or not isinstance(quantity, int | str):
-        raise ConfigError(
-            f"a quantity of bytes is an int or a text like '8GiB', not {quantity!r}"
-        )
+        raise ConfigError(f"a quantity of bytes is an int or a text like '8GiB', not {quantity!r}")
     if isinstance(quantity, int):
         if quantity < 0:
             raise ConfigError(f"a quantity of bytes cannot be negative: {quantity}")
@@ -51,11 +50,14 @@ def parse_bytes(quantity: int | str) -> int:
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(
-            f"cannot read {quantity!r} as bytes: write a number and a unit, such as '8GiB' or '500MB'"
+            f"cannot read {quantity!r} as bytes: write a number and a unit, such as '8GiB' or "
+            "'500MB'"
         )
     count = float(match.group(1)) * factor
     if factor == 1 and not count.is_integer():
-        raise ConfigError(f"{quantity!r} is no whole number of bytes: name its unit, as in '1.5GiB'")
+        raise ConfigError(
+            f"{quantity!r} is no whole number of bytes: name its unit, as in '1.5GiB'"
+        )
     return int(count)
 
 

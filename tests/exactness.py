@@ -148,16 +148,26 @@ def least_budget(
     The error's word must be true: the budget that it names is accepted.
     """
     options = OffloadConfig.of(config)
+    refusal = _refusal(model, optimizer, wanted, options)
+    if not refusal:
+        return wanted, True
+    named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", refusal)
+    assert named, f"the error names no budget that would do: {refusal}"
+    least = parse_bytes(named.group(1))
+    assert least > wanted, f"{least} is no more than the {wanted} that were refused"
+    assert not _refusal(model, optimizer, least, options), "the budget that it names is refused"
+    return least, False
+
+
+def _refusal(
+    model: nn.Module, optimizer: Optimizer | None, budget: int, options: OffloadConfig
+) -> str:
+    """Return with which words a budget is refused, "" if it is not."""
     try:
-        sizing_of(model, optimizer, wanted, options)
+        sizing_of(model, optimizer, budget, options)
     except BudgetError as error:
-        named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", str(error))
-        assert named, f"the error names no budget that would do: {error}"
-        least = parse_bytes(named.group(1).replace(" ", ""))
-        assert least > wanted, f"{least} is less than the {wanted} that were refused"
-        sizing_of(model, optimizer, least, options)
-        return least, False
-    return wanted, True
+        return str(error)
+    return ""
 
 
 @dataclass
@@ -204,9 +214,7 @@ class Loop:
                 sample = next(stream)
                 if self.seeded:
                     torch.manual_seed(step)
-                with torch.autocast(
-                    "cpu", dtype=self.autocast, enabled=self.autocast is not None
-                ):
+                with torch.autocast("cpu", dtype=self.autocast, enabled=self.autocast is not None):
                     loss = loss_of(model, sample)
                 (loss / self.accumulate).backward()
                 losses.append(loss.detach().clone())

@@ -219,11 +219,15 @@ def test_leaving_while_aside(when: str) -> None:
         if when == "after":
             optimizer.step()
 
-    with pytest.raises(KeyError), pair.paged(LARGE, **ASIDE) as session:
-        steps(pair, [8] * 6)
-        assert not session.paging
-        last(pair.model, pair.optimizer)
-        raise KeyError("the user's")
+    def block() -> None:
+        with pair.paged(LARGE, **ASIDE) as session:
+            steps(pair, [8] * 6)
+            assert not session.paging
+            last(pair.model, pair.optimizer)
+            raise KeyError("the user's")
+
+    with pytest.raises(KeyError):
+        block()
     last(pair.reference, pair.its)
     pair.assert_same()
 

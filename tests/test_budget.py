@@ -123,7 +123,7 @@ def test_many_tiny_activations_are_counted_too() -> None:
 
     torch.manual_seed(0)
     budget = 96 * 1024
-    assert 600 * 24 * 4 > budget // 2
+    assert budget // 2 < 600 * 24 * 4
     samples = [torch.randn(1, 24) for _ in range(3)]
     compare_runs(Twin(Tiny(), adamw), Loop(steps=3), samples, chain_loss, budget)
 
@@ -246,6 +246,8 @@ def test_the_parts_of_a_budget_make_no_more_than_the_whole(budget: int) -> None:
 
 # The process
 
+SLACK = 16 * MiB  # of freed heap and temporaries, at which the heap is handed back
+
 CHILD = """
     import json, sys
     import torch
@@ -271,7 +273,7 @@ CHILD = """
                 return int(line.split()[1]) * 1024
 
     open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
-    config = {"backend": backend, "step_aside": False}
+    config = {"backend": backend, "step_aside": False, "heap_slack_bytes": int(sys.argv[3])}
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
         dynoffload.materialize(model)
         for step in range(4):
@@ -302,10 +304,10 @@ def test_the_process_takes_no_more_than_before_budget_and_headroom(
     """96 MB of weights, 400 MB with gradients and state, under 64 MB: the resident set says so."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(CHILD))
-    budget, headroom = 64 * MiB, 48 * MiB
+    budget, headroom = 64 * MiB, SLACK + 48 * MiB
     environment = {**os.environ, "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), str(budget), backend],
+        [sys.executable, str(script), str(budget), backend, str(SLACK)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from exactness import (
-    LyingPilot,
     Loop,
+    LyingPilot,
     Twin,
     compare_runs,
     footprint_of,

@@ -35,6 +35,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "tree": {"min_nodes": 8, "max_nodes": 48},
 }
 SHARES = (4, 8, 16)
+ADAMW = partial(AdamW, lr=1e-3)
 # One matrix of the cell, with gradient and state, is more than these shares of the tiny Tree-LSTM:
 # here the least feasible budget is tested.
 TOO_SMALL = {("tree", 4), ("tree", 8), ("tree", 16)}
@@ -93,7 +94,7 @@ def check(
     steering: str,
     *,
     autocast: torch.dtype | None = None,
-    optimizer: Any = partial(AdamW, lr=1e-3),
+    optimizer: Any = ADAMW,
     loop: Loop | None = None,
     **config: Any,
 ) -> Any:
@@ -158,13 +159,11 @@ def test_each_backend_by_name(network: str, backend: str) -> None:
 def test_larger_pages(network: str) -> None:
     """Pages that several parameters would fit into, each to its own."""
     model = zoo.build(network, "tiny")
-    twin = Twin(model, partial(AdamW, lr=1e-3))
+    twin = Twin(model, ADAMW)
     config = {**PAGES, "page_bytes": 8192}
     budget, _ = least_budget(model, twin.optimizer, profiled(network).footprint // 4, config)
     loop = Loop(steps=STEPS)
-    compare_runs(
-        twin, loop, samples(network, STEPS), loss_of, budget, pilot=None, config=config
-    )
+    compare_runs(twin, loop, samples(network, STEPS), loss_of, budget, pilot=None, config=config)
 
 
 @needs_pager
@@ -172,7 +171,7 @@ def test_updates_are_put_off_on_the_pager() -> None:
     """The runs above would show less if nothing had been deferred."""
     assert not probe()
     model = zoo.build("moe", "tiny")
-    twin = Twin(model, partial(AdamW, lr=1e-3))
+    twin = Twin(model, ADAMW)
     with twin.paged(profiled("moe").footprint // 8, pilot=None, config=PAGES) as session:
         loop = Loop(steps=3)
         loop.run(model, twin.optimizer, samples("moe", 3), loss_of)

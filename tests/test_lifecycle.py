@@ -74,7 +74,9 @@ class Resources(NamedTuple):
         """Return what this process holds."""
         gc.collect()
         return cls(
-            len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(arena_ranges())
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            len(arena_ranges()),
         )
 
 

@@ -78,7 +78,9 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": plain,
     "in place where autograd allows it": lambda m, x: m.b(m.a(x).relu_()).tanh_(),
     "views of one storage": lambda m, x: m.c(torch.cat([t.exp() for t in m.a(x).chunk(4, 1)], 1)),
-    "transposed and strided": lambda m, x: m.b(m.a(x).t().contiguous().t()[::2] * m.a(x).t()[:, ::2].t()),
+    "transposed and strided": lambda m, x: m.b(
+        m.a(x).t().contiguous().t()[::2] * m.a(x).t()[:, ::2].t()
+    ),
     "expanded": lambda m, x: m.a(x) * m.b(x[:1]).expand(64, 32).sin(),
     "saved twice": lambda m, x: (lambda y: y * y + y.sigmoid() * y.tanh())(m.a(x)),
     "a slice of something large": lambda m, x: m.a(x).repeat(40, 1)[7:71].sin() * m.b(x).cos(),

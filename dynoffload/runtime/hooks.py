@@ -87,7 +87,8 @@ class Hooks:
             model.register_forward_hook(Hook(self._leave), always_call=True),
         ]
         read = Hook(lambda module, prefix, keep_vars: on_read())
-        handles += [module.register_state_dict_pre_hook(read) for module in model.modules()]
+        for inner in model.modules():
+            handles.append(inner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
         for unit in units:
             visit = Hook(_visitor(unit, on_visit), on_read)
             handles.append(unit.module.register_forward_pre_hook(visit))

@@ -20,7 +20,7 @@ from dynoffload.runtime.forecast import Predictor
 from dynoffload.runtime.materialize import Init, remember
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
-from dynoffload.runtime.updates import check_optimizer
+from dynoffload.runtime.update import check_optimizer
 from dynoffload.units import parse_bytes
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BackendError
 from dynoffload.memory.device import Device
-from dynoffload.memory.places import users_of
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
+from dynoffload.memory.places import users_of
 from dynoffload.runtime.activations import Activations
 from dynoffload.runtime.forecast import Forecast, Predictor
 from dynoffload.runtime.hooks import Hooks
@@ -224,7 +224,9 @@ class Paging:
         a view of a parameter, an old gradient, a graph whose backward is still to come."""
         held = self.activations.are_held()
         return held or any(
-            self._others(region) for slot in self.store.slots.values() for region in slot.update_regions()
+            self._others(region)
+            for slot in self.store.slots.values()
+            for region in slot.update_regions()
         )
 
     def _others(self, region: int) -> bool:

@@ -22,75 +22,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.errors import ConfigError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
+from dynoffload.runtime.update import Group, Update, check_optimizer, snapshot
 from dynoffload.runtime.watched import WatchedState
 
 logger = logging.getLogger(__name__)
-
-Group = dict[str, Any]
-
-_GROUP_STATE = ("LBFGS", "Muon", "SparseAdam")
-
-
-@dataclass(eq=False)
-class Update:
-    """One parameter's share of an optimizer step that is still to be made.
-
-    Attributes:
-        group: the hyperparameters at the time of ``step()``, without parameters.
-        data: the parameter's tensor at that time.
-        gradient: what it will consume.
-        state: the tensors of its optimizer state at that time, None before the first step.
-        regions: what it will read and write, locked until then.
-    """
-
-    group: Group
-    data: torch.Tensor
-    gradient: torch.Tensor
-    state: dict[str, Any] | None
-    regions: list[int]
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose step cannot be split by parameter.
-
-    Raises:
-        ConfigError: naming the optimizer.
-    """
-    name = type(optimizer).__name__
-    if name in _GROUP_STATE and type(optimizer).__module__.startswith("torch.optim"):
-        raise ConfigError(
-            f"{name} updates its parameters together, so its state cannot be paged by parameter: "
-            "use an optimizer with state per parameter, such as AdamW, or train without offload()"
-        )
-
-
-def _is_as_it_was(parameter: nn.Parameter, state: dict[str, Any] | None, update: Update) -> bool:
-    """Return whether nobody has replaced what ``update`` is about."""
-    if parameter.data_ptr() != update.data.data_ptr():
-        return False
-    if state is None or update.state is None:
-        return not state and not update.state
-    return len(state) == len(update.state) and all(
-        state.get(key) is value for key, value in update.state.items()
-    )
-
-
-def _snapshot(group: Group) -> Group:
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
 
 
 class Updates:
@@ -218,7 +161,7 @@ class Updates:
         paged: list[tuple[Slot, Group]] = []
         shared: list[Slot] = []
         for group in groups:
-            hyper = _snapshot(group)
+            hyper = snapshot(group)
             small = []
             for parameter in group["params"]:
                 slot = self._store.slots.get(parameter)
@@ -303,7 +246,7 @@ class Updates:
         self._device.acquire(update.regions, pin=True)
         parameter = slot.parameter
         try:
-            if _is_as_it_was(parameter, self.optimizer.state.get(parameter), update):
+            if update.finds(parameter, self.optimizer.state.get(parameter)):
                 held = parameter.grad
                 parameter.grad = update.gradient
                 try:

@@ -77,7 +77,7 @@ class WatchedState(State):
         self._on_look(None)
         return super().items()
 
-    def copy(self) -> State:
+    def copy(self) -> State:  # type: ignore[override]
         """Return the same entries, unwatched."""
         self._on_look(None)
         return self.plain()

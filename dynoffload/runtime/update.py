@@ -1,0 +1,72 @@
+"""One parameter's share of an optimizer step, kept until it is made; see `updates`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.errors import ConfigError
+
+Group = dict[str, Any]
+
+_GROUP_STATE = ("LBFGS", "Muon", "SparseAdam")
+
+
+@dataclass(eq=False)
+class Update:
+    """An update that is still to be made.
+
+    Attributes:
+        group: the hyperparameters at the time of ``step()``, without parameters.
+        data: the parameter's tensor at that time.
+        gradient: what it will consume.
+        state: the tensors of its optimizer state at that time, None before the first step.
+        regions: what it will read and write, locked until then.
+    """
+
+    group: Group
+    data: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, Any] | None
+    regions: list[int]
+
+    def finds(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> bool:
+        """Return whether ``parameter`` and its optimizer ``state`` hold the tensors of then."""
+        if parameter.data_ptr() != self.data.data_ptr():
+            return False
+        if state is None or self.state is None:
+            return not state and not self.state
+        return len(state) == len(self.state) and all(
+            state.get(key) is value for key, value in self.state.items()
+        )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose step cannot be split by parameter.
+
+    Raises:
+        ConfigError: naming the optimizer.
+    """
+    name = type(optimizer).__name__
+    if name in _GROUP_STATE and type(optimizer).__module__.startswith("torch.optim"):
+        raise ConfigError(
+            f"{name} updates its parameters together, so its state cannot be paged by parameter: "
+            "use an optimizer with state per parameter, such as AdamW, or train without offload()"
+        )
+
+
+def snapshot(group: Group) -> Group:
+    """Return a group's hyperparameters as they are now, tensors copied, without parameters."""
+    return {key: _copied(value) for key, value in group.items() if key != "params"}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, tuple | list) and any(isinstance(part, torch.Tensor) for part in value):
+        return type(value)(_copied(part) for part in value)
+    return value
