@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import (
+    SMALL_PAGES,
     Loop,
     LyingPilot,
     Twin,
@@ -116,7 +117,7 @@ def check(
     if optimizer.endswith("tensor lr"):
         loop.scheduler = None  # a schedule of a tensor changes it in place: see the deferral tests
     twin = Twin(model, OPTIMIZERS[optimizer])
-    config = {**config, "backend": backend}
+    config = {**SMALL_PAGES, **config, "backend": backend}
     wanted = int(footprint_of(model) * share)
     budget, _ = least_budget(model, twin.optimizer, wanted, config)
     samples = small_samples(loop.steps * loop.accumulate, seed)

@@ -94,6 +94,7 @@ class Forecast:
         self.actual: list[int] = []
         self.accuracy = math.nan
         self.seconds = 0.0
+        self._hooks: list[Hook] = []
         self._handles = self._watch()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
@@ -133,6 +134,8 @@ class Forecast:
 
     def close(self) -> None:
         """Take the hooks off and wait for a learner under way."""
+        for hook in self._hooks:
+            hook.end()
         for handle in self._handles:
             handle.remove()
         if self._thread is not None:
@@ -183,7 +186,9 @@ class Forecast:
                 self._order.append(index if index >= 0 else UNSEEN)
             self._inside += nests
 
-        return module.register_forward_pre_hook(Hook(call), with_kwargs=True)
+        hook = Hook(call)
+        self._hooks.append(hook)
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _out(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside -= 1

@@ -5,6 +5,9 @@ hooks in place for the time between; a unit's hook comes before its forward.
 
 [Note: copies of hooks]  Modules carry their hooks into what is copied or pickled of them. Ours are
 `Hook` objects, of which a copy does nothing: a copied model is a plain one.
+
+[Note: removed hooks]  A call of a module looks its hooks up before it runs them. One that an
+earlier hook of the same call removes still runs: so `Hook.end` makes it do nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +43,10 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
+
+    def end(self) -> None:
+        """Do nothing from now on; see [Note: removed hooks]."""
+        self._call = self._on_copy = None
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         if self._on_copy is not None:
@@ -80,10 +87,10 @@ class Hooks:
         self._depth = 0
         self._frame: FrameType | None = None  # that calls the root
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
+        enter = Hook(self.enter, on_read)
+        self._hooks = [enter]
         handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(
-                Hook(self.enter, on_read), with_kwargs=True, prepend=True
-            ),
+            model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._leave), always_call=True),
         ]
         read = Hook(lambda module, prefix, keep_vars: on_read())
@@ -91,6 +98,7 @@ class Hooks:
             handles.append(inner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
         for unit in units:
             visit = Hook(_visitor(unit, on_visit), on_read)
+            self._hooks.append(visit)
             handles.append(unit.module.register_forward_pre_hook(visit))
         for slot in slots:
             if slot.parameter.requires_grad:
@@ -134,6 +142,8 @@ class Hooks:
 
     def remove(self) -> None:
         """Take all hooks off."""
+        for hook in self._hooks:
+            hook.end()
         for handle in self._handles:
             handle.remove()
         self._abandon()

@@ -6,7 +6,7 @@ is never in memory at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -30,9 +30,22 @@ def recipe_of(model: nn.Module) -> tuple[Init] | None:
     return recipe
 
 
+def modules_on_meta(model: nn.Module) -> frozenset[str]:
+    """Return the paths of the modules that own parameters or buffers on the meta device."""
+    return frozenset(
+        path
+        for path, module in model.named_modules()
+        if any(t is not None and t.is_meta for t in _own(module).values())
+    )
+
+
+def _own(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {**module._parameters, **module._buffers}
+
+
 @torch.no_grad()
-def give_weights(model: nn.Module, init: Init) -> None:
-    """Give every parameter and buffer of ``model`` its value, module by module.
+def give_weights(model: nn.Module, init: Init, empty: Collection[str]) -> None:
+    """Give the modules of ``model`` that have no values theirs, one after the other.
 
     Args:
         model: what is paged of its parameters has storage; the rest, and its buffers, may be on the
@@ -40,9 +53,12 @@ def give_weights(model: nn.Module, init: Init) -> None:
         init: None calls each module's own ``reset_parameters``; a function is called with each
             module that owns parameters or buffers; a path is a safetensors file with the model's
             names.
+        empty: paths of the modules whose tensors were on the meta device; others keep what they
+            have, except by a file. None at all means every module.
 
     Raises:
-        ConfigError: a module cannot initialise itself, or the file lacks a tensor.
+        ConfigError: a module cannot initialise itself, leaves a tensor without a value, or the file
+            lacks a tensor.
     """
     for parameter in model.parameters():
         if parameter.is_meta:  # too small to be paged
@@ -58,15 +74,15 @@ def give_weights(model: nn.Module, init: Init) -> None:
         _load(model, Path(init))
         return
     for path, module in model.named_modules():
-        owns = any(p is not None for p in module._parameters.values()) or any(
-            b is not None for b in module._buffers.values()
-        )
+        owns = {name: t for name, t in _own(module).items() if t is not None}
+        if empty and path not in empty:
+            continue
+        before = {n: b._version for n, b in module._buffers.items() if b is not None}
+        reset = getattr(module, "reset_parameters", None)
         if init is not None:
             if owns:
                 init(module)
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
+        elif callable(reset):
             reset()
         elif owns:
             raise ConfigError(
@@ -74,6 +90,13 @@ def give_weights(model: nn.Module, init: Init) -> None:
                 "but has no reset_parameters(): pass init= a function that initialises a module, "
                 "or the path of a safetensors file"
             )
+        for name in before if path in empty else ():
+            if module._buffers.get(name) is owns[name] and owns[name]._version == before[name]:
+                raise ConfigError(
+                    f"{f'{path}.{name}' if path else name} got no value: "
+                    f"{'init' if init is not None else 'reset_parameters'}() of its module "
+                    f"({type(module).__name__}) did not write it; pass init= a function that does"
+                )
 
 
 def _load(model: nn.Module, path: Path) -> None:

@@ -157,7 +157,7 @@ class Paging:
             on_begin=self._begin_forward,
             on_end=self._end_forward,
             on_visit=self._visit,
-            on_gradient=self.store.adopt_gradient,
+            on_gradient=self._collect,
             on_read=self.flush,
         )
         self._undo.callback(self._hooks.remove)
@@ -189,6 +189,13 @@ class Paging:
         self.activations.end_forward()
         self.migrator.end_forward()
         self.forecast.end()
+        if self.updates is not None:
+            self.updates.keep_order()
+
+    def _collect(self, slot: Slot) -> None:
+        self.store.adopt_gradient(slot)
+        if self.updates is not None:
+            self.updates.keep_order()
 
     def _visit(self, unit: Unit) -> None:
         self._on_progress()

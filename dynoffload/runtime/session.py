@@ -18,7 +18,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.forecast import Predictor
 from dynoffload.runtime.hooks import Hook
-from dynoffload.runtime.materialize import Init, give_weights, recipe_of
+from dynoffload.runtime.materialize import Init, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.sizing import Sizing
@@ -59,9 +59,9 @@ class Session:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self._spill_dir, self._pilot = config, spill_dir, pilot
         before = resident_bytes()
-        meta = any(parameter.is_meta for parameter in model.parameters())
         recipe = recipe_of(model)
-        self._init: tuple[Init] | None = (recipe or (None,)) if meta else recipe
+        self._empty = modules_on_meta(model)
+        self._init: tuple[Init] | None = (recipe or (None,)) if self._empty else recipe
         self._paging: Paging | None = self._page()
         self.log = RunLog(
             model=type(model).__name__,
@@ -77,6 +77,7 @@ class Session:
         )
         self._largest = 0
         self._measured_peak = 0
+        self._leaves = False
         self._wasted: list[tuple[int, int]] = []
         self._pid = os.getpid()
         self._handles: list[RemovableHandle] = [
@@ -126,6 +127,8 @@ class Session:
     ) -> None:
         if self._init is not None:
             self.materialize(self._init[0])
+        if self._leaves:
+            self._step_aside()
         if not self._config.step_aside or not torch.is_grad_enabled():
             return
         size = _size_of((args, kwargs))
@@ -160,7 +163,12 @@ class Session:
 
     def _consider_aside(self, stats: StepStats) -> None:
         self._measured_peak = max(self._measured_peak, stats.peak_fast_bytes)
-        if stats.bytes_in or stats.bytes_out or len(self.log.steps) < _MEASURED_STEPS:
+        if (
+            self._leaves
+            or stats.bytes_in
+            or stats.bytes_out
+            or len(self.log.steps) < _MEASURED_STEPS
+        ):
             return
         paging = self._paging
         assert paging is not None
@@ -172,9 +180,10 @@ class Session:
                 format_bytes(self._measured_peak),
                 format_bytes(self.sizing.budget),
             )
-            self._step_aside()
+            self._leaves = True  # with the next sample: now torch walks the optimizer's hooks
 
     def _step_aside(self) -> None:
+        self._leaves = False
         paging, self._paging = self._paging, None
         assert paging is not None
         paging.close()
@@ -246,7 +255,7 @@ class Session:
         """
         self.flush()
         self._init = None
-        give_weights(self.model, init)
+        give_weights(self.model, init, self._empty)
 
     def report(self, path: str | Path) -> None:
         """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it."""
@@ -265,7 +274,7 @@ class Session:
             return
         if self._init is not None:
             init, self._init = self._init, None
-            give_weights(self.model, init[0])
+            give_weights(self.model, init[0], self._empty)
         where = paging.close()
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)

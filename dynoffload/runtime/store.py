@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
+from dynoffload.units import MiB
 
 logger = logging.getLogger(__name__)
 
+_HEAP_BYTES = 32 * MiB  # of state moved out of the heap, after which its free pages go back
 _OWN_USERS = 2  # of the storage of a parameter in use: its own Python object, and the parameter
 
 
@@ -95,6 +98,7 @@ class Store:
         self.names: dict[int, str] = {}  # region -> name, for reports
         self._by_region: dict[int, Slot] = {}
         self._storages: dict[int, int] = {}  # address of an adopted storage -> its region
+        self._left_in_heap = 0
         self._orphans: list[int] = []  # gradients that somebody outside still holds
 
     def pages(self, tensor: torch.Tensor) -> bool:
@@ -245,10 +249,14 @@ class Store:
             if region is None:
                 region = self._region(nbytes, f"{slot.name}.{key}", slot)
                 slot.states[key] = region
+                self._left_in_heap += nbytes
             self._device.acquire([region])
             ours = view_of(self._device.storage(region), value)
             ours.copy_(value)
             state[key] = ours
+        if self._left_in_heap > _HEAP_BYTES:  # the first step makes all state there
+            self._left_in_heap = 0
+            heap.give_back()
 
     def tensors_of(self, slot: Slot, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adopted tensors of ``slot`` by what they are."""

@@ -26,6 +26,7 @@ class Update:
         gradient: what it will consume.
         state: the tensors of its optimizer state at that time, None before the first step.
         regions: what it will read and write, locked until then.
+        begun: whether the optimizer's code has started on it.
     """
 
     group: Group
@@ -33,6 +34,7 @@ class Update:
     gradient: torch.Tensor
     state: dict[str, Any] | None
     regions: list[int]
+    begun: bool = False
 
     def finds(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> bool:
         """Return whether ``parameter`` and its optimizer ``state`` hold the tensors of then."""

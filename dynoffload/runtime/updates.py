@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -79,9 +80,12 @@ class Updates:
                 type(optimizer).__name__,
             )
         self._watch()
+        self._pre = optimizer.register_step_pre_hook(self._before)
+        self._post = optimizer.register_step_post_hook(self._after)
+        self.keep_order()
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            self._pre,
+            self._post,
             optimizer.register_state_dict_pre_hook(lambda _: self.flush_all()),
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.flush_all()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
@@ -107,6 +111,18 @@ class Updates:
         self.adopt_all()
 
     # The user's step()
+
+    def keep_order(self) -> None:
+        """Run after all step pre-hooks and before all step post-hooks of the user's.
+
+        Between the two the optimizer has nothing left to do, and shows no parameters.
+        """
+        before = cast(OrderedDict[int, Any], self.optimizer._optimizer_step_pre_hooks)
+        if next(reversed(before), None) != self._pre.id:
+            before.move_to_end(self._pre.id)
+        after = cast(OrderedDict[int, Any], self.optimizer._optimizer_step_post_hooks)
+        if next(iter(after), None) != self._post.id:
+            after.move_to_end(self._post.id, last=False)
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -239,7 +255,16 @@ class Updates:
                 return
             if self._defer:
                 self._device.unlock(update.regions)
-            self._make(slot, update)
+            try:
+                self._make(slot, update)
+            except BaseException as error:
+                if update.begun:
+                    self._failure = error
+                else:  # nothing was touched: the update is still to be made
+                    self.pending[slot] = update
+                    if self._defer:
+                        self._device.lock(update.regions)
+                raise
 
     def _make(self, slot: Slot, update: Update) -> None:
         """Make an update whose regions are not locked."""
@@ -249,12 +274,14 @@ class Updates:
             if update.finds(parameter, self.optimizer.state.get(parameter)):
                 held = parameter.grad
                 parameter.grad = update.gradient
+                update.begun = True
                 try:
                     self._run([{**update.group, "params": [parameter]}])
                 finally:
                     parameter.grad = held
                     del held
             else:
+                update.begun = True
                 self._make_on_others(parameter, update, {})
         finally:
             self._device.unpin(update.regions)
@@ -307,8 +334,8 @@ class Updates:
         error, self._failure = self._failure, None
         if error is not None:
             raise RuntimeError(
-                "an optimizer update that was put off failed, and its parameter keeps the value it "
-                "had: the step is lost; go on from the last checkpoint"
+                "an optimizer update that was put off failed or was cut off, and its parameter "
+                "lacks it: the step is lost; go on from the last checkpoint"
             ) from error
 
     def _make_on_others(

@@ -108,6 +108,13 @@ int transfer_install(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
     int error = pool_install(p, r);
+    if (error && (r->waited || error != EBUSY)) {
+        fprintf(stderr,
+                "dynoffload: the kernel cannot move region %u into place: %s. A thread may be "
+                "asleep on it, so the process ends here.\n",
+                id, strerror(error));
+        abort();
+    }
     if (error)
         return error;
     r->state = RESIDENT;

@@ -1,0 +1,110 @@
+"""The user's own hooks on the optimizer's step see what they see without dynoffload.
+
+They run around a step whose work is split and put off, and must find the parameters and gradients
+they would find in plain PyTorch, in the same order, whenever they were registered.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynoffload
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+
+
+def _hook(optimizer: torch.optim.Optimizer, seen: list[int]) -> None:
+    def halve(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [p for group in opt.param_groups for p in group["params"]]
+        seen.append(len(parameters))
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def count(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append(sum(len(group["params"]) for group in opt.param_groups))
+
+    optimizer.register_step_pre_hook(halve)
+    optimizer.register_step_post_hook(count)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -> list[float]:
+    generator = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(8, 64, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+@pytest.mark.parametrize("budget", [200_000, 64 * 2**20])
+def test_hooks_see_the_whole_optimizer(when: str, budget: int) -> None:
+    """Paged, and with a budget under which the session steps aside in the middle."""
+    plain, ours = _network(), copy.deepcopy(_network())
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    mine = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+    expected: list[int] = []
+    seen: list[int] = []
+    _hook(theirs, expected)
+    if when == "before":
+        _hook(mine, seen)
+    with dynoffload.offload(ours, mine, budget=budget, pilot=None):
+        if when == "inside":
+            _hook(mine, seen)
+        losses = _train(ours, mine)
+    assert losses == _train(plain, theirs)
+    assert seen == expected
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_update_that_is_interrupted_is_made_later_or_declared_lost() -> None:
+    """An interrupt before the optimizer's code runs loses nothing; one inside it is told."""
+    plain, ours = _network(), copy.deepcopy(_network())
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    mine = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+    with dynoffload.offload(ours, mine, budget=200_000, pilot=None) as session:
+        first = _train(ours, mine, 2)
+        device = session._paging.device  # type: ignore[union-attr]
+        acquire, calls = device.acquire, []
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            calls.append(args)
+            raise KeyboardInterrupt
+
+        device.acquire = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            ours(torch.randn(8, 64, generator=torch.Generator().manual_seed(1)))
+        assert calls
+        device.acquire = acquire  # type: ignore[method-assign]
+        second = _train(ours, mine, 2)
+    assert first == _train(plain, theirs, 2)
+    assert second == _train(plain, theirs, 2)
+
+    with dynoffload.offload(ours, mine, budget=200_000, pilot=None) as session:
+        _train(ours, mine, 2)
+        updates = session._paging.updates  # type: ignore[union-attr]
+        assert updates is not None
+        step = updates._step
+
+        def cut_off(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        updates._step = cut_off
+        with pytest.raises(KeyboardInterrupt):
+            ours(torch.randn(8, 64))
+        updates._step = step
+        with pytest.raises(RuntimeError, match="the step is lost; go on from the last checkpoint"):
+            _train(ours, mine, 2)
