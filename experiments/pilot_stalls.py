@@ -1,8 +1,8 @@
-"""What a prediction is worth: waiting and waste in real runs at one eighth of the footprint.
+"""What a prediction is worth: waiting and waste in real runs at a share of the footprint.
 
 What it is: dynamic networks trained on files that their pilot has not seen, plain and under one
-eighth of what they take, on demand, by the last order and by the pilot, in processes that take
-turns on the same samples.
+eighth of what they take (one half for the Tree-LSTM, whose largest update is a third), on demand,
+by the last order and by the pilot, in processes that take turns on the same samples.
 
 What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy` takes.
 """

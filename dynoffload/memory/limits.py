@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
@@ -58,4 +59,4 @@ def available_bytes() -> int:
 def resident_bytes() -> int:
     """Return this process's resident set, in bytes."""
     fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    return int(fields[1]) * 4096
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")

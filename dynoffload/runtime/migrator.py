@@ -70,6 +70,7 @@ class Migrator:
         self._saved: dict[int, float] = {}  # unit index -> bytes saved per visit, smoothed
         self._mark = 0
         self._reference = Reference()
+        self._unplanned = False  # whether it was said that a step could not be planned
 
     # What the hooks report
 
@@ -152,8 +153,12 @@ class Migrator:
         sizes = [self._device.size(region) for region in range(highest + 1)]
         try:
             schedule = self.policy.plan(reference.uses, sizes, self._capacity, resident, resident)
-        except BudgetError:
-            # A module uses more than there is; but not in one operator, so it runs on demand.
+        except (BudgetError, ValueError) as error:
+            # A module uses more than there is, though no operator does, or the order is one that
+            # cannot be: a plan is advice, so the step runs on demand.
+            if not self._unplanned:
+                logger.warning("no plan for a step, which runs on demand: %s", error)
+            self._unplanned = True
             schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))
         self._device.follow(reference.uses, schedule)
         self._reference = reference

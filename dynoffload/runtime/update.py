@@ -13,7 +13,11 @@ from dynoffload.errors import ConfigError
 
 Group = dict[str, Any]
 
-_GROUP_STATE = ("LBFGS", "Muon", "SparseAdam")
+_REFUSED = {
+    "LBFGS": "updates all parameters together, with one state for the group",
+    "Muon": "has not been shown to give the same bits parameter by parameter",
+    "SparseAdam": "takes sparse gradients, which are not paged",
+}
 
 
 @dataclass(eq=False)
@@ -54,10 +58,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
         ConfigError: naming the optimizer.
     """
     name = type(optimizer).__name__
-    if name in _GROUP_STATE and type(optimizer).__module__.startswith("torch.optim"):
+    if name in _REFUSED and type(optimizer).__module__.startswith("torch.optim"):
         raise ConfigError(
-            f"{name} updates its parameters together, so its state cannot be paged by parameter: "
-            "use an optimizer with state per parameter, such as AdamW, or train without offload()"
+            f"{name} {_REFUSED[name]}: use an optimizer with dense state per parameter, such as "
+            "AdamW, or train without offload()"
         )
 
 
