@@ -3,6 +3,10 @@
 The counterpart in Python of ``native/transfer.c``: first what somebody waits for, then what the
 plan says, then the reserve. Every method is called with the account's mutex held and returns with
 it held, but lets go of it while bytes move.
+
+[Note: interrupts]  A thread that waits lends a hand, and may be the one that Ctrl-C interrupts. A
+transfer that is cut off leaves its region in a state that is true: what was being read is absent,
+what was being written is still there.
 """
 
 from __future__ import annotations
@@ -134,8 +138,13 @@ class Transfers:
         account.charge(h)
         h.state = State.READING
         start = time.perf_counter()
-        with self._unlocked():
-            failure = self._read(h)
+        try:
+            with self._unlocked():
+                failure = self._read(h)
+        except BaseException:  # see [Note: interrupts]
+            account.discharge(h)
+            account.settle(h, State.ABSENT)
+            raise
         if failure:
             account.error = failure, unreadable(h, failure)
             if h.pins:
@@ -173,6 +182,19 @@ class Transfers:
         account = self._account
         h.state = State.WRITING
         account.writing += h.pages if charged else 0
+        leaves = False
+        try:
+            leaves = self._send_out(h, cause)
+        finally:  # see [Note: interrupts]
+            if charged:
+                account.writing -= h.pages
+                if leaves:
+                    account.discharge(h)
+            account.settle(h, State.ABSENT if leaves or not charged else State.PRESENT)
+
+    def _send_out(self, h: Holding, cause: Cause) -> bool:
+        """Write a region back and drop its pages unless somebody wants it; whether they went."""
+        account = self._account
         start, failure, dirty = time.perf_counter(), 0, 0
         with self._unlocked():
             try:
@@ -192,11 +214,7 @@ class Transfers:
             account.waste(h)
             with self._unlocked():
                 self._mapping.drop(h.offset, h.length)
-        if charged:
-            account.writing -= h.pages
-            if leaves:
-                account.discharge(h)
-        account.settle(h, State.ABSENT if leaves or not charged else State.PRESENT)
+        return leaves
 
     def forget(self, h: Holding) -> None:
         """Let go of a region's pages, and of the bytes in them."""
@@ -207,15 +225,19 @@ class Transfers:
         if charged or h.content or self._mapping.cached(h.offset, h.length):
             account.waste(h)
             h.state = State.WRITING
-            with self._unlocked():
-                try:
+            try:
+                with self._unlocked():
                     self._mapping.forget(h.offset, h.length)
-                except OSError as error:
-                    account.error = error.errno or errno.EIO, _unwritable(h, error.errno or 0)
-            if charged:
-                account.discharge(h)
-        h.content = h.busy = False
-        account.settle(h, State.ABSENT)
+            except OSError as error:
+                account.error = error.errno or errno.EIO, _unwritable(h, error.errno or 0)
+            finally:
+                if charged:
+                    account.discharge(h)
+                h.content = h.busy = False
+                account.settle(h, State.ABSENT)
+        else:
+            h.content = h.busy = False
+            account.settle(h, State.ABSENT)
 
     # What nobody announced
 
@@ -261,7 +283,15 @@ class Transfers:
         try:
             yield
         finally:
-            self._account.mutex.acquire()
+            interrupt: BaseException | None = None
+            while True:
+                try:
+                    self._account.mutex.acquire()
+                    break
+                except BaseException as error:  # raised while it waited: the mutex is not held
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
 
 
 def unreadable(h: Holding, failure: int) -> str:

@@ -156,6 +156,7 @@ class Activations:
         self._current: Chunk | None = None
         self._entries: dict[int, weakref.ref[Entry]] = {}
         self._last: int = -1
+        self._ended: list[Chunk] = []  # not yet dropped
         self._waiting: list[Chunk] = []  # ended, but somebody outside still holds a tensor of it
         self._live = 0  # entries whose saved tensors may still be asked for
         self._closed = False
@@ -194,9 +195,11 @@ class Activations:
 
     def next_indices(self) -> list[int]:
         """Return free chunks' indices in the order in which they will be opened."""
+        self.settle()
         return self._free[::-1]
 
     def _open(self, nbytes: int) -> Chunk:
+        self.settle()
         if nbytes > self.chunk_bytes:
             region = self.device.allocate(nbytes)
             self.names[region] = "activations (large)"
@@ -239,12 +242,16 @@ class Activations:
 
     def end(self, chunk: Chunk) -> None:
         """One entry of ``chunk`` has ended."""
+        # Called by a destructor, in which a long call would swallow Ctrl-C: only note it.
         self._live -= 1
         chunk.live -= 1
-        if self._closed:
-            return
         if chunk.live == 0 and not chunk.open:
-            self._drop(chunk)
+            self._ended.append(chunk)
+
+    def settle(self) -> None:
+        """Drop the chunks that have ended since the last call."""
+        while self._ended and not self._closed:
+            self._drop(self._ended.pop())
 
     def _drop(self, chunk: Chunk) -> None:
         if users_of(self.device.storage(chunk.region)) > 1:
@@ -260,6 +267,7 @@ class Activations:
 
     def sweep(self) -> None:
         """Drop chunks that users have let go of since."""
+        self.settle()
         waiting, self._waiting = self._waiting, []
         for chunk in waiting:
             self._drop(chunk)
@@ -316,6 +324,7 @@ class Activations:
                 "backward of a forward that was made inside an offload() block which has ended: "
                 "call backward() inside the block"
             )
+        self.settle()
         if isinstance(packed, Packed):
             _check(packed.version, packed.witness._version, packed.size, packed.dtype)
             chunk = packed.entry.chunk

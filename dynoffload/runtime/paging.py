@@ -193,6 +193,7 @@ class Paging:
             self.updates.keep_order()
 
     def _collect(self, slot: Slot) -> None:
+        self.activations.settle()
         self.store.adopt_gradient(slot)
         if self.updates is not None:
             self.updates.keep_order()
@@ -211,6 +212,7 @@ class Paging:
         self._on_progress()
 
     def _end_step(self) -> None:
+        self.activations.settle()
         self.migrator.end_step()
         self._on_step()
 
