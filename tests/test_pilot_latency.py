@@ -1,4 +1,7 @@
-"""One prediction takes at most a millisecond on one core, for the largest steps promised."""
+"""One prediction takes at most a millisecond of one core, for the largest steps promised.
+
+The time is the thread's own, which another process on the core does not lengthen.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,15 @@ def test_384_experts_at_64_tokens(kind: str, tmp_path: Path) -> None:
     learner = OnlineLearner(vocabulary, pilot=pilot, grow=False)
     alone, following, watching = [], [], []
     for example in examples * 5:
-        alone.append(pilot.predict(example.sample).seconds)
-        prediction = learner.predict(example.sample)
-        assert prediction is not None
-        following.append(prediction.seconds)
-        start = time.perf_counter()
+        start = time.thread_time()
+        pilot.predict(example.sample)
+        alone.append(time.thread_time() - start)
+        start = time.thread_time()
+        assert learner.predict(example.sample) is not None
+        following.append(time.thread_time() - start)
+        start = time.thread_time()
         learner.observe(example.sample, example.blocks)
-        watching.append(time.perf_counter() - start)
+        watching.append(time.thread_time() - start)
     assert np.median(alone) < MILLISECOND
     assert np.median(following) < MILLISECOND
     assert np.median(watching) < 2 * MILLISECOND
@@ -46,14 +51,18 @@ def test_384_experts_at_64_tokens(kind: str, tmp_path: Path) -> None:
 def test_trees_of_200_nodes() -> None:
     vocabulary, examples = trees(30, largest=200)
     pilot = fit_pilot(vocabulary, examples)
-    seconds = [pilot.predict(example.sample).seconds for example in examples * 4]
+    seconds = []
+    for example in examples * 4:
+        start = time.thread_time()
+        pilot.predict(example.sample)
+        seconds.append(time.thread_time() - start)
     assert np.median(seconds) < MILLISECOND
 
 
 def test_comparing_two_orders_of_400_blocks() -> None:
     rng = np.random.default_rng(0)
     first, second = (rng.integers(390, size=400).tolist() for _ in range(2))
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(20):
         edit_distance(first, second)
-    assert (time.perf_counter() - start) / 20 < MILLISECOND
+    assert (time.thread_time() - start) / 20 < MILLISECOND
