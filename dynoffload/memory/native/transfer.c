@@ -108,6 +108,8 @@ int transfer_install(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
     int error = pool_install(p, r);
+    for (int again = 0; error == EBUSY && r->waited && again < 100; again++)
+        error = pool_install(p, r); /* the kernel migrates or scans the page just now */
     if (error && (r->waited || error != EBUSY)) {
         fprintf(stderr,
                 "dynoffload: the kernel cannot move region %u into place: %s. A thread may be "
