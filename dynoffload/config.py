@@ -34,8 +34,9 @@ class OffloadConfig:
     Attributes:
         backend: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file) or ``"auto"``: the
             pager where the system has it, else the mapped file; the plan line names the choice.
-        policy: ``"pilot"`` prefetches by the pilot's prediction (by the last order until there is
-            one), ``"repeat"`` by the order of the last step, ``"on-demand"`` not at all.
+        policy: ``"pilot"`` prefetches by the pilot's prediction while it does better of late than
+            the last order, else by that; ``"repeat"`` by the last order; ``"on-demand"`` not at
+            all. Prefetch that loses against on-demand goes off by itself, and says so.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
             its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``

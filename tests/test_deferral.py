@@ -823,6 +823,51 @@ def test_reads_from_other_threads() -> None:
     assert all(value == value for value in seen)
 
 
+def test_an_update_behind_the_back_leaves_the_optimizer_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While another thread's read has an update made, the loop sees its own groups and state."""
+    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    groups = [list(group["params"]) for group in twin.optimizer.param_groups]
+    begun, go_on = threading.Event(), threading.Event()
+    with twin.paged(footprint_of(twin.model) // 3) as session:
+        pair = Pair(twin, session)
+        pair.step()
+        pair.step(zero=False)
+        assert session._paging is not None
+        assert session._paging.updates is not None
+        updates = session._paging.updates
+        step = updates._step
+
+        def slow(optimizer: Any) -> None:
+            if threading.current_thread().name == "dynoffload-guard":
+                begun.set()
+                assert go_on.wait(10)
+            step(optimizer)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(updates, "_step", slow)
+            watcher = threading.Thread(target=lambda: twin.model.embedding.weight.norm())
+            watcher.start()
+            assert begun.wait(10)
+            assert [group["params"] for group in twin.optimizer.param_groups] == groups
+            for _, optimizer in pair.both():
+                optimizer.zero_grad()  # must reach the model's gradients, not the update's
+            assert all(parameter.grad is None for parameter in twin.model.parameters())
+            waiting = threading.Thread(target=lambda: twin.optimizer.state_dict())
+            waiting.start()
+            waiting.join(0.2)
+            assert waiting.is_alive(), "the state was given out before its update was made"
+            go_on.set()
+            watcher.join(10)
+            waiting.join(10)
+            assert not watcher.is_alive()
+            assert not waiting.is_alive()
+        for _ in range(5):
+            pair.step()
+    twin.assert_same()
+
+
 # Unusual shapes of a step
 
 

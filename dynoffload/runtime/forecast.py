@@ -1,7 +1,11 @@
 """What comes next, as far as anybody knows: the last order, a pilot's prediction, or nothing.
 
 The forecast watches which blocks a sample runs, tells the learner, and turns a predicted order of
-blocks into the order of units that the migrator plans by. It never moves a byte.
+blocks into the order of units that the migrator plans by. It never moves a byte. It lives as long
+as the session: what was learned outlasts the times at which paging steps aside.
+
+A pilot steers while it has done better of late than repeating the last order would have; one that
+is learned on the way has to show that before it steers at all.
 """
 
 from __future__ import annotations
@@ -23,11 +27,14 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.sample import Features, Sample, describe_sample
 from dynoffload.runtime.hooks import Hook
+from dynoffload.runtime.telemetry import StepStats
+from dynoffload.runtime.trial import Trial
 from dynoffload.runtime.units import Unit
 
 logger = logging.getLogger(__name__)
 
 _ZERO = Idioms(0, 0, 0, 0, 0, 0)
+_SHOWN = 4  # steps over which a pilot must have shown what it can
 _STEADY = 4  # steps of one and the same order after which there is nothing to learn
 
 
@@ -50,40 +57,40 @@ class Forecast:
 
     Args:
         model: the root.
-        units: what the migrator watches.
         policy: ``"pilot"``, ``"repeat"`` or ``"on-demand"``.
         pilot: a trained predictor; ``"auto"``: learn one; None: repeat the last order.
         features: the user's featurizer, or None.
+
+    Attributes:
+        vocabulary: the blocks that orders are of; the pilot's, else one block per unit.
+        predicted: the order that steered the sample, or None.
+        actual: the order that ran.
+        accuracy: of the one against the other; NaN without a prediction.
+        source: what steers: ``"the pilot"`` or ``"the last order"``.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
         policy: str,
         pilot: Predictor | str | None,
         features: Features | None,
     ) -> None:
         self._model, self._features = model, features
-        self._units = {unit.path: unit for unit in units}
+        self._network = fingerprint(model)
+        self.vocabulary = Vocabulary(self._network, ())
         self._predictor: Predictor | None = None
         self._learner: OnlineLearner | None = None
-        network = fingerprint(model)
-        if policy != "pilot" or pilot is None:
-            self.vocabulary = _vocabulary_of(network, units)
-        elif pilot == "auto":
-            self.vocabulary = _vocabulary_of(network, units)
-            self._learner = OnlineLearner(self.vocabulary)
-        else:
-            assert not isinstance(pilot, str)
-            pilot.check(network)
+        self._grows = policy == "pilot" and pilot == "auto"
+        if policy == "pilot" and pilot is not None and not isinstance(pilot, str):
+            pilot.check(self._network)
             self.vocabulary = pilot.vocabulary
             if isinstance(pilot, Pilot):
                 self._learner = OnlineLearner(self.vocabulary, pilot=pilot, grow=False)
             else:
                 self._predictor = pilot
-        self._grows = pilot == "auto"
         self._repeats = policy != "on-demand"
+        self._units: dict[str, Unit] = {}
         self._thread: threading.Thread | None = None
         self._steady = 0
         self._sample: Sample | None = None
@@ -93,24 +100,53 @@ class Forecast:
         self.predicted: list[int] | None = None
         self.actual: list[int] = []
         self.accuracy = math.nan
-        self.seconds = 0.0
+        self.source = "the last order"
+        self._trials: dict[str, Trial] = {}  # by source
         self._hooks: list[Hook] = []
-        self._handles = self._watch()
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, units: Sequence[Unit]) -> None:
+        """Begin to see what runs; ``units`` are what the migrator watches."""
+        self._units = {unit.path: unit for unit in units}
+        if not self.vocabulary.blocks:
+            self.vocabulary = _vocabulary_of(self._network, units)
+        if self._grows and self._learner is None:
+            self._learner = OnlineLearner(self.vocabulary)
+        self._install()
+
+    def unwatch(self) -> None:
+        """See nothing until `watch` is called again."""
+        for hook in self._hooks:
+            hook.end()
+        for handle in self._handles:
+            handle.remove()
+        self._hooks, self._handles = [], []
+
+    def close(self) -> None:
+        """Wait for a learner under way."""
+        if self._thread is not None:
+            self._thread.join()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
         """A sample begins: return the order of units it will probably visit, or None."""
         self._order, self._inside = [], 0
         self._sample = None
-        self.predicted = self._last if self._repeats else None
-        if self._learner is not None or self._predictor is not None:
+        self.predicted, self.source = self._last if self._repeats else None, "the last order"
+        predictor = self._learner if self._learner is not None else self._predictor
+        if predictor is not None:
             self._sample = describe_sample(self._model, args, kwargs, self._features)
-            source = self._learner if self._learner is not None else self._predictor
-            assert source is not None
-            prediction = source.predict(self._sample)
-            if prediction is not None:
-                self.predicted = list(prediction.blocks)
-                self.seconds = prediction.seconds
+            prediction = predictor.predict(self._sample)
+            if prediction is not None and self._may_steer():
+                self.predicted, self.source = list(prediction.blocks), "the pilot"
         return None if self.predicted is None else self._units_of(self.predicted)
+
+    def _may_steer(self) -> bool:
+        if self._learner is None:
+            return True  # the user's own predictor
+        standing = self._learner.standing
+        if standing.steps < _SHOWN:
+            return not self._grows
+        return standing.pilot >= standing.last_order
 
     def end(self) -> None:
         """The sample's forward is over: learn from what ran."""
@@ -125,21 +161,25 @@ class Forecast:
                 self._learn()
         self._last = self.actual
 
+    @property
+    def pays(self) -> bool:
+        """Whether to prefetch by what steers the sample; see `Trial`."""
+        return self._repeats and self._trial().prefetch
+
+    def judge(self, step: StepStats) -> None:
+        """Take note of what the step cost that this order steered."""
+        if self._repeats:
+            self._trial().observe(step)
+
+    def _trial(self) -> Trial:
+        return self._trials.setdefault(self.source, Trial(self.source))
+
     def names(self, blocks: Sequence[int] | None) -> tuple[str, ...] | None:
         """Return the names of ``blocks`` as reports show them."""
         if blocks is None:
             return None
         known = self.vocabulary.blocks
         return tuple(known[b].name if 0 <= b < len(known) else "(unseen)" for b in blocks)
-
-    def close(self) -> None:
-        """Take the hooks off and wait for a learner under way."""
-        for hook in self._hooks:
-            hook.end()
-        for handle in self._handles:
-            handle.remove()
-        if self._thread is not None:
-            self._thread.join()
 
     def _learn(self) -> None:
         if self._thread is not None and self._thread.is_alive():
@@ -148,8 +188,13 @@ class Forecast:
         assert learner is not None
 
         def work() -> None:
-            pilot = learner.learn()
-            logger.info("a pilot (%s) was learned from the steps so far and steers now", pilot.kind)
+            try:
+                pilot = learner.learn()
+            except Exception:
+                self._grows = False  # once is enough: training goes on by the last order
+                logger.exception("no pilot can be learned from the steps so far")
+            else:
+                logger.info("a pilot (%s) was learned from the steps so far", pilot.kind)
 
         self._thread = threading.Thread(target=work, name="dynoffload-learner", daemon=True)
         self._thread.start()
@@ -165,17 +210,16 @@ class Forecast:
                         found.append(unit)
         return found
 
-    def _watch(self) -> list[RemovableHandle]:
+    def _install(self) -> None:
         modules = dict(self._model.named_modules())
-        handles = []
         for path in dict.fromkeys(block.path for block in self.vocabulary.blocks):
             module = modules.get(path)
             if module is not None:
                 nests = any(b.path == path and b.visits != (path,) for b in self.vocabulary.blocks)
-                handles.append(self._hook(module, path, nests))
+                self._handles.append(self._hook(module, path, nests))
                 if nests:
-                    handles.append(module.register_forward_hook(Hook(self._out), always_call=True))
-        return handles
+                    out = module.register_forward_hook(Hook(self._out), always_call=True)
+                    self._handles.append(out)
 
     def _hook(self, module: nn.Module, path: str, nests: bool) -> RemovableHandle:
         index_of, repeated = self.vocabulary.index_of, path in self.vocabulary.repeated

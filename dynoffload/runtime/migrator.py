@@ -16,7 +16,7 @@ from enum import Enum
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import NextUse, OnDemand, Policy, Schedule
+from dynoffload.planning.schedule import NextUse, Policy, Schedule
 from dynoffload.runtime.activations import Activations, Chunk
 from dynoffload.runtime.reference import Reference, Visit
 from dynoffload.runtime.store import Slot
@@ -42,7 +42,6 @@ class Migrator:
         updates: knows which updates are pending, or None without an optimizer.
         activations: knows the chunks.
         reserve_bytes: part of the pool that plans leave free.
-        prefetch: False plans nothing: every use is on demand.
     """
 
     def __init__(
@@ -52,14 +51,13 @@ class Migrator:
         activations: Activations,
         *,
         reserve_bytes: int,
-        prefetch: bool,
     ) -> None:
         self._device = device
         self._updates = updates
         self._activations = activations
         self._capacity = device.capacity - reserve_bytes
-        self.policy: Policy = LookAhead() if prefetch else OnDemand()
-        self.prefetch = prefetch
+        self.policy: Policy = LookAhead()
+        self.prefetch = False  # until `set_prefetch`: every use is on demand
         self.phase = Phase.IDLE
         self.position = 0
         self.anchored = 0
@@ -128,10 +126,11 @@ class Migrator:
         self._outstanding.clear()
         self.phase = Phase.IDLE
 
-    def stop_prefetch(self) -> None:
-        """From now on every use is on demand."""
-        self.prefetch = False
-        self._follow(Reference())
+    def set_prefetch(self, prefetch: bool) -> None:
+        """From now on plan ahead, or have every use on demand."""
+        if self.prefetch and not prefetch:
+            self._follow(Reference())
+        self.prefetch = prefetch
 
     # Plans
 

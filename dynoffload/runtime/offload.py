@@ -45,8 +45,9 @@ def offload(
         optimizer: any dense optimizer of `torch.optim` with state per parameter.
         budget: bytes, or a text such as ``"8GiB"``; a hard cap on parameters, gradients, optimizer
             state and saved activations in fast memory. ``None`` takes the command line's.
-        pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` (learn during the first steps) or
-            ``None`` (prefetch by the last order; see ``OffloadConfig.policy``).
+        pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` (repeat the last order, learn during
+            the first steps, and let what was learned steer once it does better) or ``None`` (fetch
+            on demand only, unless ``OffloadConfig.policy`` is ``"repeat"``).
         spill_dir: a directory on a disk; the system's for temporary files by default.
         config: further options, as `OffloadConfig` or a mapping of its fields.
 
@@ -74,6 +75,8 @@ def offload(
             "no budget: pass offload(..., budget='8GiB'), or run the script with "
             "'dynoffload run --budget 8GiB'"
         )
+    if pilot is None and options.policy == "pilot":
+        options = replace(options, policy="on-demand")
     _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)

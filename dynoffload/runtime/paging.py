@@ -28,7 +28,7 @@ from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.activations import Activations
-from dynoffload.runtime.forecast import Forecast, Predictor
+from dynoffload.runtime.forecast import Forecast
 from dynoffload.runtime.hooks import Hooks
 from dynoffload.runtime.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
@@ -74,7 +74,7 @@ class Paging:
         sizing: how the budget is divided.
         config: the session's options.
         spill_dir: where the spill file lies.
-        pilot: see `Forecast`.
+        forecast: what will probably run; it watches while paging is at work.
         on_progress: called at every visit of a unit.
         on_phase: called with the name of a phase that begins.
         on_step: called after each optimizer step.
@@ -87,13 +87,14 @@ class Paging:
         sizing: Sizing,
         config: OffloadConfig,
         spill_dir: Path,
-        pilot: Predictor | str | None,
+        forecast: Forecast,
         *,
         on_progress: Callable[[], None],
         on_phase: Callable[[str], None],
         on_step: Callable[[], None],
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
+        self._forecast = forecast
         self.spill_dir = spill_dir
         self._on_progress, self._on_phase, self._on_step = on_progress, on_phase, on_step
         self._closing = threading.Event()
@@ -116,12 +117,12 @@ class Paging:
         self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
         self._undo.callback(self._end_device)
         try:
-            self._start(config, pilot)
+            self._start(config)
         except BaseException:
             self._undo.close()
             raise
 
-    def _start(self, config: OffloadConfig, pilot: Predictor | str | None) -> None:
+    def _start(self, config: OffloadConfig) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
         self._undo.callback(self.activations.close)
         self._undo.callback(self._restore)
@@ -145,10 +146,9 @@ class Paging:
             self.updates,
             self.activations,
             reserve_bytes=sizing.reserve_bytes,
-            prefetch=config.policy != "on-demand",
         )
-        self.forecast = Forecast(model, units, config.policy, pilot, config.features)
-        self._undo.callback(self.forecast.close)
+        self._undo.callback(self._forecast.unwatch)
+        self._forecast.watch(units)
         self._hooks = Hooks(
             model,
             units,
@@ -183,12 +183,14 @@ class Paging:
 
     def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._on_phase("forward")
-        self.migrator.begin_forward(self.forecast.begin(args, kwargs))
+        order = self._forecast.begin(args, kwargs)
+        self.migrator.set_prefetch(self._forecast.pays)
+        self.migrator.begin_forward(order)
 
     def _end_forward(self) -> None:
         self.activations.end_forward()
         self.migrator.end_forward()
-        self.forecast.end()
+        self._forecast.end()
         if self.updates is not None:
             self.updates.keep_order()
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
-from dynoffload.runtime.forecast import Predictor
+from dynoffload.runtime.forecast import Forecast, Predictor
 from dynoffload.runtime.hooks import Hook
 from dynoffload.runtime.materialize import Init, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.paging import Paging
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 _MEASURED_STEPS = 2  # steps watched before stepping aside
 _ASIDE = 0.9  # of the budget that may be used to step aside
 _GROWTH = 1.25  # a sample so much larger than those measured is paged again
-_LOSING_STEPS = 8
-_LOSING = 0.5  # share of prefetched bytes wasted above which prediction switches off
 
 
 class Session:
@@ -57,7 +55,8 @@ class Session:
         pilot: Predictor | str | None,
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
-        self._config, self._spill_dir, self._pilot = config, spill_dir, pilot
+        self._config, self._spill_dir = config, spill_dir
+        self._forecast = Forecast(model, config.policy, pilot, config.features)
         before = resident_bytes()
         recipe = recipe_of(model)
         self._empty = modules_on_meta(model)
@@ -78,7 +77,6 @@ class Session:
         self._largest = 0
         self._measured_peak = 0
         self._leaves = False
-        self._wasted: list[tuple[int, int]] = []
         self._pid = os.getpid()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(
@@ -95,7 +93,7 @@ class Session:
             self.sizing,
             self._config,
             self._spill_dir,
-            self._pilot,
+            self._forecast,
             on_progress=self._progress,
             on_phase=lambda name: self._recording.phase(name),
             on_step=self._end_step,
@@ -136,8 +134,9 @@ class Session:
             self._largest = max(self._largest, size)
         elif size > self._largest * _GROWTH:
             logger.info("a larger sample than any measured: paging again")
+            paging = self._come_back()
             self._largest = size
-            self._come_back().enter(module, args, kwargs)
+            paging.enter(module, args, kwargs)
 
     def _progress(self) -> None:
         if self._paging is not None:
@@ -148,7 +147,7 @@ class Session:
         if paging is None:
             self._recording.end_step(None, None, 0, None, (), math.nan)
             return
-        forecast = paging.forecast
+        forecast = self._forecast
         stats = self._recording.end_step(
             paging.device,
             paging.store,
@@ -159,7 +158,7 @@ class Session:
         )
         if self._config.step_aside:
             self._consider_aside(stats)
-        self._consider_prefetch(paging, stats)
+        forecast.judge(stats)
 
     def _consider_aside(self, stats: StepStats) -> None:
         self._measured_peak = max(self._measured_peak, stats.peak_fast_bytes)
@@ -193,29 +192,14 @@ class Session:
             )
 
     def _come_back(self) -> Paging:
+        paging = self._page()  # where it fails, the session stays aside, and says so again
         if self._aside_handle is not None:
             self._aside_handle.remove()
             self._aside_handle = None
         self._measured_peak = 0
         self._recording.restart()
-        self._paging = paging = self._page()
+        self._paging = paging
         return paging
-
-    def _consider_prefetch(self, paging: Paging, stats: StepStats) -> None:
-        """Switch a prediction off that fetches more in vain than for use, and say so once."""
-        if not paging.migrator.prefetch:
-            return
-        self._wasted.append((stats.wasted_bytes, stats.prefetched_bytes))
-        recent = self._wasted[-_LOSING_STEPS:]
-        wasted, prefetched = sum(w for w, _ in recent), sum(p for _, p in recent)
-        if len(recent) == _LOSING_STEPS and wasted > _LOSING * prefetched > 0:
-            logger.warning(
-                "%s of %s prefetched in the last %d steps were not used: prefetch is off from now",
-                format_bytes(wasted),
-                format_bytes(prefetched),
-                len(recent),
-            )
-            paging.migrator.stop_prefetch()
 
     # What the user calls
 
@@ -270,7 +254,10 @@ class Session:
         if self._aside_handle is not None:
             self._aside_handle.remove()
         paging, self._paging = self._paging, None
-        if paging is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
+            return
+        self._forecast.close()
+        if paging is None:
             return
         if self._init is not None:
             init, self._init = self._init, None

@@ -9,6 +9,7 @@ move is not its business.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,6 +101,8 @@ class Store:
         self._storages: dict[int, int] = {}  # address of an adopted storage -> its region
         self._left_in_heap = 0
         self._orphans: list[int] = []  # gradients that somebody outside still holds
+        # An update made on another thread may end a gradient while the next one is adopted.
+        self._gradients = threading.RLock()
 
     def pages(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter or state like ``tensor`` is paged."""
@@ -199,9 +202,10 @@ class Store:
             return  # accumulated in place
         if not is_dense(gradient):
             return
-        region = self._gradient_region(slot, gradient)
+        with self._gradients:
+            region = self._gradient_region(slot, gradient)
+            ours = view_of(self._device.storage(region), gradient)
         self._device.acquire([region])
-        ours = view_of(self._device.storage(region), gradient)
         ours.copy_(gradient)
         slot.parameter.grad = ours
 
@@ -220,8 +224,9 @@ class Store:
 
     def end_gradient(self, slot: Slot) -> None:
         """The gradient was consumed: forget its bytes unless somebody still holds it."""
-        if slot.gradient is not None and users_of(self._device.storage(slot.gradient)) <= 1:
-            self._device.discard(slot.gradient)
+        with self._gradients:
+            if slot.gradient is not None and users_of(self._device.storage(slot.gradient)) <= 1:
+                self._device.discard(slot.gradient)
 
     def release_orphans(self) -> None:
         """Release gradients that nobody outside holds any more."""

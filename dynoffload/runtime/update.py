@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
@@ -39,16 +38,6 @@ class Update:
     state: dict[str, Any] | None
     regions: list[int]
     begun: bool = False
-
-    def finds(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> bool:
-        """Return whether ``parameter`` and its optimizer ``state`` hold the tensors of then."""
-        if parameter.data_ptr() != self.data.data_ptr():
-            return False
-        if state is None or self.state is None:
-            return not state and not self.state
-        return len(state) == len(self.state) and all(
-            state.get(key) is value for key, value in self.state.items()
-        )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

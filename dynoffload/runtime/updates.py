@@ -10,6 +10,12 @@ parameter is next used: a module's forward, or any other access to it, its gradi
 which the device holds back (the regions are locked) until `Updates.serve` has made the update
 behind its back, under other addresses. Elsewhere sub-steps run inside ``step()``.
 
+[Note: stand-ins]  A put-off update may be made on the guard's thread while the user's thread runs
+on. So it is made by a shadow of the optimizer, with groups and state of its own, on a stand-in for
+the parameter, over the same memory or over what shows it elsewhere; nothing that the user's thread
+may be reading is changed for the time being. Whoever needs the update meanwhile waits for the
+mutex: a slot leaves `pending` before its update is made, but `_making` holds it until it is.
+
 Deferral is only for what the device guards: where the user has put other tensors in the place of
 adopted ones (``p.grad = mine``, ``p.data = mine``), the sub-step runs inside ``step()`` too. What
 a put-off update will change counts as changed at once, so that a backward which still needs the
@@ -19,10 +25,11 @@ replaced after the update: it is made on the old tensors, and the new ones stay.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -64,7 +71,7 @@ class Updates:
         self._defer = defer and device.guarded
         self._on_step = on_step
         self._mutex = threading.RLock()
-        self._inside = False
+        self._making: Slot | None = None
         self._groups: list[Group] | None = None
         self.pending: dict[Slot, Update] = {}
         self.behind = 0  # updates made because of an unannounced access
@@ -97,7 +104,7 @@ class Updates:
             self.optimizer.state = WatchedState(state, self._look)
 
     def _look(self, parameter: torch.Tensor | None) -> None:
-        if not self.pending:
+        if not self.pending and self._making is None:
             return
         if parameter is None:
             self.flush_all()
@@ -127,7 +134,7 @@ class Updates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._inside or not self._splits:
+        if not self._splits:
             return None
         self.check()
         self._restore_groups()
@@ -143,7 +150,7 @@ class Updates:
         )
         with self._mutex:
             resident, paged, shared = self._split(optimizer.param_groups)
-            self._run(resident)
+            self._run(resident, self.optimizer.state)
             for slot in shared:
                 self._adopt_state(slot)
             self._put_off(paged)
@@ -155,8 +162,6 @@ class Updates:
         return answer
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside:
-            return
         self._restore_groups()
         if not self._splits:
             self.adopt_all()
@@ -201,6 +206,7 @@ class Updates:
             state = self.optimizer.state.get(parameter)
             copy = None if state is None else dict(state)
             update = Update(group, parameter.data, gradient, copy, slot.update_regions())
+            torch.autograd.graph.increment_version(parameter)
             if not self._defer or self._guards(slot, gradient):
                 waiting.append((slot, update))
                 continue
@@ -211,7 +217,6 @@ class Updates:
         for slot, update in waiting:
             self.pending[slot] = update
             if self._defer:
-                torch.autograd.graph.increment_version(slot.parameter)
                 self._device.lock(update.regions)
 
     def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
@@ -229,28 +234,35 @@ class Updates:
 
     # Making updates
 
-    def _run(self, groups: list[Group]) -> None:
-        """Run the optimizer's own code over ``groups``."""
+    def _run(self, groups: list[Group], state: MutableMapping[torch.Tensor, Any]) -> None:
+        """Run the optimizer's own code over ``groups``, with ``state``; see [Note: stand-ins]."""
         if not any(group["params"] for group in groups):
             return
-        held, self._inside = self.optimizer.param_groups, True
-        self.optimizer.param_groups = groups
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                torch.autocast("cpu", enabled=False),
-            ):
-                self._step(self.optimizer)
-        finally:
-            self.optimizer.param_groups, self._inside = held, False
+        shadow = object.__new__(type(self.optimizer))
+        shadow.__dict__.update(self.optimizer.__dict__, param_groups=groups, state=state)
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            self._step(shadow)
+
+    @contextlib.contextmanager
+    def _taken(self, slot: Slot) -> Iterator[Update | None]:
+        """Take the pending update of ``slot``, if there is one, to make it; wait for whoever is
+        making one."""
+        with self._mutex:
+            before, self._making = self._making, slot
+            try:
+                yield self.pending.pop(slot, None)
+            finally:
+                self._making = before
 
     def flush(self, slot: Slot) -> None:
         """Make the update of ``slot``'s parameter now, if one is pending."""
-        if slot not in self.pending:
+        if slot not in self.pending and self._making is not slot:
             return
-        with self._mutex:
-            update = self.pending.pop(slot, None)
+        with self._taken(slot) as update:
             if update is None:
                 return
             if self._defer:
@@ -269,30 +281,18 @@ class Updates:
     def _make(self, slot: Slot, update: Update) -> None:
         """Make an update whose regions are not locked."""
         self._device.acquire(update.regions, pin=True)
-        parameter = slot.parameter
         try:
-            if update.finds(parameter, self.optimizer.state.get(parameter)):
-                held = parameter.grad
-                parameter.grad = update.gradient
-                update.begun = True
-                try:
-                    self._run([{**update.group, "params": [parameter]}])
-                finally:
-                    parameter.grad = held
-                    del held
-            else:
-                update.begun = True
-                self._make_on_others(parameter, update, {})
+            self._apply(slot.parameter, update, {})
         finally:
             self._device.unpin(update.regions)
-        self._adopt_state(slot)
-        del update.gradient, update.data
+        self._end(slot, update)
         self._store.end_gradient(slot)
 
     def flush_all(self) -> None:
         """Make every pending update now, in the order of the parameters."""
-        for slot in list(self.pending):
-            self.flush(slot)
+        with self._mutex:
+            for slot in list(self.pending):
+                self.flush(slot)
 
     def serve(self, region: int) -> None:
         """Make the update that an access to ``region`` waits for; called by the guard's thread.
@@ -304,8 +304,7 @@ class Updates:
         if slot is None:
             self._device.unlock([region])
             return
-        with self._mutex:
-            update = self.pending.pop(slot, None)
+        with self._taken(slot) as update:
             if update is None:
                 self._device.unlock([region])
                 return
@@ -314,16 +313,17 @@ class Updates:
                 shown = self._device.show(update.regions)
                 try:
                     storages = dict(zip(update.regions, shown, strict=True))
-                    self._make_on_others(slot.parameter, update, storages)
+                    self._apply(slot.parameter, update, storages)
                 finally:
                     storages.clear()
                     shown.clear()
                     self._device.hide(update.regions)
-                self._adopt_state(slot)
+                self._end(slot, update)
             except BaseException as error:  # the thread that waits must not wait for ever
                 self._failure = error
             finally:
                 self._device.unlock(update.regions)
+            self._store.end_gradient(slot)
 
     def check(self) -> None:
         """Raise what went wrong in an update made behind somebody's back.
@@ -338,16 +338,17 @@ class Updates:
                 "lacks it: the step is lost; go on from the last checkpoint"
             ) from error
 
-    def _make_on_others(
+    def _apply(
         self,
         parameter: nn.Parameter,
         update: Update,
         storages: Mapping[int, torch.UntypedStorage],
     ) -> None:
-        """Make an update through other tensors over the memory it is of.
+        """Make an update on a stand-in for its parameter; see [Note: stand-ins].
 
         Args:
-            parameter: whose update it is; the user may have replaced its tensor since.
+            parameter: whose update it is; the user may have replaced its tensor, or its state,
+                since: then the old ones are updated, and the new ones stay.
             update: the update.
             storages: where regions are shown; the others are at their own addresses.
         """
@@ -364,24 +365,29 @@ class Updates:
             stand_in.grad = shown(update.gradient)
         old = update.state or {}
         given = {key: shown(value) for key, value in old.items()}
+        own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         if update.state is not None:
-            state[stand_in] = dict(given)
-        try:
-            self._run([{**update.group, "params": [stand_in]}])
-        finally:
-            made = state.pop(stand_in, {})
-            now = state.get(parameter)
-            if now is None and update.state is None and made:
-                now = state[parameter] = {}
-            for key, value in made.items():
-                is_new = value is not given.get(key)
-                if is_new and now is not None and now.get(key) is old.get(key):
-                    now[key] = value
+            own[stand_in] = dict(given)
+        update.begun = True
+        self._run([{**update.group, "params": [stand_in]}], own)
+        made = own.get(stand_in, {})
+        now = state.get(parameter)
+        if now is None and update.state is None and made:
+            now = state[parameter] = {}
+        for key, value in made.items():
+            is_new = value is not given.get(key)
+            if is_new and now is not None and now.get(key) is old.get(key):
+                now[key] = value
 
     def _adopt_state(self, slot: Slot) -> None:
         state = self.optimizer.state.get(slot.parameter)
         if state is not None:
             self._store.adopt_state(slot, state)
+
+    def _end(self, slot: Slot, update: Update) -> None:
+        """An update was made: move state that is new into regions, let go of what it held."""
+        self._adopt_state(slot)
+        del update.gradient, update.data
 
     def adopt_all(self) -> None:
         """Adopt whatever state exists; after a load, or a step that could not be split."""

@@ -1,0 +1,107 @@
+"""Prefetch goes on while it pays, and off when on-demand waits less."""
+
+from __future__ import annotations
+
+import logging
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_samples
+from torch.optim import AdamW
+
+from dynoffload.planning.blocks import Vocabulary
+from dynoffload.runtime.telemetry import StepStats
+from dynoffload.runtime.trial import GROWTH, SETTLING, TRIED, WATCHED, Trial
+
+
+def step(stall: float, wasted: int = 0) -> StepStats:
+    """Return a step of one second of work."""
+    return StepStats(0, 1.0 + stall, 1, stall, 0, 0, 100, 100 - wasted, wasted, 0.0, 0)
+
+
+def run(trial: Trial, with_prefetch: StepStats, on_demand: StepStats, steps: int) -> list[bool]:
+    """Return for each step whether it prefetched."""
+    modes = []
+    for _ in range(steps):
+        modes.append(trial.prefetch)
+        trial.observe(with_prefetch if trial.prefetch else on_demand)
+    return modes
+
+
+def test_what_goes_well_is_never_tried() -> None:
+    assert all(run(Trial("x"), step(0.05), step(0.0), 200))
+
+
+@pytest.mark.parametrize("bad", [step(0.5), step(0.01, wasted=80)], ids=["waits", "wastes"])
+def test_what_loses_goes_off_for_good_and_says_so_once(
+    bad: StepStats, caplog: pytest.LogCaptureFixture
+) -> None:
+    trial = Trial("the moon")
+    with caplog.at_level(logging.WARNING):
+        modes = run(trial, bad, step(0.005), 200)
+    on = SETTLING + WATCHED
+    assert modes == [True] * on + [False] * (200 - on)
+    assert trial.lost
+    assert len(caplog.records) == 1
+    assert "the moon" in caplog.text
+
+
+def test_what_wins_goes_on_and_is_tried_less_and_less_often() -> None:
+    trial = Trial("x")
+    modes = run(trial, step(0.5), step(0.9), 1000)
+    assert not trial.lost
+    assert modes.count(False) == 4 * (SETTLING + TRIED)
+    assert modes[SETTLING + WATCHED] is False
+    after = 2 * SETTLING + WATCHED + TRIED
+    assert all(modes[after : after + SETTLING + GROWTH * WATCHED])
+
+
+class Liar:
+    """Predicts a random order; it is what a session takes for a predictor."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._random = random.Random(0)
+
+    def predict(self, sample: Any) -> Any:
+        blocks = range(len(self.vocabulary.blocks))
+        return SimpleNamespace(blocks=[self._random.choice(blocks) for _ in range(3)])
+
+    def check(self, fingerprint: str) -> None:
+        assert fingerprint
+
+
+@needs_pager
+@pytest.mark.timeout(60)
+def test_a_prediction_that_loses_goes_off_in_a_session(caplog: pytest.LogCaptureFixture) -> None:
+    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    samples = small_samples(40, seed=1)
+    budget = footprint_of(twin.model) // 3
+    with twin.paged(budget, config={"policy": "repeat"}) as session:
+        for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+            torch.manual_seed(0)
+            small_loss(model, samples[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        vocabulary = session._forecast.vocabulary
+    with caplog.at_level(logging.WARNING), twin.paged(budget, pilot=Liar(vocabulary)) as session:
+        # The steps are so short that time decides nothing: say what waiting each kind costs.
+        trial = session._forecast._trials["the pilot"] = Trial("the pilot")
+        observe = trial.observe
+        trial.observe = lambda _: observe(step(0.5 if trial.prefetch else 0.1))  # type: ignore
+        prefetched = []
+        for number, sample in enumerate(samples[:30]):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                torch.manual_seed(number)
+                small_loss(model, sample).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            prefetched.append(session.log.steps[-1].prefetched_bytes)
+    on = SETTLING + WATCHED
+    assert sum(prefetched[:on]) > 0
+    assert sum(prefetched[on + 1 :]) == 0
+    assert caplog.text.count("prefetch is off from now") == 1
+    twin.assert_same()
