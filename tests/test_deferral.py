@@ -300,10 +300,12 @@ def test_a_thread_that_reads_under_the_lock() -> None:
         pair = Pair(twin, session)
         watcher = threading.Thread(target=watch)
         watcher.start()
-        for _ in range(10):
-            pair.step()
-        stop.set()
-        watcher.join(20)
+        try:
+            for _ in range(10):
+                pair.step()
+        finally:
+            stop.set()
+            watcher.join(20)
         assert not watcher.is_alive()
     twin.assert_same()
     assert reads
@@ -814,10 +816,12 @@ def test_reads_from_other_threads() -> None:
         pair = Pair(twin, session)
         watcher = threading.Thread(target=watch, args=(twin.model,))
         watcher.start()
-        for _ in range(10):
-            pair.step()
-        stop.set()
-        watcher.join(20)
+        try:
+            for _ in range(10):
+                pair.step()
+        finally:
+            stop.set()
+            watcher.join(20)
         assert not watcher.is_alive()
     twin.assert_same()
     assert all(value == value for value in seen)

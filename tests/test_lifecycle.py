@@ -7,6 +7,7 @@ the process.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
@@ -550,3 +551,40 @@ def test_twenty_steps_in_every_backend_named() -> None:
             config={"backend": name},
         )
         assert session.backend == name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("disk", ["has room", "is full"])
+def test_what_does_not_fit_in_memory_at_the_end(
+    backend: str, disk: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays usable: mapped from the spill directory, or else where it was; training goes on."""
+    monkeypatch.setattr("dynoffload.runtime.paging.available_bytes", lambda: 0)
+    twin = Twin(small(), adamw)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def train(steps: range) -> None:
+        for step in steps:
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                torch.manual_seed(step)
+                small_loss(model, SAMPLES[step]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    config = {**SMALL_PAGES, "step_aside": False, "backend": backend}
+    budget = third(twin.model)
+    with caplog.at_level("WARNING"), monkeypatch.context() as patch:
+        with dynoffload.offload(twin.model, twin.optimizer, budget=budget, config=config):
+            train(range(4))
+            if disk == "is full":
+                patch.setattr("dynoffload.runtime.paging.os.posix_fallocate", full)
+    if disk == "is full":
+        assert "under the budget still" in caplog.text
+        assert "free space there" in caplog.text
+    else:
+        assert "mapped from" in caplog.text
+        assert_ordinary(twin.model, twin.optimizer)
+    train(range(4, 8))
+    twin.assert_same()

@@ -7,6 +7,10 @@ order, so they migrate like parameters do.
 
 Tensors below a threshold stay where they are and are counted; past their allowance they are moved
 too. What is a view of a parameter stays what it is.
+
+[Note: hidden writes]  Backward gets what a tensor held when it was saved. A write after that which
+autograd sees raises, as in plain PyTorch; one that hides from autograd (through ``.data``, or a
+numpy view) reaches backward there, and does not here.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.store import bytes_of, is_dense, offset_of, view_of
+from dynoffload.units import format_bytes
 
 _ALIGNMENT = 64
 _EMPTY = torch.empty(0)
@@ -134,6 +140,7 @@ class Activations:
         on_borrowed: called in backward with the region of a saved parameter, before its use.
         on_chunk: called in backward when another chunk is reached.
         on_open: called in forward when a chunk is opened.
+        site: returns the path of the module that runs, for errors.
         names: where regions get their names for reports.
     """
 
@@ -144,6 +151,7 @@ class Activations:
     on_borrowed: Callable[[int], None]
     on_chunk: Callable[[int], None]
     on_open: Callable[[Chunk], None]
+    site: Callable[[], str]
     names: dict[int, str] = field(default_factory=dict)
     kept_bytes: int = 0
     kept_peak: int = 0
@@ -201,7 +209,13 @@ class Activations:
     def _open(self, nbytes: int) -> Chunk:
         self.settle()
         if nbytes > self.chunk_bytes:
-            region = self.device.allocate(nbytes)
+            try:
+                region = self.device.allocate(nbytes)
+            except BudgetError as error:
+                raise BudgetError(
+                    f"a tensor of {format_bytes(nbytes)} saved for backward since "
+                    f"{self.site() or 'the start'}: {error}, or make the sample smaller"
+                ) from error
             self.names[region] = "activations (large)"
             chunk = Chunk(-1, region, nbytes)
         else:

@@ -86,6 +86,11 @@ class Migrator:
             reference.add_forward([Visit(unit) for unit in order], _will_pend, ahead=True)
             self._follow(reference)
 
+    @property
+    def site(self) -> str:
+        """The path of the unit that forward visited last; "" before the first."""
+        return self._visits[-1][0].path if self._visits else ""
+
     def visit(self, unit: Unit) -> None:
         """A unit's forward begins."""
         if self.phase is Phase.FORWARD:

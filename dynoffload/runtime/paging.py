@@ -110,6 +110,7 @@ class Paging:
             on_borrowed=self._backward_use,
             on_chunk=lambda region: self.device.touch([region]),
             on_open=lambda chunk: self.migrator.open_chunk(chunk),
+            site=lambda: self.migrator.site,
             names=self.store.names,
         )
         self.updates: Updates | None = None
@@ -285,10 +286,11 @@ class Paging:
     def _restore(self) -> None:
         storages: dict[int, torch.UntypedStorage] = {}
         room = int(available_bytes() * (1 - _KEEP_FREE))
-        outside = 0
+        outside = inside = 0
+        refused = ""
 
         def ordinary(region: int, tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal room, outside
+            nonlocal room, outside, inside, refused
             storage = storages.get(region)
             if storage is None:
                 ours = self.device.storage(region)
@@ -298,8 +300,12 @@ class Paging:
                     room -= nbytes
                     storage = ours.clone()  # type: ignore[no-untyped-call]
                 else:
-                    outside += nbytes
-                    storage = mapped_copy(ours, self.spill_dir)
+                    try:
+                        storage = mapped_copy(ours, self.spill_dir)
+                        outside += nbytes
+                    except OSError as error:  # no room there either: it stays where it is
+                        storage, refused = ours, str(error)
+                        inside += nbytes
                 storages[region] = storage
             return view_of(storage, tensor, offset_of(tensor))
 
@@ -310,6 +316,9 @@ class Paging:
                     self.device.discard(region)
         if outside:
             self._where = f"{format_bytes(outside)} mapped from {self.spill_dir}"
+        if inside:
+            self._where += f"{', ' if outside else ''}{format_bytes(inside)} under the budget still"
+            self._where += f" ({refused}: free space there, or memory)"
 
     def _restore_slot(
         self,
