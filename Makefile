@@ -15,6 +15,7 @@ STAMP := $(VENV)/.stamp
 BIN := $(VENV)/bin
 PYTEST_FLAGS ?= --timeout 300
 # One thread for each of several test processes; tests that measure have the machine to themselves.
+# A selection that finds no test is an error (pytest ends with 5): a marker must not lose its tests.
 SHARED := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 OLD_PYTHON = import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
@@ -48,10 +49,10 @@ lint: $(STAMP)
 
 test: lint
 	$(SHARED) $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not alone" $(PYTEST_FLAGS)
-	$(BIN)/python -m pytest -m "alone and not slow" $(PYTEST_FLAGS) || test $$? -eq 5
+	$(BIN)/python -m pytest -m "alone and not slow" $(PYTEST_FLAGS)
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow --timeout 3600 || test $$? -eq 5
+	$(BIN)/python -m pytest -m slow --timeout 3600
 
 test-here:
 	@$(PY) -c '$(call OLD_PYTHON,$(PY))'

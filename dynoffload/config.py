@@ -49,7 +49,7 @@ class OffloadConfig:
             which the C library is asked to hand its free pages back.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
-        record_events: keep every transfer and stall for the report.
+        record_events: keep transfers and stalls of the latest steps for the report.
     """
 
     backend: str = "auto"

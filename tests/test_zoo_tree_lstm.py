@@ -48,6 +48,32 @@ def test_the_cell_runs_once_per_node_children_first() -> None:
         assert _arities(model, tree) == [len(below) for below in tree.children]
 
 
+def test_untied_cells_run_by_the_kind_of_the_node() -> None:
+    """Each node's by its kind; with equal weights in all cells the network is the tied one."""
+    model = tree_lstm.build("tiny-untied")
+    tied = tree_lstm.build("tiny-untied", cells=1)
+    cells = list(model.cell)
+    assert len(cells) == 12
+    tree = next(islice(trees(max_nodes=64), 1))
+    called: list[int] = []
+    for number, cell in enumerate(cells):
+        cell.register_forward_pre_hook(lambda _, args, number=number: called.append(number))
+        cell.load_state_dict(tied.cell.state_dict())
+    for name in ("embedding", "head"):
+        getattr(model, name).load_state_dict(getattr(tied, name).state_dict())
+    assert torch.equal(model(tree).logits, tied(tree).logits)
+    assert called == [kind % 12 for kind in tree.kinds.tolist()]
+    assert 2 < len(set(called)) <= 12
+    with pytest.raises(ValueError, match="cells=0"):
+        tree_lstm.build("tiny", cells=0)
+
+
+def test_no_tensor_of_the_untied_network_is_large() -> None:
+    """A sixteenth of its weights, gradients and optimizer state holds any update of AdamW."""
+    sizes = [parameter.nbytes for parameter in tree_lstm.build("tiny-untied").parameters()]
+    assert max(sizes) * 24 <= sum(sizes)
+
+
 def test_samples_take_different_paths() -> None:
     model = tree_lstm.build("tiny")
     paths = {tuple(_arities(model, tree)) for tree in islice(trees(max_nodes=64, seed=1), 8)}

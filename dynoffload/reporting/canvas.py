@@ -128,12 +128,13 @@ def step_marks(axes: Axes, columns: Columns) -> None:
 
 
 def time_axis(axes: Axes, begin: float, end: float) -> None:
-    """Make the x axis seconds, or minutes where the run took more than ten."""
+    """Make the x axis seconds, or minutes where it spans more than ten."""
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-    long = end > 600
+    minutes = (end - begin) / 60
+    long = minutes > 10
     if long:
-        axes.xaxis.set_major_locator(MultipleLocator(60 * round_up(max(1.0, end / 60 / 12))))
+        axes.xaxis.set_major_locator(MultipleLocator(60 * round_up(max(1.0, minutes / 12))))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 60:g}"))
     axes.set_xlim(begin, max(end, begin + 1e-9))
     axes.set_xlabel(f"{'minutes' if long else 'seconds'} since the session began")

@@ -60,6 +60,7 @@ class Columns:
     """The columns of one log.
 
     Attributes:
+        begin: the first second that the single records show: 0 unless older ones were dropped.
         duration: seconds from the beginning to the last thing recorded.
         transfers: spans by (kind, cause).
         stalls: spans in which the step waited (``nbytes`` zero).
@@ -68,6 +69,7 @@ class Columns:
         step_begin, step_end: first and last second of each step that has phases.
     """
 
+    begin: float
     duration: float
     transfers: dict[tuple[str, str], Spans]
     stalls: Spans
@@ -103,13 +105,13 @@ class Columns:
         }
         stalls = spans([(s.start, s.end, 0.0) for s in log.stalls])
         transfers = {key: spans(rows) for key, rows in grouped.items()}
-        ends = [
-            float(s.end.max())
-            for s in (*transfers.values(), *phases.values(), stalls)
-            if s.end.size
-        ]
+        present = [s for s in (*transfers.values(), *phases.values(), stalls) if s.end.size]
+        begins = [float(s.start[0]) for s in present]
+        ends = [float(s.end.max()) for s in present]
+        begins += [float(memory[0, 0])] if len(memory) else []
         ends += [float(memory[-1, 0])] if len(memory) else []
         return cls(
+            begin=min(begins, default=0.0) if log.first_detailed else 0.0,
             duration=max(ends, default=0.0),
             transfers=transfers,
             stalls=stalls,

@@ -34,7 +34,7 @@ _BARS = 120  # bars of a figure over steps
 
 
 def memory_figure(log: RunLog, columns: Columns) -> str:
-    """Return the fast tier's bytes over the whole run against the budget line, with the RSS."""
+    """Return the fast tier's bytes, as far as recorded, against the budget line, with the RSS."""
     unit, name = unit_of(max(log.budget, 1))
 
     def draw(figure: Figure) -> None:
@@ -60,7 +60,7 @@ def memory_figure(log: RunLog, columns: Columns) -> str:
         )
         axes.set_ylabel(name)
         axes.set_ylim(0, max([log.budget / unit, *fast, *axes.get_ylim()]) * 1.12)
-        time_axis(axes, 0.0, columns.duration)
+        time_axis(axes, columns.begin, columns.duration)
         step_marks(axes, columns)
         legend(axes, lifted=True)
 
@@ -68,13 +68,13 @@ def memory_figure(log: RunLog, columns: Columns) -> str:
 
 
 def traffic_figure(columns: Columns) -> str:
-    """Return the bandwidth in both directions over the whole run, and when the step waited."""
+    """Return the bandwidth in both directions, as far as recorded, and when the step waited."""
 
     def draw(figure: Figure) -> None:
         traffic, waiting = figure.subplots(
             2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1], "hspace": 0.12}
         )
-        edges = np.linspace(0.0, max(columns.duration, 1e-9), 361)
+        edges = np.linspace(columns.begin, max(columns.duration, columns.begin + 1e-9), 361)
         middle = (edges[:-1] + edges[1:]) / 2
         planned = columns.kind("fetch", "plan", "room").rate(edges) / 1e9
         fault = columns.kind("fetch", "fault").rate(edges) / 1e9
@@ -106,7 +106,7 @@ def traffic_figure(columns: Columns) -> str:
         waiting.set_ylim(0, 100)
         waiting.set_yticks([0, 50, 100])
         waiting.set_ylabel("waiting\n% of time")
-        time_axis(waiting, 0.0, columns.duration)
+        time_axis(waiting, columns.begin, columns.duration)
         step_marks(traffic, columns)
 
     return svg(draw, height=3.9, name="traffic")

@@ -61,6 +61,8 @@ def _about(log: RunLog) -> dict[str, str | int]:
         "policy": log.policy,
         "budget_bytes": log.budget,
         "headroom_bytes": log.headroom,
+        "first_detailed_step": log.first_detailed,
+        "dropped_records": log.dropped,
     }
 
 

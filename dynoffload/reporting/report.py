@@ -115,6 +115,7 @@ def _page(log: RunLog) -> str:
         log=log,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         verdict=summary.verdict(log),
+        missing=summary.left_out(log),
         headlines=summary.headlines(log),
         figures=shown,
         timelines=timelines,

@@ -51,7 +51,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """One phase over the whole run: seconds in it, seconds waited in it, waits in it."""
+    """One phase over the steps in detail: seconds in it, seconds waited in it, waits in it."""
 
     name: str
     seconds: float
@@ -61,7 +61,7 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class RegionCost:
-    """One region over the whole run: waits, seconds waited, times fetched, bytes fetched."""
+    """One region over the steps in detail: waits, seconds waited, times and bytes fetched."""
 
     name: str
     stalls: int
@@ -212,6 +212,19 @@ def headlines(log: RunLog) -> list[Headline]:
             )
         )
     return cards
+
+
+def left_out(log: RunLog) -> str:
+    """Return which single records the log has no more, and what follows for a reader, or ""."""
+    if not log.dropped:
+        return ""
+    first, last = log.first_detailed, len(log.steps) - 1
+    return (
+        f"To bound the memory that recording takes, {log.dropped:,} single records (transfers, "
+        "waits, phases, samples of memory, orders of blocks) were dropped, those of the oldest "
+        f"steps first. What is drawn or summed from them covers steps {first} to {last}; the "
+        "headline numbers, the figures step by step and the table of all steps cover the whole run."
+    )
 
 
 def phase_costs(columns: Columns) -> list[PhaseCost]:

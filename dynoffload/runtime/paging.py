@@ -166,11 +166,6 @@ class Paging:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
 
-    @property
-    def small_bytes(self) -> int:
-        """Return counted bytes outside the pool, now."""
-        return self.sizing.small_bytes + self.activations.kept_bytes
-
     def flush(self) -> None:
         """Make every update that was put off."""
         if self.updates is not None:

@@ -1,9 +1,23 @@
-"""What a session did, step by step: counters become `StepStats`, events become a `RunLog`."""
+"""What a session did, step by step: counters become `StepStats`, events become a `RunLog`.
+
+[Note: what is counted]  The fast memory of a step is the device's peak, the model's tensors outside
+of it, counted at the step's end when all gradients are there, and the small activations that stay
+in place. While the session has stepped aside there is no device: then all tensors are counted, and
+activations are taken to be what they were in the paged steps that moved no byte, where the peak
+holds everything at once. It holds the regions' padding too, so this errs upwards.
+
+[Note: what is kept]  Totals are kept of every step, single records (transfers, waits, phases,
+samples of memory, names of blocks) of the latest steps only: whole steps are forgotten, the oldest
+first, so that a log takes some 20 MB however long the run is. What was forgotten is counted.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
@@ -19,9 +33,17 @@ from dynoffload.runtime.telemetry import (
     Transfer,
 )
 
+MOST_RECORDS = 100_000
+"""Single records that a log keeps, over all tables."""
+
+_NAMES_OF_A_RECORD = 16  # names of blocks that take as much memory as one record
 _SAMPLE_EVERY_S = 0.02
 _KINDS = {EventKind.FETCH: "fetch", EventKind.EVICT: "evict"}
-_MOST_RECORDS = 2_000_000
+_Record = TypeVar("_Record")
+
+
+def _nothing(device: Device | None) -> int:
+    return 0
 
 
 class Recording:
@@ -33,18 +55,41 @@ class Recording:
             session began, less the tensors that are paged.
         slack: bytes beyond what is counted above which freed heap is handed back.
         events: keep transfers, stalls and memory samples too.
+        outside: returns the bytes of the model's tensors that lie outside of a device, all of them
+            for None; called once in a step.
     """
 
-    def __init__(self, log: RunLog, baseline: int, slack: int, *, events: bool) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        baseline: int,
+        slack: int,
+        *,
+        events: bool,
+        outside: Callable[[Device | None], int] = _nothing,
+    ) -> None:
         self.log = log
         self._slack = slack
         self._baseline = baseline
         self._events = events
+        self._count_outside = outside
+        self._outside: int | None = None  # as last counted
+        self._activations = 0  # as last measured
         self._origin = self._step_began = time.perf_counter()
         self._phase: tuple[str, float] | None = None
         self._last = Counters()
         self._sampled = 0.0
-        self._peak = 0
+        self._tables: tuple[list[Any], ...] = (
+            log.transfers,
+            log.stalls,
+            log.phases,
+            log.memory,
+            log.blocks,
+        )
+        self._lengths = [0] * len(self._tables)  # at the last step's end
+        self._open = 0  # records since then
+        self._kept = 0  # records of the steps in `_detailed`
+        self._detailed: deque[tuple[int, list[int]]] = deque()  # each step's records, by table
 
     def now(self) -> float:
         """Return seconds since the session began."""
@@ -57,28 +102,38 @@ class Recording:
             return
         if self._phase is not None and self._events:
             before, start = self._phase
-            self.log.phases.append(PhaseSpan(start, now, len(self.log.steps), before))
+            self._add(self.log.phases, PhaseSpan(start, now, len(self.log.steps), before))
         self._phase = (name, now)
 
-    def sample(self, device: Device | None, small: int) -> None:
-        """Take a sample of memory, at most one in a fiftieth of a second."""
-        now = self.now()
-        if now - self._sampled < _SAMPLE_EVERY_S:
+    def sample(self, device: Device, small: int) -> None:
+        """Take a sample of memory, at most one in a fiftieth of a second.
+
+        Args:
+            device: holds what is paged.
+            small: bytes of saved activations that stay in place.
+        """
+        if self.now() - self._sampled < _SAMPLE_EVERY_S:
             return
-        self._sampled = now
-        fast = small + (device.resident_bytes() if device is not None else 0)
+        if self._outside is None:
+            self._outside = self._count_outside(device)
+        self._look(self._outside + small + device.resident_bytes())
+
+    def _look(self, fast: int) -> None:
+        now = self._sampled = self.now()
         taken = resident_bytes()
         if taken - self._baseline - fast > self._slack and heap.give_back():
             # The peak before is recorded too: it was there.
             self.log.headroom = max(self.log.headroom, taken - self._baseline - fast)
             taken = resident_bytes()
         self.log.headroom = max(self.log.headroom, taken - self._baseline - fast)
-        if self._events and len(self.log.memory) < _MOST_RECORDS:
-            self.log.memory.append(MemorySample(now, fast, taken))
+        if self._events:
+            self._add(self.log.memory, MemorySample(now, fast, taken))
 
     def restart(self) -> None:
         """Another device begins to count from zero."""
         self._last = Counters()
+        self._outside = None
+        self._activations = 0
 
     def end_step(
         self,
@@ -89,13 +144,24 @@ class Recording:
         actual: tuple[str, ...],
         accuracy: float,
     ) -> StepStats:
-        """Close a step and return its numbers."""
+        """Close a step and return its numbers.
+
+        Args:
+            device: holds what is paged; None while the session has stepped aside.
+            store: names the regions; None without a device.
+            small: most bytes in the step of saved activations that stayed in place.
+            predicted: the blocks that were predicted, or None.
+            actual: the blocks that ran.
+            accuracy: of the prediction, NaN without.
+        """
         now = time.perf_counter()
         self.phase("optimizer")
         counters = self._last if device is None else device.counters()
         last = self._last
         self._last = counters
         number = len(self.log.steps)
+        still = (counters.bytes_in, counters.bytes_out) == (last.bytes_in, last.bytes_out)
+        peak = self._peak(device, small, counters, still=still)
         stats = StepStats(
             step=number,
             seconds=now - self._step_began,
@@ -107,16 +173,32 @@ class Recording:
             used_bytes=counters.used_bytes - last.used_bytes,
             wasted_bytes=counters.wasted_bytes - last.wasted_bytes,
             accuracy=accuracy,
-            peak_fast_bytes=small + (counters.peak_bytes if device is not None else 0),
+            peak_fast_bytes=peak,
         )
         self._step_began = now
         self.log.steps.append(stats)
         if self._events:
-            if actual and len(self.log.blocks) < _MOST_RECORDS // 100:
-                self.log.blocks.append(StepBlocks(number, predicted, actual))
+            if actual:
+                self._add(self.log.blocks, StepBlocks(number, predicted, actual))
+                self._open += (len(predicted or ()) + len(actual)) // _NAMES_OF_A_RECORD
             if device is not None and store is not None:
                 self._drain(device, store)
+            self._end_detail()
         return stats
+
+    def _peak(self, device: Device | None, small: int, counters: Counters, *, still: bool) -> int:
+        """Count the tensors outside of ``device`` and return the step's peak of fast memory."""
+        outside = self._outside = self._count_outside(device)
+        if device is None:
+            peak = outside + self._activations
+            if self.now() - self._sampled >= _SAMPLE_EVERY_S:
+                self._look(peak)
+            return peak
+        peak = outside + small + counters.peak_bytes
+        if still:
+            beyond = peak - self._count_outside(None)
+            self._activations = max(self._activations, beyond)
+        return peak
 
     def _drain(self, device: Device, store: Store) -> None:
         log, origin = self.log, self._origin
@@ -124,13 +206,35 @@ class Recording:
             start, end = event.start - origin, event.end - origin
             name = store.name_of(event.region)
             if event.kind is EventKind.STALL:
-                if len(log.stalls) < _MOST_RECORDS:
-                    log.stalls.append(Stall(start, end, name))
-            elif len(log.transfers) < _MOST_RECORDS:
-                cause = event.cause.name.lower()
-                log.transfers.append(
-                    Transfer(start, end, _KINDS[event.kind], name, event.nbytes, cause)
-                )
+                self._add(log.stalls, Stall(start, end, name))
+            else:
+                kind, cause = _KINDS[event.kind], event.cause.name.lower()
+                self._add(log.transfers, Transfer(start, end, kind, name, event.nbytes, cause))
+
+    def _add(self, table: list[_Record], record: _Record) -> None:
+        if self._open < MOST_RECORDS:
+            table.append(record)
+            self._open += 1
+        else:
+            self.log.dropped += 1
+
+    def _end_detail(self) -> None:
+        """The step's records are complete: forget those of the oldest steps if they are too many.
+
+        A step's share of a table is what was added to it since the step before.
+        """
+        added = [len(t) - n for t, n in zip(self._tables, self._lengths, strict=True)]
+        self._detailed.append((self._open, added))
+        self._kept += self._open
+        self._open = 0
+        while self._kept > MOST_RECORDS and len(self._detailed) > 1:
+            weight, counts = self._detailed.popleft()
+            self._kept -= weight
+            for table, count in zip(self._tables, counts, strict=True):
+                del table[:count]
+            self.log.dropped += sum(counts)
+            self.log.first_detailed += 1
+        self._lengths = [len(table) for table in self._tables]
 
 
 def mean_accuracy(steps: list[StepStats]) -> float:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from dynoffload.runtime.hooks import Hook
 from dynoffload.runtime.materialize import Init, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.sizing import Sizing, ordinary_bytes
 from dynoffload.runtime.telemetry import RunLog, StepStats
 from dynoffload.units import format_bytes
 
@@ -72,7 +73,11 @@ class Session:
         # What the process takes without the managed tensors: it takes less once they are paged.
         baseline = min(before, resident_bytes() - self._paging.device.resident_bytes())
         self._recording = Recording(
-            self.log, baseline, config.heap_slack_bytes, events=config.record_events
+            self.log,
+            baseline,
+            config.heap_slack_bytes,
+            events=config.record_events,
+            outside=partial(ordinary_bytes, model, optimizer),
         )
         self._largest = 0
         self._measured_peak = 0
@@ -140,7 +145,8 @@ class Session:
 
     def _progress(self) -> None:
         if self._paging is not None:
-            self._recording.sample(self._paging.device, self._paging.small_bytes)
+            paging = self._paging
+            self._recording.sample(paging.device, paging.activations.kept_bytes)
 
     def _end_step(self) -> None:
         paging = self._paging
@@ -151,7 +157,7 @@ class Session:
         stats = self._recording.end_step(
             paging.device,
             paging.store,
-            paging.sizing.small_bytes + paging.activations.take_kept_peak(),
+            paging.activations.take_kept_peak(),
             forecast.names(forecast.predicted),
             forecast.names(forecast.actual) or (),
             forecast.accuracy,

@@ -1,20 +1,25 @@
 """How a budget is divided, before anything is touched: pool, resident tensors, reserve, chunks.
 
-[Note: the budget]  budget = pool + small tensors that stay resident (parameters, their gradients
-and optimizer state) + small saved activations that stay in place. The pool's pages hold everything
-else, in flight included; a part of it, the reserve, is never planned away, so that an access nobody
-predicted finds room.
+[Note: the budget]  budget = pool + tensors that stay resident (small parameters, their gradients
+and optimizer state, the optimizer's scalars, buffers) + small saved activations that stay in place.
+The pool's pages hold everything else, in flight included; a part of it, the reserve, is never
+planned away, so that an access nobody predicted finds room. What stays resident is estimated here
+and counted by `ordinary_bytes` from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
+from dynoffload.memory.device import Device
+from dynoffload.runtime.store import is_dense
 from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
@@ -22,6 +27,7 @@ _PADDING = 1.1  # how much larger the paged parameters may become by padding
 _RESIDENT = 8  # the share of the budget that small tensors may take is one in so many
 _STATES = {"SGD": 1, "ASGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}
 _STATES_OF_ADAM = 2
+_SCALARS = 32  # bytes of a parameter's step counts and the like: up to four tensors of one number
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Sizing:
         min_paged_bytes: parameters and state below this stay resident.
         min_moved_bytes: saved tensors below this stay in place.
         kept_bytes: how much those may take.
-        small_bytes: resident parameters, gradients and state.
+        small_bytes: resident parameters, gradients, state and buffers.
         chunk_bytes: size of a chunk of saved activations.
         reserve_bytes: part of the pool that plans leave free.
         spill_bytes: what the spill file will take, activations not counted.
@@ -63,6 +69,57 @@ def state_tensors(optimizer: Optimizer | None) -> int:
     if any(group.get("amsgrad") or group.get("centered") for group in optimizer.param_groups):
         count += 1
     return count
+
+
+def ordinary_bytes(
+    model: nn.Module, optimizer: Optimizer | None, device: Device | None = None
+) -> int:
+    """Return the bytes of ``model``'s tensors that lie outside of ``device``, as they are now.
+
+    Counted are parameters, gradients, optimizer state and buffers: each storage once and whole,
+    none on the meta device. It reads no content, so it waits for nothing and makes no update that
+    was put off. One to two microseconds a tensor: for once in a step.
+
+    Args:
+        model: the root.
+        optimizer: its optimizer, or None.
+        device: whose memory is not counted; None counts all.
+    """
+    found: dict[int, int] = {}
+    for whole in _tensors_of(model, optimizer):
+        for tensor in (whole,) if whole.layout is torch.strided else _parts(whole):
+            if tensor.is_meta:
+                continue
+            if device is None or device.owner(tensor.data_ptr()) < 0:
+                storage = tensor.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def _tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
+    states = {} if optimizer is None else optimizer.state
+    for parameter in model.parameters():
+        yield parameter
+        gradient = parameter.grad
+        if gradient is not None:
+            yield gradient
+        # Asked as a plain dict: the state that a session watches would make updates first.
+        entry = dict.get(states, parameter)
+        for value in tuple(entry.values()) if entry else ():
+            if isinstance(value, torch.Tensor):
+                yield value
+    yield from model.buffers()
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the strided tensors that hold what ``tensor`` does."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def sizing_of(
@@ -108,20 +165,26 @@ def _divide(
     states = state_tensors(optimizer)
     least = config.min_paged_bytes or _least_for(model, budget, states)
     page = config.page_bytes or _page_for(model, budget, least)
-    small = paged = total = padded = 0
+    total = padded = 0
     largest, culprit = 0, ""
+    resident = list(model.buffers())
+    small = 0
     for name, parameter in model.named_parameters():
         nbytes = parameter.numel() * parameter.element_size()
         copies = 2 + states if parameter.requires_grad else 1
         total += nbytes * copies
-        if nbytes < least:
-            small += nbytes * copies
+        if copies > 2:
+            small += _SCALARS
+        if nbytes < least or parameter.layout != torch.strided or not is_dense(parameter):
+            resident.append(parameter)
+            small += nbytes * (copies - 1)
             continue
         region = -(-nbytes // page) * page
-        paged += nbytes * copies
         padded += region * copies
         if region * copies > largest:
             largest, culprit = region * copies, name
+    storages = [part.untyped_storage() for tensor in resident for part in _parts(tensor)]
+    small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     kept = budget // 32
     chunk = max(page, min(32 * MiB, budget // 32 // page * page))
     pool = (budget - small - kept) // page * page

@@ -28,7 +28,7 @@ from dynoffload.errors import TraceError
 from dynoffload.units import GiB, format_bytes
 
 FORMAT = "dynoffload-runlog"
-VERSION = 1
+VERSION = 2
 MAX_FILE_BYTES = GiB
 """Largest run log, unpacked, that `RunLog.load` reads."""
 
@@ -39,7 +39,7 @@ PHASES = ("forward", "backward", "optimizer")
 _Record = TypeVar("_Record")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """One region on its way between the fast tier and the file.
 
@@ -61,7 +61,7 @@ class Transfer:
     cause: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stall:
     """A time in which the step waited for ``region``; seconds."""
 
@@ -70,7 +70,7 @@ class Stall:
     region: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PhaseSpan:
     """One phase (``"forward"``, ``"backward"`` or ``"optimizer"``) of one step; seconds."""
 
@@ -80,7 +80,7 @@ class PhaseSpan:
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MemorySample:
     """Bytes of the fast tier by the ledger, and of the whole process by the kernel, at ``time``."""
 
@@ -89,7 +89,7 @@ class MemorySample:
     rss_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepBlocks:
     """The blocks one step was predicted to run (``None``: no prediction) and those it ran."""
 
@@ -98,7 +98,7 @@ class StepBlocks:
     actual: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """One step in numbers.
 
@@ -113,7 +113,9 @@ class StepStats:
         used_bytes: bytes of those that were used before they were evicted.
         wasted_bytes: bytes of those that were not.
         accuracy: block-order accuracy of the prediction, 0 to 1; NaN where there was none.
-        peak_fast_bytes: most bytes in the fast tier at any moment of the step.
+        peak_fast_bytes: most bytes in the fast tier at any moment of the step. While paging has
+            stepped aside: parameters, gradients, optimizer state and buffers as counted at the
+            step's end, and activations as last measured before it stepped aside.
     """
 
     step: int
@@ -139,6 +141,10 @@ class RunLog:
         policy: ``"pilot"``, ``"repeat"`` or ``"on-demand"``.
         budget: bytes, the cap on the fast tier.
         headroom: bytes that the ledger cannot count (operator temporaries), as measured.
+        steps: every step's numbers; totals of a run are sums over these.
+        transfers, stalls, phases, memory, blocks: single records, of the latest steps only.
+        dropped: how many single records were dropped to bound the memory that a log takes.
+        first_detailed: the first step whose single records were not dropped with it.
     """
 
     model: str
@@ -152,6 +158,8 @@ class RunLog:
     phases: list[PhaseSpan] = field(default_factory=list)
     memory: list[MemorySample] = field(default_factory=list)
     blocks: list[StepBlocks] = field(default_factory=list)
+    dropped: int = 0
+    first_detailed: int = 0
 
     def save(self, path: str | Path) -> Path:
         """Write the log to ``path`` (compressed if it ends in ``.gz``) and return the path."""
@@ -270,6 +278,8 @@ _HEADER: dict[str, _Check] = {
     "policy": _text,
     "budget": _count,
     "headroom": _count,
+    "dropped": _count,
+    "first_detailed": _count,
 }
 _TABLES: dict[str, tuple[type[Any], dict[str, _Check]]] = {
     "steps": (

@@ -37,7 +37,8 @@ def build(name: str, preset: str = "tiny", **overrides: Any) -> nn.Module:
 
     Args:
         name: one of `NETWORKS`.
-        preset: the sizes: ``tiny``, ``small`` or ``base``; the MoE has ``-wide`` ones too.
+        preset: the sizes: ``tiny``, ``small`` or ``base``; the MoE has ``-wide`` ones too, the
+            Tree-LSTM ``tiny-untied``.
         overrides: ``device``, ``seed`` and the sizes of the network's configuration.
 
     Raises:

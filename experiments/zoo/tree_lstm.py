@@ -1,8 +1,10 @@
-"""A Child-Sum Tree-LSTM: as many calls of one cell as the sample's tree has nodes.
+"""A Child-Sum Tree-LSTM: as many calls of a cell as the sample's tree has nodes.
 
 What it is: the network of Tai, Socher and Manning (2015, arXiv 1503.00075, equations 2 to 8) over
 the trees of `dynoffload.datasets.trees`, from the leaves up, without Python recursion. What it is
 not: batched by depth; one cell instance per node is the subject, as its shapes follow its arity.
+The cell is the same for all nodes or, syntactically untied, one of several by the node's kind
+(after Socher et al., 2013, "Parsing with Compositional Vector Grammars").
 
 How it fits: it knows nothing of offloading. `TreeLSTM.sample_features` is the one courtesy to it.
 """
@@ -29,21 +31,29 @@ class TreeConfig:
         embedding: width of a node kind's vector.
         hidden: width of a node's state.
         kinds: how many kinds of nodes, and of labels.
+        cells: how many cells share the kinds among them; 1 ties the weights of all nodes.
         seed: of the initial weights.
     """
 
     embedding: int
     hidden: int
     kinds: int = len(KINDS)
+    cells: int = 1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no network."""
+        if self.cells < 1:
+            raise ValueError(f"cells={self.cells} must be at least 1: a node needs a cell")
 
 
 PRESETS: dict[str, TreeConfig] = {
     "tiny": TreeConfig(embedding=32, hidden=48),
+    "tiny-untied": TreeConfig(embedding=32, hidden=32, cells=12),
     "small": TreeConfig(embedding=256, hidden=384),
     "base": TreeConfig(embedding=512, hidden=1024),
 }
-"""Sizes by name."""
+"""Sizes by name; in the ``untied`` one no tensor is more than a twenty-fourth of the weights."""
 
 
 class TreeOutput(NamedTuple):
@@ -92,7 +102,8 @@ class TreeLSTM(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.kinds, config.embedding)
-        self.cell = ChildSumCell(config.embedding, config.hidden)
+        cells = [ChildSumCell(config.embedding, config.hidden) for _ in range(config.cells)]
+        self.cell = cells[0] if len(cells) == 1 else nn.ModuleList(cells)
         self.head = nn.Linear(config.hidden, config.kinds)
 
     def forward(self, tree: Tree) -> TreeOutput:
@@ -100,10 +111,11 @@ class TreeLSTM(nn.Module):
         inputs = self.embedding(tree.kinds).split(1)
         no_child = inputs[0].new_zeros((0, self.config.hidden))
         states: list[tuple[Tensor, Tensor]] = []
-        for x, children in zip(inputs, tree.children, strict=True):
+        cells = list(self.cell) if isinstance(self.cell, nn.ModuleList) else [self.cell]
+        for x, kind, children in zip(inputs, tree.kinds.tolist(), tree.children, strict=True):
             child_h = torch.cat([states[child][0] for child in children]) if children else no_child
             child_c = torch.cat([states[child][1] for child in children]) if children else no_child
-            states.append(self.cell(x, child_h, child_c))
+            states.append(cells[kind % len(cells)](x, child_h, child_c))
         logits: Tensor = self.head(torch.cat([h for h, _ in states]))
         return TreeOutput(F.cross_entropy(logits.float(), tree.labels), logits)
 

@@ -1,0 +1,210 @@
+"""What a session records: single records in bounded memory, all totals, no loss unsaid."""
+
+from __future__ import annotations
+
+import math
+import runpy
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from dynoffload.memory.device import Cause, Counters, Device, Event, EventKind
+from dynoffload.reporting import write_run
+from dynoffload.reporting.columns import Columns
+from dynoffload.reporting.summary import left_out, summarize
+from dynoffload.runtime import recording
+from dynoffload.runtime.recording import Recording
+from dynoffload.runtime.store import Store
+from dynoffload.runtime.telemetry import RunLog, StepStats
+from dynoffload.units import GiB, MiB
+
+synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
+    "synthetic_log"
+]
+REGION_BYTES = 4096
+
+
+class Busy:
+    """Counts as a device does, of which every step moves some regions and waits for some."""
+
+    def __init__(self) -> None:
+        self.bytes_in = self.stalls = 0
+        self.told: list[Event] = []
+
+    def step(self, fetches: int, stalls: int = 0) -> None:
+        """Move and wait."""
+        self.bytes_in += fetches * REGION_BYTES
+        self.stalls += stalls
+        at = float(self.stalls + self.bytes_in)
+        kinds = [EventKind.FETCH] * fetches + [EventKind.STALL] * stalls
+        self.told += [Event(at, at + 1, REGION_BYTES, 7, kind, Cause.PLAN) for kind in kinds]
+
+    def counters(self) -> Counters:
+        return Counters(bytes_in=self.bytes_in, stalls=self.stalls, peak_bytes=64 * REGION_BYTES)
+
+    def events(self) -> list[Event]:
+        told, self.told = self.told, []
+        return told
+
+    def resident_bytes(self) -> int:
+        return 32 * REGION_BYTES
+
+
+class Names:
+    """Names regions as a store does."""
+
+    def name_of(self, region: int) -> str:
+        return f"region {region}"
+
+
+class Run:
+    """A recording of made-up steps."""
+
+    def __init__(self, **options: Any) -> None:
+        self.log = RunLog("Model", "pager", "pilot", budget=GiB, headroom=0)
+        self.recording = Recording(self.log, 0, GiB, events=True, **options)
+        self.device = Busy()
+
+    def step(self, fetches: int, stalls: int = 0, blocks: int = 2) -> StepStats:
+        """One step."""
+        device = cast(Device, self.device)
+        self.recording.phase("forward")
+        self.device.step(fetches, stalls)
+        self.recording.sample(device, 0)
+        self.recording.phase("backward")
+        names = ("block",) * blocks
+        store = cast(Store, Names())
+        return self.recording.end_step(device, store, 0, names, names, 1.0)
+
+    def records(self) -> int:
+        """Return how many single records the log holds."""
+        log = self.log
+        return sum(map(len, (log.transfers, log.stalls, log.phases, log.memory, log.blocks)))
+
+
+def test_the_latest_steps_stay_whole_and_the_rest_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording, "MOST_RECORDS", 100)
+    run = Run()
+    everything = 0
+    for step in range(50):
+        before = run.records() + run.log.dropped
+        run.step(fetches=20 + step % 5, stalls=3)
+        everything += run.records() + run.log.dropped - before
+        assert run.records() <= 100
+    log = run.log
+    assert everything == run.records() + log.dropped
+    assert len(log.steps) == 50
+    assert sum(s.bytes_in for s in log.steps) == run.device.bytes_in
+    # Some 27 records a step: three steps fit, and these are all there.
+    assert 46 <= log.first_detailed <= 47
+    detailed = log.steps[log.first_detailed :]
+    assert sum(t.nbytes for t in log.transfers) == sum(s.bytes_in for s in detailed)
+    assert len(log.stalls) == sum(s.stalls for s in detailed)
+    assert [b.step for b in log.blocks] == [s.step for s in detailed]
+    assert {p.step for p in log.phases} <= {s.step for s in detailed}
+
+
+def test_a_short_run_is_kept_whole() -> None:
+    run = Run()
+    for _ in range(30):
+        run.step(fetches=50, stalls=5)
+    assert (run.log.dropped, run.log.first_detailed, left_out(run.log)) == (0, 0, "")
+    assert sum(t.nbytes for t in run.log.transfers) == run.device.bytes_in
+    assert len(run.log.stalls) == 150
+
+
+def test_one_endless_step_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its end: an evaluation of hours makes samples of memory and no step."""
+    monkeypatch.setattr(recording, "MOST_RECORDS", 100)
+    monkeypatch.setattr(recording, "_SAMPLE_EVERY_S", 0.0)
+    run = Run()
+    for _ in range(150):
+        run.recording.sample(cast(Device, run.device), 0)
+    assert len(run.log.memory) == 100
+    assert run.log.dropped == 50
+    stats = run.step(fetches=500)
+    assert stats.bytes_in == 500 * REGION_BYTES
+    assert run.records() <= 100
+    run.step(fetches=1)
+    assert run.log.first_detailed == 1
+    assert len(run.log.transfers) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "step"),
+    [
+        (24, lambda run: run.step(fetches=5000, stalls=100)),
+        (2000, lambda run: run.step(fetches=0, blocks=800)),
+    ],
+    ids=["transfers", "blocks"],
+)
+def test_a_log_takes_some_megabytes(steps: int, step: Callable[[Run], object]) -> None:
+    """Also of more records than are kept; the names of blocks, a pointer each, count as well."""
+    run = Run()
+    tracemalloc.start()
+    try:
+        for _ in range(steps):
+            step(run)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert run.log.dropped > 0
+    assert 1 * MiB < taken < 32 * MiB
+
+
+def test_a_report_of_a_thinned_log_says_so_and_its_totals_are_whole(tmp_path: Path) -> None:
+    whole, log = synthetic_log(40), synthetic_log(40)
+    begin = min(p.start for p in log.phases if p.step == 30)
+    log.first_detailed = 30
+    for name, at in (("transfers", "start"), ("stalls", "start"), ("memory", "time")):
+        table = getattr(log, name)
+        kept = [record for record in table if getattr(record, at) >= begin]
+        log.dropped += len(table) - len(kept)
+        setattr(log, name, kept)
+    for name in ("phases", "blocks"):
+        setattr(log, name, [record for record in getattr(log, name) if record.step >= 30])
+    assert summarize(log) == summarize(whole)
+    assert Columns.of(log).begin == pytest.approx(begin)
+    assert Columns.of(whole).begin == 0
+    files = write_run(log, tmp_path / "run.html")
+    page = " ".join(files.page.read_text().split())
+    assert f"{log.dropped:,} single records" in page
+    assert "covers steps 30 to 39" in page
+    assert "single records" not in " ".join(
+        write_run(whole, tmp_path / "whole.html").page.read_text().split()
+    )
+    again = RunLog.load(files.log)
+    assert (again.dropped, again.first_detailed) == (log.dropped, 30)
+
+
+def test_while_aside_tensors_are_counted_and_activations_remembered() -> None:
+    """The device's peak in a step that moved nothing holds both; their difference stays."""
+    tensors, ordinary = 40 * REGION_BYTES, 1000
+    run = Run(outside=lambda device: tensors + ordinary if device is None else ordinary)
+    moved = run.step(fetches=3)
+    assert moved.peak_fast_bytes == 64 * REGION_BYTES + ordinary
+    aside = run.recording.end_step(None, None, 0, None, (), math.nan)
+    assert aside.peak_fast_bytes == tensors + ordinary, "no step showed all at once"
+    still = run.step(fetches=0)
+    assert still.bytes_in == 0
+    aside = run.recording.end_step(None, None, 0, None, (), math.nan)
+    assert aside.peak_fast_bytes == still.peak_fast_bytes
+    run.recording.restart()
+    aside = run.recording.end_step(None, None, 0, None, (), math.nan)
+    assert aside.peak_fast_bytes == tensors + ordinary, "another device, another measurement"
+
+
+def test_memory_is_sampled_while_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each step's end, and the headroom with it."""
+    monkeypatch.setattr(recording, "_SAMPLE_EVERY_S", 0.0)
+    run = Run(outside=lambda device: 5 * MiB)
+    monkeypatch.setattr(recording, "resident_bytes", lambda: 12 * MiB)
+    for _ in range(4):
+        run.recording.end_step(None, None, 0, None, (), math.nan)
+    assert [(s.fast_bytes, s.rss_bytes) for s in run.log.memory] == [(5 * MiB, 12 * MiB)] * 4
+    assert run.log.headroom == 7 * MiB
