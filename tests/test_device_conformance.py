@@ -642,6 +642,52 @@ def test_a_file_that_cannot_grow_refuses_the_region_and_spoils_nothing(
 
 
 @each_device(SMALL)
+def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_path: Path) -> None:
+    """What cannot be written stays in memory, so there is no room; it is soon told, and passes."""
+    found = script(
+        """
+        import errno, resource
+        from dynoffload.errors import SpillError
+        from dynoffload.memory.mapping import Mapping
+        kind, page, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+        written = Mapping.write_back
+        def refuse(refused):
+            limit = 0 if refused else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            Mapping.write_back = full if refused else written  # there the kernel has no such limit
+        def full(self, offset, nbytes):
+            raise OSError(errno.ENOSPC, "as on a full disk")
+        with opened(kind, 8 * page, page, directory) as device:
+            a, b, c = (device.allocate(4 * page) for _ in range(3))
+            filled(device, [a, b, c])
+            refuse(True)
+            for turn in range(2):
+                start = time.monotonic()
+                try:
+                    device.acquire([a], pin=True)
+                except SpillError as error:
+                    print(error)
+                assert time.monotonic() - start < 20
+            assert sorted(device.resident()) == [b, c]
+            refuse(False)
+            device.acquire([a])
+            assert all(holds(device, region) for region in (a, b, c))
+        print("whole")
+        """,
+        kind,
+        page,
+        tmp_path,
+    )
+    assert found.returncode == 0, found.stderr
+    *told, last = found.stdout.splitlines()
+    assert len(told) == 2
+    for line in told:
+        assert "cannot write region" in line
+        assert "free): free space there, or pass spill_dir= another disk" in line
+    assert last == "whole"
+
+
+@each_device(SMALL)
 def test_a_killed_process_leaves_no_file(kind: str, page: int) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         found = script(

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynoffload.errors import SpillError
-
-MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-"""File systems that keep their files in memory: spilling to them frees nothing."""
+from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS, mount_of, mounts
 
 _UFFD_SYSCALL = {"x86_64": 323, "aarch64": 282, "riscv64": 282}
 _UFFD_USER_MODE_ONLY = 1
@@ -216,13 +214,7 @@ def filesystem_of(directory: Path, root: Path = Path("/")) -> FileSystem:
             f"spill directory {directory} cannot be written by this user; "
             f"name another by --spill-dir"
         )
-    place = os.path.realpath(directory)
-    kind, mount = "unknown", "/"
-    for fields, after in _mounts(root):
-        point = fields[4]
-        inside = place == point or place.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(mount):  # of mounts on one point the last is seen
-            kind, mount = after[0], point
+    kind, mount = mount_of(directory, root)
     space = os.statvfs(directory)
     return FileSystem(kind, mount, space.f_bavail * space.f_frsize)
 
@@ -312,20 +304,9 @@ def _cgroup_mounts(root: Path, kind: str, option: str) -> list[tuple[str, str]]:
     """Return (root of the mount, mount point) of each cgroup mount of ``kind`` with ``option``."""
     return [
         (fields[3], fields[4])
-        for fields, after in _mounts(root)
+        for fields, after in mounts(root)
         if after[0] == kind and (not option or option in after[-1].split(","))
     ]
-
-
-def _mounts(root: Path) -> list[tuple[list[str], list[str]]]:
-    """Return /proc/self/mountinfo: the fields before and after its separator, unescaped."""
-    mounts = []
-    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
-        before, separator, after = line.partition(" - ")
-        fields = [field.replace("\\040", " ").replace("\\011", "\t") for field in before.split()]
-        if separator and len(fields) >= 5 and after.split():
-            mounts.append((fields, after.split()))
-    return mounts
 
 
 def _read(path: Path) -> str | None:

@@ -100,7 +100,8 @@ class Account:
         used: pages charged, at most ``pool``.
         writing: of them, pages on their way out.
         reserve: pages that plans leave free.
-        error: errno and message of the last failed transfer.
+        error: errno and message of the last failed transfer, until it is told.
+        write_error: the same of the last write, while writes fail.
     """
 
     def __init__(self, pool: int, record: bool) -> None:
@@ -112,6 +113,7 @@ class Account:
         self.pool = pool
         self.used = self.writing = self.reserve = self.peak = 0
         self.error: tuple[int, str] | None = None
+        self.write_error: tuple[int, str] | None = None
         self.bytes_in = self.bytes_out = 0
         self.prefetched_bytes = self.used_bytes = self.wasted_bytes = 0
         self.faults = self.stalls = 0

@@ -27,7 +27,7 @@ from dynoffload.memory.following import Following
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.places import Place, Places, arena_pages
 from dynoffload.memory.spill import SpillFile
-from dynoffload.memory.transfers import Transfers, unreadable
+from dynoffload.memory.transfers import Transfers
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.units import format_bytes
 
@@ -88,7 +88,7 @@ class MappedFile(Places):
         self._closed = False
         self._mapping = mapping
         self._account = Account(pages, record)
-        self._transfers = Transfers(self._account, mapping, threads)
+        self._transfers = Transfers(self._account, mapping, spill, threads)
 
     # Places
 
@@ -171,7 +171,7 @@ class MappedFile(Places):
                 if h.error:
                     failure, h.error = h.error, 0
                     account.give_up(wanted)
-                    raise SpillError(failure, unreadable(h, failure))
+                    raise SpillError(failure, self._transfers.unreadable(h, failure))
                 account.want(h)
             if self._transfers.serve_urgent():
                 until = time.monotonic() + _GRACE_S
@@ -179,6 +179,9 @@ class MappedFile(Places):
             if not patient and not any(h.state.moving for h in account.holdings.values()):
                 account.give_up(wanted)
                 return
+            if (refused := self._transfers.refused()) is not None:
+                account.give_up(wanted)
+                raise SpillError(*refused)
             if not account.done.wait(1.0) and time.monotonic() > until:
                 account.give_up(wanted)
                 need = sum(h.length for h in absent)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from enum import IntEnum
 from importlib import machinery
 from pathlib import Path
 
@@ -44,7 +45,28 @@ class NativeCounters(ctypes.Structure):
         ("events_lost", ctypes.c_uint64),
         ("error", ctypes.c_int32),
         ("error_region", ctypes.c_uint32),
+        ("error_is_write", ctypes.c_int32),
     )
+
+
+class NativeFailure(ctypes.Structure):
+    """``struct failure`` of pager.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+        ("region", ctypes.c_uint32),
+    )
+
+
+class FailureKind(IntEnum):
+    """``enum failure_kind`` of pager.h."""
+
+    READ = 1
+    WRITE = 2
+    PINNED = 3
+    LOCKED = 4
+    MOVE = 5
 
 
 EVENT_CAPACITY = 65536
@@ -64,14 +86,15 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_create": (_INT, (_P, _U32, _U32, _U32, _U64, _I64)),
     "pager_discard": (None, (_P, _U32)),
     "pager_release": (None, (_P, _U32)),
-    "pager_acquire": (_INT, (_P, _P, _U32, _INT)),
+    "pager_set_patience": (None, (_P, _U32)),
+    "pager_acquire": (_INT, (_P, _P, _U32, _INT, _P)),
     "pager_unpin": (None, (_P, _P, _U32)),
     "pager_touch": (None, (_P, _P, _U32)),
-    "pager_lock": (_INT, (_P, _P, _U32)),
+    "pager_lock": (_INT, (_P, _P, _U32, _P)),
     "pager_unlock": (None, (_P, _P, _U32)),
     "pager_handed": (_I64, (_P, ctypes.c_double)),
-    "pager_show": (_INT, (_P, _U32, _U32)),
-    "pager_hide": (_INT, (_P, _U32, _U32)),
+    "pager_show": (_INT, (_P, _U32, _U32, _P)),
+    "pager_hide": (None, (_P, _U32, _U32)),
     "pager_plan": (_INT, (_P, _P, _P, _P, _U32, _P, _P, _U32)),
     "pager_advance": (None, (_P, _I64)),
     "pager_states": (None, (_P, _P, _U32)),

@@ -15,13 +15,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dynoffload.errors import BackendError, SpillError
+from dynoffload.errors import BackendError, BudgetError, DynOffloadError, SpillError
 from dynoffload.memory import native_pager
 from dynoffload.memory.device import Cause, Counters, Event, EventKind
+from dynoffload.memory.native_pager import FailureKind
 from dynoffload.memory.places import REGIONS, Place, Places, arena_pages
 from dynoffload.memory.spill import SpillFile
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.units import format_bytes
+
+_LOST = "the step is lost, go on from the last checkpoint"
 
 
 def probe() -> str:
@@ -110,14 +113,17 @@ class Pager(Places):
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
-        """See `Device.acquire`."""
+        """See `Device.acquire`.
+
+        Raises:
+            BackendError: a region is locked, or the kernel holds its pages.
+            BudgetError: the regions do not fit the pool together, or the rest stays pinned.
+            SpillError: the spill file cannot be read, or not written to make room.
+        """
         self._check_room(regions)
-        ids = _ids(regions)
-        error = self._native.pager_acquire(self._handle, ids, len(ids), pin)
-        if error:
-            raise BackendError(
-                f"the pager cannot bring regions {list(regions)} in place: {os.strerror(error)}"
-            )
+        ids, failure = _ids(regions), native_pager.NativeFailure()
+        if self._native.pager_acquire(self._handle, ids, len(ids), pin, ctypes.byref(failure)):
+            raise self._failed(failure, regions)
 
     def unpin(self, regions: Sequence[int]) -> None:
         """See `Device.unpin`."""
@@ -130,13 +136,14 @@ class Pager(Places):
         self._native.pager_touch(self._handle, ids, len(ids))
 
     def lock(self, regions: Sequence[int]) -> None:
-        """See `Device.lock`."""
-        ids = _ids(regions)
-        error = self._native.pager_lock(self._handle, ids, len(ids))
-        if error:
-            raise BackendError(
-                f"the pager cannot withdraw regions {list(regions)}: {os.strerror(error)}"
-            )
+        """See `Device.lock`. All are locked or none.
+
+        Raises:
+            BackendError: the kernel holds a region's pages.
+        """
+        ids, failure = _ids(regions), native_pager.NativeFailure()
+        if self._native.pager_lock(self._handle, ids, len(ids), ctypes.byref(failure)):
+            raise self._failed(failure, regions)
 
     def unlock(self, regions: Sequence[int]) -> None:
         """See `Device.unlock`."""
@@ -148,26 +155,68 @@ class Pager(Places):
         return int(self._native.pager_handed(self._handle, timeout))
 
     def show(self, regions: Sequence[int]) -> list[torch.UntypedStorage]:
-        """See `Device.show`."""
-        storages = []
-        for region in regions:
-            pages, nbytes = self._places[region][1:]
-            alias = self._take(pages)
-            self._aliases[region] = alias
-            error = self._native.pager_show(self._handle, region, alias)
-            if error:
-                raise BackendError(f"the pager cannot show region {region}: {os.strerror(error)}")
-            storages.append(self._at(alias, nbytes))
+        """See `Device.show`. All are shown or none.
+
+        Raises:
+            BackendError: a region is not locked, or the kernel holds its pages.
+            BudgetError: no room, neither of addresses nor of memory.
+            SpillError: the spill file cannot be read, or not written to make room.
+        """
+        storages: list[torch.UntypedStorage] = []
+        shown: list[int] = []
+        try:
+            for region in regions:
+                pages, nbytes = self._places[region][1:]
+                alias = self._take(pages)
+                failure = native_pager.NativeFailure()
+                if self._native.pager_show(self._handle, region, alias, ctypes.byref(failure)):
+                    self._give(alias, pages)
+                    raise self._failed(failure, regions)
+                self._aliases[region] = alias
+                shown.append(region)
+                storages.append(self._at(alias, nbytes))
+        except BaseException:
+            storages.clear()
+            self.hide(shown)
+            raise
         return storages
 
     def hide(self, regions: Sequence[int]) -> None:
         """See `Device.hide`."""
         for region in regions:
             alias = self._aliases.pop(region)
-            error = self._native.pager_hide(self._handle, region, alias)
-            if error:
-                raise BackendError(f"the pager cannot hide region {region}: {os.strerror(error)}")
-            self._extents.give(alias, self._places[region][1])
+            self._native.pager_hide(self._handle, region, alias)
+            self._give(alias, self._places[region].pages)
+
+    def _failed(
+        self, failure: native_pager.NativeFailure, regions: Sequence[int]
+    ) -> DynOffloadError:
+        """Return the error for what the native part could not do to ``regions``."""
+        kind, why = FailureKind(failure.kind), os.strerror(failure.error)
+        sizes = {region: self.size(region) for region in (*regions, failure.region)}
+        need = format_bytes(sum(sizes[region] for region in set(regions)))
+        one = f"region {failure.region} ({format_bytes(sizes[failure.region])})"
+        if kind is FailureKind.READ:
+            return SpillError(failure.error, f"{self._spill.unreadable(one, why)}; {_LOST}")
+        if kind is FailureKind.WRITE:
+            return SpillError(
+                failure.error,
+                f"no room can be made for {need} of regions in the pool of "
+                f"{format_bytes(self.capacity)}: {self._spill.unwritable(one, why)}; {_LOST}",
+            )
+        if kind is FailureKind.PINNED:
+            return BudgetError(
+                f"no room of {need} came free: the rest of the pool of "
+                f"{format_bytes(self.capacity)} is pinned; raise the budget"
+            )
+        if kind is FailureKind.LOCKED:
+            return BackendError(
+                f"the pager cannot bring {one} in place: it is locked, or gone; unlock it first"
+            )
+        return BackendError(
+            f"the kernel holds pages of {one}, which can neither be brought nor taken: {why}; do "
+            "not give the memory of parameters to drivers or io_uring, or use backend='mapped'"
+        )
 
     # The plan
 
@@ -219,11 +268,10 @@ class Pager(Places):
         native = native_pager.NativeCounters()
         self._native.pager_counters(self._handle, ctypes.byref(native))
         if native.error:
-            raise SpillError(
-                native.error,
-                f"the spill file failed on region {native.error_region}: "
-                f"{os.strerror(native.error)}; the step is lost, go on from the last checkpoint",
-            )
+            region, why = native.error_region, os.strerror(native.error)
+            one = f"region {region} ({format_bytes(self.size(region))})"
+            told = self._spill.unwritable if native.error_is_write else self._spill.unreadable
+            raise SpillError(native.error, f"{told(one, why)}; {_LOST}")
         return Counters(
             bytes_in=native.bytes_in,
             bytes_out=native.bytes_out,

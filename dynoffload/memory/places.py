@@ -130,6 +130,10 @@ class Places(ABC):
             raise BudgetError(f"the arena has no {pages} pages in a row left")
         return page
 
+    def _give(self, page: int, pages: int) -> None:
+        with self._placing:
+            self._extents.give(page, pages)
+
     def release(self, region: int) -> None:
         """See `Device.release`."""
         self._dismiss(region)

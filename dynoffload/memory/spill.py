@@ -15,26 +15,13 @@ import tempfile
 from pathlib import Path
 
 from dynoffload.errors import SpillError
+from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS as _MEMORY_FILESYSTEMS
+from dynoffload.memory.filesystems import filesystem_of
 from dynoffload.units import MiB, format_bytes
 
 logger = logging.getLogger(__name__)
 
 _GROWTH = 64 * MiB
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-
-
-def filesystem_of(directory: Path) -> str:
-    """Return the type of the file system that holds ``directory``, e.g. ``"ext4"``."""
-    path = os.path.realpath(directory)
-    best, kind = "", "unknown"
-    with open("/proc/self/mounts", encoding="utf-8") as mounts:
-        for line in mounts:
-            _, mount, fstype, *_ = line.split(" ")
-            mount = mount.replace("\\040", " ")
-            inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-            if inside and len(mount) >= len(best):
-                best, kind = mount, fstype
-    return kind
 
 
 def default_spill_dir() -> Path:
@@ -119,14 +106,34 @@ class SpillFile:
         try:
             os.posix_fallocate(self.fd, self.size, target - self.size)
         except OSError as error:
-            free = shutil.disk_usage(self.directory).free
             raise SpillError(
                 error.errno,
                 f"the spill file in {self.directory} cannot grow to {format_bytes(target)} "
-                f"({error.strerror}; {format_bytes(free)} free): free space there, or pass "
+                f"({error.strerror}; {self._free()} free): free space there, or pass "
                 "spill_dir= another disk",
             ) from error
         self.size = target
+
+    def unreadable(self, what: str, why: str) -> str:
+        """Return the message for bytes that cannot be read back; ``what`` names them and their
+        size, ``why`` is the system's word."""
+        return (
+            f"cannot read {what} back from the spill file in {self.directory} ({why}; it has "
+            f"{format_bytes(self.size)}): check that disk, or pass spill_dir= another"
+        )
+
+    def unwritable(self, what: str, why: str) -> str:
+        """Return the message for bytes that cannot be written; they stay in memory."""
+        return (
+            f"cannot write {what} to the spill file in {self.directory} ({why}; "
+            f"{self._free()} free): free space there, or pass spill_dir= another disk"
+        )
+
+    def _free(self) -> str:
+        try:
+            return format_bytes(shutil.disk_usage(self.directory).free)
+        except OSError:
+            return "nothing known"
 
     def close(self) -> None:
         """Give the space back."""

@@ -22,11 +22,13 @@ from dynoffload.memory.account import Account, Holding, State
 from dynoffload.memory.device import Cause, EventKind
 from dynoffload.memory.following import NEVER
 from dynoffload.memory.mapping import Mapping
+from dynoffload.memory.spill import SpillFile
 from dynoffload.planning.schedule import Kind
 from dynoffload.units import format_bytes
 
 _INSPECT_S = 0.1  # how long an unannounced access may stay unseen while nothing else is to do
 _ATTEMPTS = 3
+_LOST = "the step is lost, go on from the last checkpoint"
 
 
 class Transfers:
@@ -35,11 +37,12 @@ class Transfers:
     Args:
         account: says what is where.
         mapping: moves bytes.
+        spill: the file behind it.
         threads: how many transfers may run at once, besides those of waiting threads.
     """
 
-    def __init__(self, account: Account, mapping: Mapping, threads: int) -> None:
-        self._account, self._mapping = account, mapping
+    def __init__(self, account: Account, mapping: Mapping, spill: SpillFile, threads: int) -> None:
+        self._account, self._mapping, self._spill = account, mapping, spill
         self._stopping = False
         self._threads = [
             threading.Thread(
@@ -133,6 +136,19 @@ class Transfers:
             account.done.notify_all()
         return True
 
+    def refused(self) -> tuple[int, str] | None:
+        """Return why nothing leaves, if that is because the file takes nothing; tried again from
+        now on."""
+        account = self._account
+        holdings = account.holdings.values()
+        if account.write_error is None or account.victim(-1) is not None:
+            return None
+        if any(h.state.moving for h in holdings) or not any(h.busy for h in holdings):
+            return None
+        for h in holdings:
+            h.busy = False
+        return account.write_error
+
     def _fetch(self, h: Holding, cause: Cause) -> None:
         account = self._account
         account.charge(h)
@@ -146,7 +162,7 @@ class Transfers:
             account.settle(h, State.ABSENT)
             raise
         if failure:
-            account.error = failure, unreadable(h, failure)
+            account.error = failure, self.unreadable(h, failure)
             if h.pins:
                 h.error = failure
             account.discharge(h)
@@ -205,8 +221,9 @@ class Transfers:
                 failure = error.errno or errno.EIO
         if failure:  # what could not be written stays; the owner is told
             h.busy = True
-            account.error = failure, _unwritable(h, failure)
+            account.write_error = account.error = failure, self._unwritable(h, failure)
         elif dirty:
+            account.write_error = None
             account.bytes_out += dirty
             account.note(EventKind.EVICT, cause, h, start, dirty)
         leaves = not failure and not h.pins
@@ -229,7 +246,8 @@ class Transfers:
                 with self._unlocked():
                     self._mapping.forget(h.offset, h.length)
             except OSError as error:
-                account.error = error.errno or errno.EIO, _unwritable(h, error.errno or 0)
+                failure = error.errno or errno.EIO
+                account.error = failure, self._unwritable(h, failure)
             finally:
                 if charged:
                     account.discharge(h)
@@ -277,6 +295,14 @@ class Transfers:
                 found += [x for x in run if self._mapping.cached(x.offset, x.length)]
         return found
 
+    def unreadable(self, h: Holding, failure: int) -> str:
+        """Return the message for a region that cannot be read back."""
+        return f"{self._spill.unreadable(_name(h), os.strerror(failure))}; {_LOST}"
+
+    def _unwritable(self, h: Holding, failure: int) -> str:
+        told = self._spill.unwritable(_name(h), os.strerror(failure))
+        return f"{told}; until then it stays in memory; {_LOST}"
+
     @contextmanager
     def _unlocked(self) -> Iterator[None]:
         self._account.mutex.release()
@@ -294,17 +320,5 @@ class Transfers:
                 raise interrupt
 
 
-def unreadable(h: Holding, failure: int) -> str:
-    """Return the message for a region that cannot be read back."""
-    return (
-        f"cannot read region {h.region} ({format_bytes(h.nbytes)}) back from the spill file: "
-        f"{os.strerror(failure)}; the step is lost, go on from the last checkpoint"
-    )
-
-
-def _unwritable(h: Holding, failure: int) -> str:
-    return (
-        f"cannot write region {h.region} ({format_bytes(h.nbytes)}) to the spill file: "
-        f"{os.strerror(failure)}; it stays in memory; the step is lost, go on from the last "
-        "checkpoint"
-    )
+def _name(h: Holding) -> str:
+    return f"region {h.region} ({format_bytes(h.nbytes)})"

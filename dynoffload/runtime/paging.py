@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
-from dynoffload.errors import BackendError
+from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.mapped import MappedFile
+from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.pager import Pager, probe
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.activations import Activations
@@ -298,8 +296,8 @@ class Paging:
                     try:
                         storage = mapped_copy(ours, self.spill_dir)
                         outside += nbytes
-                    except OSError as error:  # no room there either: it stays where it is
-                        storage, refused = ours, str(error)
+                    except SpillError as error:  # no room there either: it stays where it is
+                        storage, refused = ours, error.strerror
                         inside += nbytes
                 storages[region] = storage
             return view_of(storage, tensor, offset_of(tensor))
@@ -313,7 +311,7 @@ class Paging:
             self._where = f"{format_bytes(outside)} mapped from {self.spill_dir}"
         if inside:
             self._where += f"{', ' if outside else ''}{format_bytes(inside)} under the budget still"
-            self._where += f" ({refused}: free space there, or memory)"
+            self._where += f" ({refused})"
 
     def _restore_slot(
         self,
@@ -336,15 +334,3 @@ class Paging:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and region_of(value) >= 0:
                     state[key] = ordinary(region_of(value), value)
-
-
-def mapped_copy(source: torch.UntypedStorage, directory: Path) -> torch.UntypedStorage:
-    """Return a copy of ``source`` that lives in an unlinked file of ``directory``."""
-
-    with tempfile.TemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, source.nbytes())
-        memory = mmap.mmap(file.fileno(), source.nbytes())
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    storage.copy_(source)
-    memory.flush()
-    return storage

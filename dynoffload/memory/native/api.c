@@ -2,123 +2,10 @@
 #include "pager.h"
 
 #include <errno.h>
-#include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
-
-#define API __attribute__((visibility("default")))
-
-static void destroy(struct pager *p)
-{
-    pool_unmap(p);
-    if (p->uffd >= 0)
-        close(p->uffd);
-    for (int i = 0; i < 2; i++)
-        if (p->stop_pipe[i] >= 0)
-            close(p->stop_pipe[i]);
-    for (uint32_t i = 0; p->regions && i < p->region_capacity; i++)
-        free(p->regions[i].slots);
-    plan_clear(p);
-    free(p->owner);
-    free(p->full);
-    free(p->vacant);
-    free(p->regions);
-    free(p->urgent);
-    free(p->handed);
-    free(p->events);
-    free(p->workers);
-    free(p);
-}
-
-/* 1 if the pager can work here with full rights, 2 in user mode only, else -errno. */
-API int pager_probe(void)
-{
-    int user_mode_only, fd = fault_open(&user_mode_only);
-    if (fd < 0)
-        return fd;
-    close(fd);
-    return user_mode_only ? 2 : 1;
-}
-
-/* A new pager over `fd`, or NULL with `*error` set. Sizes are in pages of `page_bytes`. */
-API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, uint32_t pool_pages,
-                             uint32_t region_capacity, uint32_t workers, int record, int *error)
-{
-    struct pager *p = calloc(1, sizeof *p);
-    if (!p) {
-        *error = ENOMEM;
-        return NULL;
-    }
-    int user_mode_only;
-    *p = (struct pager){.page_bytes = page_bytes, .arena_pages = arena_pages,
-                        .pool_pages = pool_pages, .region_capacity = region_capacity, .fd = fd,
-                        .stop_pipe = {-1, -1}, .record = record};
-    p->owner = calloc(arena_pages, sizeof *p->owner);
-    p->full = calloc(pool_pages, sizeof *p->full);
-    p->vacant = calloc(pool_pages, sizeof *p->vacant);
-    p->regions = calloc(region_capacity, sizeof *p->regions);
-    p->urgent = calloc(region_capacity, sizeof *p->urgent);
-    p->handed = calloc(region_capacity, sizeof *p->handed);
-    p->events = calloc(EVENT_CAPACITY, sizeof *p->events);
-    p->workers = calloc(workers, sizeof *p->workers);
-    p->uffd = fault_open(&user_mode_only);
-    fault_prepare();
-    *error = ENOMEM;
-    if (!p->owner || !p->full || !p->vacant || !p->regions || !p->urgent || !p->handed ||
-        !p->events || !p->workers)
-        goto failed;
-    if (p->uffd < 0) {
-        *error = -p->uffd;
-        goto failed;
-    }
-    if (pipe(p->stop_pipe)) {
-        *error = errno;
-        goto failed;
-    }
-    if ((*error = pool_map(p)))
-        goto failed;
-    pthread_mutex_init(&p->mutex, NULL);
-    pthread_cond_init(&p->work, NULL);
-    pthread_cond_init(&p->done, NULL);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&p->hand, &monotonic);
-    sigset_t all, before; /* signals belong to the interpreter's threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    *error = pthread_create(&p->fault_thread, NULL, fault_serve, p);
-    for (uint32_t i = 0; !*error && i < workers; i++)
-        if (!(*error = pthread_create(&p->workers[i], NULL, transfer_worker, p)))
-            p->worker_count++;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (*error)
-        return NULL; /* no threads left on this system: leak rather than tear down half */
-    return p;
-failed:
-    destroy(p);
-    return NULL;
-}
-
-/* End the threads and unmap everything: no tensor may use the arena any more. */
-API void pager_close(struct pager *p)
-{
-    pthread_mutex_lock(&p->mutex);
-    p->stopping = 1;
-    pthread_cond_broadcast(&p->work);
-    pthread_cond_broadcast(&p->hand);
-    while (p->serving) /* whoever is in pager_handed leaves before its memory goes */
-        pthread_cond_wait(&p->done, &p->mutex);
-    pthread_mutex_unlock(&p->mutex);
-    for (uint32_t i = 0; i < p->worker_count; i++)
-        pthread_join(p->workers[i], NULL);
-    if (write(p->stop_pipe[1], "", 1) != 1)
-        abort();
-    pthread_join(p->fault_thread, NULL);
-    destroy(p);
-}
 
 API uint64_t pager_base(struct pager *p)
 {
@@ -130,6 +17,14 @@ API void pager_set_reserve(struct pager *p, uint32_t pages)
     pthread_mutex_lock(&p->mutex);
     p->reserve = pages;
     pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->mutex);
+}
+
+/* How long to wait for room that nobody makes, in seconds; see [Note: no room]. */
+API void pager_set_patience(struct pager *p, uint32_t seconds)
+{
+    pthread_mutex_lock(&p->mutex);
+    p->patience = seconds;
     pthread_mutex_unlock(&p->mutex);
 }
 
@@ -145,26 +40,37 @@ API int pager_create(struct pager *p, uint32_t id, uint32_t page, uint32_t pages
         p->region_high = id + 1;
     p->regions[id] = (struct region){.state = ABSENT, .page = page, .pages = pages, .bytes = bytes,
                                      .offset = offset, .slots = slots, .next_use = NEVER,
-                                     .stamp = ++p->clock};
+                                     .stamp = ++p->clock, .locks = (uint32_t)p->clock};
     for (uint32_t i = 0; i < pages; i++)
         p->owner[page + i] = id + 1;
     pthread_mutex_unlock(&p->mutex);
     return 0;
 }
 
-static void settle(struct pager *p, struct region *r)
+/* Wait until its pages rest, and let nobody wait for it any more. */
+static struct region *settle(struct pager *p, uint32_t id)
 {
-    while (r->state == READING || r->state == WRITING || r->queued)
+    struct region *r = &p->regions[id];
+    while (r->state == READING || r->state == WRITING || r->shown)
         pthread_cond_wait(&p->done, &p->mutex);
+    transfer_unwant(p, id);
+    return r;
+}
+
+static void forget(struct pager *p, uint32_t id)
+{
+    struct region *r = settle(p, id);
+    transfer_drop(p, id);
+    r->locked = r->busy = r->reported = 0;
+    letgo_unlocked(p);
+    pthread_cond_broadcast(&p->done);
 }
 
 /* The content is not needed any more; the place stays. */
 API void pager_discard(struct pager *p, uint32_t id)
 {
     pthread_mutex_lock(&p->mutex);
-    settle(p, &p->regions[id]);
-    transfer_drop(p, id);
-    p->regions[id].locked = p->regions[id].busy = p->regions[id].reported = 0;
+    forget(p, id);
     pthread_mutex_unlock(&p->mutex);
 }
 
@@ -173,53 +79,78 @@ API void pager_release(struct pager *p, uint32_t id)
 {
     pthread_mutex_lock(&p->mutex);
     struct region *r = &p->regions[id];
-    settle(p, r);
-    transfer_drop(p, id);
+    settle(p, id);
     for (uint32_t i = 0; i < r->pages; i++)
         p->owner[r->page + i] = 0;
+    forget(p, id);
     free(r->slots);
     *r = (struct region){.state = FREE, .next_use = NEVER};
     pthread_mutex_unlock(&p->mutex);
 }
 
-/* Wait until all of `ids` are at their addresses, holding them there by a pin each if `pin`.
- * 0, or an errno: EAGAIN if one is locked. */
-API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int pin)
+static int fail(struct failure *failure, int kind, int error, uint32_t id)
 {
-    int error = 0;
+    *failure = (struct failure){kind, error, id};
+    return 1;
+}
+
+/* Wait until the region is at its address; 1 with `*failure` if it cannot be. */
+static int bring(struct pager *p, uint32_t id, struct failure *failure)
+{
+    struct region *r = &p->regions[id];
+    while (r->state != RESIDENT) {
+        if (r->locked || r->state == FREE)
+            return fail(failure, FAILED_LOCKED, r->locked ? EAGAIN : EINVAL, id);
+        if (r->failure.kind) {
+            *failure = r->failure;
+            return 1;
+        }
+        if (r->state == STAGED) {
+            int error = transfer_install(p, id);
+            if (error)
+                return fail(failure, FAILED_MOVE, error, id);
+            continue;
+        }
+        transfer_want(p, id);
+        pthread_cond_wait(&p->done, &p->mutex);
+    }
+    return r->locked ? fail(failure, FAILED_LOCKED, EAGAIN, id) : 0;
+}
+
+/* Wait until all of `ids` are at their addresses, holding them there by a pin each if `pin`.
+ * 0, or 1 with `*failure`. */
+API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int pin,
+                      struct failure *failure)
+{
+    int failed = 0;
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count; i++) {
         struct region *r = &p->regions[ids[i]];
         r->pins++;
         r->stamp = ++p->clock;
+        r->failure.kind = 0;
         if (r->state == ABSENT && !r->has_copy && !r->queued && pager_room(p) >= r->pages) {
             pool_take_slots(p, r); /* new: nothing to read, nobody to ask */
             r->state = STAGED;
         }
-        if (r->locked)
-            error = EAGAIN;
-        else if (r->state == STAGED && !error)
-            error = transfer_install(p, ids[i]);
-        else if (r->state != RESIDENT)
-            transfer_want(p, ids[i]);
     }
-    for (uint32_t i = 0; i < count && !error; i++) {
+    for (uint32_t i = 0; i < count; i++)
+        if (!p->regions[ids[i]].locked && p->regions[ids[i]].state == ABSENT)
+            transfer_want(p, ids[i]); /* all at once */
+    for (uint32_t i = 0; i < count && !failed; i++)
+        failed = bring(p, ids[i], failure);
+    for (uint32_t i = 0; i < count && (!pin || failed); i++) {
         struct region *r = &p->regions[ids[i]];
-        while (r->state != RESIDENT && !error) {
-            if (r->state == STAGED)
-                error = transfer_install(p, ids[i]);
-            else {
-                transfer_want(p, ids[i]);
-                pthread_cond_wait(&p->done, &p->mutex);
-            }
-        }
+        if (r->pins) /* else it has ended meanwhile */
+            r->pins--;
+        if (failed && !r->pins && !r->asleep && r->queued)
+            transfer_unwant(p, ids[i]);
     }
-    if (!pin || error)
-        for (uint32_t i = 0; i < count; i++)
-            p->regions[ids[i]].pins--;
+    if (!pin || failed)
+        p->progress++;
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->mutex);
-    return error;
+    return failed;
 }
 
 API void pager_unpin(struct pager *p, const uint32_t *ids, uint32_t count)
@@ -227,6 +158,7 @@ API void pager_unpin(struct pager *p, const uint32_t *ids, uint32_t count)
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count; i++)
         p->regions[ids[i]].pins--;
+    p->progress++;
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->mutex);
 }
@@ -244,43 +176,59 @@ API void pager_touch(struct pager *p, const uint32_t *ids, uint32_t count)
     pthread_mutex_unlock(&p->mutex);
 }
 
-/* From now on an access to the region waits for its owner. */
-API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count)
+static void unlock(struct pager *p, uint32_t id)
 {
-    int error = 0;
-    pthread_mutex_lock(&p->mutex);
-    for (uint32_t i = 0; i < count && !error; i++) {
-        struct region *r = &p->regions[ids[i]];
-        settle(p, r);
-        if (r->state == RESIDENT && !(error = pool_withdraw(p, r)))
-            r->state = STAGED;
-        r->locked = !error;
-        r->reported = 0;
-        r->told = 0;
-    }
-    pthread_mutex_unlock(&p->mutex);
-    return error;
+    struct region *r = &p->regions[id];
+    r->locked = 0;
+    if (!r->reported)
+        return;
+    r->reported = 0; /* somebody sleeps on it */
+    r->asleep = 1;
+    if (r->state == RESIDENT) {
+        r->asleep = 0;
+        pool_wake(p, r);
+    } else if (r->state == STAGED)
+        transfer_install(p, id);
+    else
+        transfer_want(p, id);
 }
 
 /* The owner has brought the regions up to date, or is about to under its own eyes. */
 API void pager_unlock(struct pager *p, const uint32_t *ids, uint32_t count)
 {
     pthread_mutex_lock(&p->mutex);
-    for (uint32_t i = 0; i < count; i++) {
-        struct region *r = &p->regions[ids[i]];
-        r->locked = 0;
-        if (!r->reported)
-            continue;
-        r->reported = 0; /* somebody sleeps on it */
-        if (r->state == RESIDENT)
-            pool_wake(p, r);
-        else if (r->state == STAGED)
-            transfer_install(p, ids[i]);
-        else
-            transfer_want(p, ids[i]);
-    }
+    for (uint32_t i = 0; i < count; i++)
+        unlock(p, ids[i]);
+    letgo_unlocked(p);
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->mutex);
+}
+
+/* From now on an access to the regions waits for their owner: to all of them, or to none if one
+ * cannot be withdrawn. 0, or 1 with `*failure`. */
+API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct failure *failure)
+{
+    int error = 0;
+    pthread_mutex_lock(&p->mutex);
+    for (uint32_t i = 0; i < count; i++) {
+        struct region *r = settle(p, ids[i]);
+        if (r->state == RESIDENT && (error = pool_withdraw(p, r, MOVE_SURELY_S))) {
+            fail(failure, FAILED_MOVE, error, ids[i]);
+            while (i-- > 0)
+                unlock(p, ids[i]);
+            letgo_unlocked(p);
+            pthread_cond_broadcast(&p->work);
+            break;
+        }
+        if (r->state == RESIDENT)
+            r->state = STAGED;
+        r->locked = 1;
+        r->locks++;
+        r->reported = 0;
+        r->told = 0;
+    }
+    pthread_mutex_unlock(&p->mutex);
+    return error != 0;
 }
 
 /* The next locked region that somebody waits for; -1 after `timeout_s`, -2 when closing. */
@@ -312,31 +260,53 @@ API int64_t pager_handed(struct pager *p, double timeout_s)
     return id;
 }
 
-/* Show a locked region's pages at arena page `page`, where nobody else looks. */
-API int pager_show(struct pager *p, uint32_t id, uint32_t page)
+/* Show a locked region's pages at arena page `page`, where nobody else looks. 0, or 1 with
+ * `*failure`: it is not shown then. */
+API int pager_show(struct pager *p, uint32_t id, uint32_t page, struct failure *failure)
 {
+    int failed = 0, error;
     pthread_mutex_lock(&p->mutex);
     struct region *r = &p->regions[id];
     r->pins++;
-    if (r->state == ABSENT)
-        transfer_want(p, id);
-    while (r->state != STAGED)
-        pthread_cond_wait(&p->done, &p->mutex);
+    r->failure.kind = 0;
+    while (r->state != STAGED && !failed) {
+        if (r->failure.kind) {
+            *failure = r->failure;
+            failed = 1;
+        } else if (r->state == RESIDENT) {
+            failed = fail(failure, FAILED_LOCKED, EINVAL, id);
+        } else {
+            transfer_want(p, id);
+            pthread_cond_wait(&p->done, &p->mutex);
+        }
+    }
+    if (!failed && (error = pool_relocate(p, r, page, 0, MOVE_SURELY_S)))
+        failed = fail(failure, FAILED_MOVE, error, id);
     transfer_end_wait(p, id);
-    int error = pool_relocate(p, r, page, 0);
+    if (failed)
+        r->pins--;
+    else
+        r->shown = 1;
     pthread_mutex_unlock(&p->mutex);
-    return error;
+    return failed;
 }
 
-API int pager_hide(struct pager *p, uint32_t id, uint32_t page)
+API void pager_hide(struct pager *p, uint32_t id, uint32_t page)
 {
     pthread_mutex_lock(&p->mutex);
     struct region *r = &p->regions[id];
-    int error = pool_relocate(p, r, page, 1);
+    int error = pool_relocate(p, r, page, 1, PATIENCE);
+    if (error) {
+        fprintf(stderr, "dynoffload: the kernel cannot bring region %u back to its place: %s. "
+                        "The process ends here.\n", id, strerror(error));
+        abort();
+    }
     r->dirty = 1;
+    r->shown = 0;
     r->pins--;
+    p->progress++;
+    pthread_cond_broadcast(&p->done);
     pthread_mutex_unlock(&p->mutex);
-    return error;
 }
 
 /* Follow a new plan from position 0. Uses are sorted by position. */

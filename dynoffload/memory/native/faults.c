@@ -1,12 +1,10 @@
 /* The thread that answers the kernel when somebody touches an absent page. */
 #include "pager.h"
 
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <poll.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
@@ -39,53 +37,6 @@ int fault_open(int *user_mode_only)
     return fd;
 }
 
-/* See [Note: letting go]. */
-static int let_go_signal; /* 0: there is no interpreter, or no signal to spare */
-static int (*holds_lock)(void);
-static void *(*let_go)(void);
-static void (*take_again)(void *);
-
-static void on_let_go(int number, siginfo_t *info, void *context)
-{
-    (void)number, (void)context;
-    if (info->si_code != SI_QUEUE || info->si_pid != getpid() || !holds_lock())
-        return;
-    int error = errno;
-    void *state = let_go();
-    (void)*(volatile char *)info->si_value.sival_ptr; /* sleeps until the owner is done */
-    take_again(state);
-    errno = error;
-}
-
-/* Find the interpreter and a signal that nobody uses, once. */
-void fault_prepare(void)
-{
-    static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
-    pthread_mutex_lock(&once);
-    *(void **)&holds_lock = dlsym(RTLD_DEFAULT, "PyGILState_Check");
-    *(void **)&let_go = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
-    *(void **)&take_again = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
-    for (int number = SIGRTMAX - 2;
-         !let_go_signal && holds_lock && let_go && take_again && number > SIGRTMIN; number--) {
-        struct sigaction now, ours = {.sa_sigaction = on_let_go,
-                                      .sa_flags = SA_SIGINFO | SA_RESTART};
-        if (sigaction(number, NULL, &now) || now.sa_handler != SIG_DFL)
-            continue;
-        if (sigaction(number, &ours, NULL) == 0)
-            let_go_signal = number;
-    }
-    pthread_mutex_unlock(&once);
-}
-
-static void tell(uint32_t thread, uint64_t address)
-{
-    siginfo_t info = {.si_code = SI_QUEUE, .si_signo = let_go_signal};
-    info.si_pid = getpid();
-    info.si_uid = getuid();
-    info.si_value.sival_ptr = (void *)(uintptr_t)address;
-    syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, let_go_signal, &info);
-}
-
 static void serve(struct pager *p, uint64_t address, uint32_t thread)
 {
     uint64_t page = (address - (uintptr_t)p->base) / p->page_bytes;
@@ -113,14 +64,16 @@ static void serve(struct pager *p, uint64_t address, uint32_t thread)
             p->handed[p->handed_tail++ % p->region_capacity] = id;
             pthread_cond_broadcast(&p->hand);
         }
-        if (let_go_signal && r->told != thread) {
+        if (r->told != thread) {
             r->told = thread;
-            tell(thread, address);
+            letgo_tell(thread, address);
         }
-    } else if (r->state == STAGED) {
-        transfer_install(p, id);
     } else {
-        transfer_want(p, id);
+        r->asleep = 1;
+        if (r->state == STAGED)
+            transfer_install(p, id);
+        else
+            transfer_want(p, id);
     }
 }
 
@@ -144,6 +97,7 @@ void *fault_serve(void *context)
                     "set defer_updates='never'. The process ends here.\n", GRACE_S);
             abort();
         }
+        transfer_watch(p);
         ssize_t got = read(p->uffd, messages, sizeof messages);
         for (ssize_t i = 0; i < got / (ssize_t)sizeof *messages; i++)
             if (messages[i].event == UFFD_EVENT_PAGEFAULT)

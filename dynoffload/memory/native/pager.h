@@ -21,9 +21,26 @@
  *
  * [Note: letting go]  The owner needs the interpreter's lock, and the thread that waits may hold it:
  * numpy and pickle read memory under it. A signal to that thread interrupts its sleep; the handler,
- * which runs on it, lets go of the lock, sleeps on the same address, and takes the lock again before
- * the access is repeated. To the code in between this is one of the many places at which an
- * extension lets other threads run.
+ * which runs on it, lets go of the lock, sleeps until the region is unlocked, and takes the lock
+ * again before the access is repeated. To the code in between this is one of the many places at
+ * which an extension lets other threads run.
+ *   The signal may arrive late, when the access was served, the region has ended or the pager is
+ * closed: the handler looks only at the pager's own books, never at the arena, and a pager that
+ * closes waits for the handlers that look at its books. The handler stays installed for good: a
+ * signal still queued when its disposition returned to the default would end the process.
+ *   Whether a thread holds the lock is asked of PyGILState_Check, which says yes to every thread
+ * once there are sub-interpreters. With them a locked region must not be touched by surprise.
+ *
+ * [Note: no room]  A request for room that nobody will make ends. When nothing is in flight and
+ * nothing can be evicted, because all is pinned or the disk refuses what is to be written, writes
+ * are tried again every second. Whoever called a function is told: of a refusing disk soon, of pins
+ * after `patience` seconds. For a thread that sleeps on an access there is nothing to be told; the
+ * process ends after as long, and says why.
+ *
+ * [Note: moves]  Pages that the kernel has split, swapped out, or holds for a moment move in parts,
+ * with EAGAIN and EBUSY in between. Linux 6.18 also moves pages whose first attempt met a busy lock
+ * and then reports EEXIST (it tries again what it has done, and wakes nobody). So after an error
+ * the page table is asked where the page is. A page that cannot be moved whole goes back whole.
  */
 #ifndef DYNOFFLOAD_PAGER_H
 #define DYNOFFLOAD_PAGER_H
@@ -33,6 +50,7 @@
 #include <stdint.h>
 #include <stddef.h>
 
+#define API __attribute__((visibility("default")))
 #define NEVER INT64_MAX
 #define NO_REGION UINT32_MAX
 #define EVENT_CAPACITY 65536u
@@ -42,18 +60,32 @@ enum state { FREE = 0, ABSENT, READING, STAGED, RESIDENT, WRITING };
 enum cause { BY_PLAN = 0, BY_FAULT = 1, BY_ROOM = 2 };
 enum event_kind { EVENT_FETCH = 0, EVENT_EVICT = 1, EVENT_STALL = 2 };
 enum action_kind { ACTION_FETCH = 0, ACTION_EVICT = 1 };
+enum failure_kind { FAILED_READ = 1, FAILED_WRITE, FAILED_PINNED, FAILED_LOCKED, FAILED_MOVE };
+
+#define PATIENCE 60u      /* seconds, or rounds of `transfer_watch` */
+#define MOVE_SOON_S 0.05  /* there are other pages to evict */
+#define MOVE_SURELY_S 10. /* somebody needs this one */
+
+struct failure { /* why a function could not do what it was called for */
+    int32_t kind, error;
+    uint32_t region;
+};
 
 struct region {
     uint8_t state;
     uint8_t dirty;      /* the file's copy, if any, is older than the pages */
     uint8_t has_copy;   /* the file holds its content */
     uint8_t locked;     /* see [Note: locked regions] */
-    uint8_t waited;     /* a thread waits for it: install as soon as staged */
+    uint8_t waited;     /* somebody waits for it: install as soon as staged */
+    uint8_t asleep;     /* and cannot be told of a failure: an access that sleeps in the kernel */
     uint8_t queued;     /* in the urgent queue */
     uint8_t prefetched; /* staged by plan and not yet used */
     uint8_t busy;       /* its pages cannot move now (pinned by the kernel) */
     uint8_t reported;   /* its fault under lock was handed to the owner */
+    uint8_t shown;      /* its pages are at an alias */
     int32_t pins;
+    uint32_t locks;     /* how often it was locked */
+    struct failure failure; /* of the last request, for those who wait */
     uint32_t told;      /* the last thread that was told to let go while it waits for the owner */
     uint32_t page, pages; /* place in the arena */
     uint64_t bytes;       /* of content, for the counters */
@@ -79,6 +111,7 @@ struct counters {
     uint64_t pages_in_use, peak_pages, events_lost;
     int32_t error;          /* errno of the last failed transfer, 0 if none */
     uint32_t error_region;
+    int32_t error_is_write;
 };
 
 struct pager {
@@ -87,7 +120,7 @@ struct pager {
     uint64_t page_bytes;
     uint32_t arena_pages, pool_pages;
     uint32_t *owner; /* region of each arena page, plus one; untouched entries take no memory */
-    int uffd, fd, stop_pipe[2];
+    int uffd, fd, pagemap, stop_pipe[2];
     uint32_t *full, *vacant; /* stacks of slots */
     uint32_t fulls, vacants, reserve;
     uint32_t populated; /* slots that have had a page; the pool grows to its size as it is used */
@@ -105,6 +138,19 @@ struct pager {
     uint32_t writing; /* pages on their way out */
     uint32_t waiting; /* regions that somebody waits for, now */
     double waiting_since;
+
+    /* see [Note: no room] */
+    uint32_t moving;   /* regions in flight */
+    uint32_t progress; /* counts whatever may have made room */
+    uint32_t watched;  /* the count at the last look */
+    uint32_t stuck;    /* looks since which nothing could be done */
+    uint32_t patience;
+    double watched_at;
+    int32_t write_error; /* errno of the last write, 0 if it went well */
+    uint32_t write_region;
+
+    struct reader *reader; /* see [Note: letting go] */
+    uint32_t unlocks;      /* a futex: regions unlocked so far */
 
     /* the plan */
     int64_t position;
@@ -124,7 +170,7 @@ struct pager {
     pthread_cond_t work, done, hand;
     pthread_t *workers, fault_thread;
     uint32_t worker_count;
-    int stopping, record;
+    int fault_started, stopping, record;
 };
 
 double pager_now(void);
@@ -135,12 +181,13 @@ static inline uint32_t pager_room(const struct pager *p)
 }
 char *arena_address(struct pager *, const struct region *);
 
-/* pool.c */
+/* pool.c: 0 or an errno; what fails has moved nothing */
 int pool_map(struct pager *);
 void pool_unmap(struct pager *);
-int pool_install(struct pager *, struct region *);              /* slots -> address */
-int pool_withdraw(struct pager *, struct region *);             /* address -> slots */
-int pool_relocate(struct pager *, struct region *, uint32_t page, int out);
+int pool_install(struct pager *, struct region *, double patience_s);  /* slots -> address */
+int pool_withdraw(struct pager *, struct region *, double patience_s); /* address -> slots */
+int pool_relocate(struct pager *, struct region *, uint32_t page, int out, double patience_s);
+int pool_replace(struct pager *, struct region *); /* other pages, without content, in slots */
 void pool_take_slots(struct pager *, struct region *);
 void pool_free_slots(struct pager *, struct region *);
 void pool_wake(struct pager *, struct region *);
@@ -148,10 +195,12 @@ void pool_wake(struct pager *, struct region *);
 /* transfer.c */
 void *transfer_worker(void *);
 void transfer_want(struct pager *, uint32_t region);
+void transfer_unwant(struct pager *, uint32_t region); /* whoever sleeps on it asks again */
 int transfer_install(struct pager *, uint32_t region);
 void transfer_record(struct pager *, int kind, int cause, uint32_t region, double start, uint64_t bytes);
 void transfer_end_wait(struct pager *, uint32_t region);
 void transfer_drop(struct pager *, uint32_t region); /* forget its pages, whatever they hold */
+void transfer_watch(struct pager *);                 /* see [Note: no room] */
 
 /* plan.c */
 void plan_clear(struct pager *);
@@ -162,6 +211,11 @@ uint32_t plan_victim(struct pager *, int64_t later_than);
 /* faults.c */
 void *fault_serve(void *);
 int fault_open(int *user_mode_only);
-void fault_prepare(void);
+
+/* letgo.c */
+int letgo_enter(struct pager *); /* 0 or an errno */
+void letgo_leave(struct pager *);
+void letgo_tell(uint32_t thread, uint64_t address);
+void letgo_unlocked(struct pager *); /* a region was unlocked, or is no more */
 
 #endif

@@ -27,6 +27,10 @@ struct uffdio_move {
 
 #define HUGE_BYTES (2ul << 20)
 #define GROWTH_BYTES (32ul << 20)
+#define SYSTEM_PAGE ((uint64_t)sysconf(_SC_PAGESIZE))
+#define PRESENT (1ull << 63) /* bits of /proc/self/pagemap */
+#define SWAPPED (1ull << 62)
+#define BACK_S 60.
 
 char *arena_address(struct pager *p, const struct region *r)
 {
@@ -77,45 +81,82 @@ void pool_unmap(struct pager *p)
     p->base = NULL;
 }
 
-/* Move one page; 0, or the error that will not pass by trying again. */
-static int move_page(struct pager *p, char *to, char *from)
+/* What the page table holds at `address`: a page, here or swapped out? -1 if that is not told. */
+static int holds_page(struct pager *p, char *address)
 {
-    struct uffdio_move m = {.dst = (uintptr_t)to, .src = (uintptr_t)from, .len = p->page_bytes};
-    uint64_t done = 0;
-    for (int attempt = 0; attempt < 20000; attempt++) {
-        m.dst = (uintptr_t)to + done;
-        m.src = (uintptr_t)from + done;
-        m.len = p->page_bytes - done;
-        m.move = 0;
+    uint64_t entry;
+    off_t at = (off_t)((uintptr_t)address / SYSTEM_PAGE * sizeof entry);
+    if (pread(p->pagemap, &entry, sizeof entry, at) != sizeof entry)
+        return -1;
+    return (entry & (PRESENT | SWAPPED)) != 0;
+}
+
+/* Move `bytes`, or as many as can be within `patience_s`; how many in `*done`. */
+static int move_span(struct pager *p, char *to, char *from, uint64_t bytes, double patience_s,
+                     uint64_t *done)
+{
+    double since = 0;
+    unsigned int attempt = 0;
+    for (*done = 0; *done < bytes;) {
+        char *there = to + *done, *here = from + *done;
+        struct uffdio_move m = {.dst = (uintptr_t)there, .src = (uintptr_t)here,
+                                .len = bytes - *done};
         if (ioctl(p->uffd, UFFDIO_MOVE, &m) == 0)
-            return 0;
+            break;
         int error = errno;
-        if (m.move > 0)
-            done += (uint64_t)m.move;
-        if (done == p->page_bytes)
-            return 0;
-        if (error == EBUSY && attempt > 2000 && done == 0)
-            return EBUSY;
+        if (m.move > 0) {
+            *done += (uint64_t)m.move;
+            attempt = 0;
+            continue;
+        }
+        if (holds_page(p, here) == 0 && holds_page(p, there) == 1) { /* see [Note: moves] */
+            struct uffdio_range range = {(uintptr_t)there, SYSTEM_PAGE};
+            ioctl(p->uffd, UFFDIO_WAKE, &range);
+            *done += SYSTEM_PAGE;
+            attempt = 0;
+            continue;
+        }
         if (error != EAGAIN && error != EBUSY)
             return error;
-        if (attempt > 50)
-            usleep(50);
+        if (attempt++ == 0)
+            since = pager_now();
+        if (attempt < 50)
+            continue;
+        if (pager_now() - since > patience_s)
+            return EBUSY;
+        if (attempt % 50 == 0 && holds_page(p, here) == 1)
+            madvise(here, SYSTEM_PAGE, MADV_POPULATE_WRITE); /* out of swap, and nobody else's */
+        usleep(attempt < 1000 ? 50 : 1000);
     }
-    return EBUSY;
+    *done = bytes;
+    return 0;
 }
 
-int pool_install(struct pager *p, struct region *r)
+/* Move one page: all of it, or none and an errno. */
+static int move_page(struct pager *p, char *to, char *from, double patience_s)
 {
-    return pool_relocate(p, r, r->page, 0);
+    uint64_t done, back;
+    int error = move_span(p, to, from, p->page_bytes, patience_s, &done);
+    if (error && done && move_span(p, from, to, done, BACK_S, &back)) {
+        fprintf(stderr, "dynoffload: the kernel has moved half a page of a region and refuses to "
+                        "move it on or back: %s. The process ends here.\n", strerror(error));
+        abort();
+    }
+    return error;
 }
 
-int pool_withdraw(struct pager *p, struct region *r)
+int pool_install(struct pager *p, struct region *r, double patience_s)
 {
-    return pool_relocate(p, r, r->page, 1);
+    return pool_relocate(p, r, r->page, 0, patience_s);
+}
+
+int pool_withdraw(struct pager *p, struct region *r, double patience_s)
+{
+    return pool_relocate(p, r, r->page, 1, patience_s);
 }
 
 /* Move a region between slots and arena pages starting at `page`; all of it or nothing. */
-int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out)
+int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out, double patience_s)
 {
     char *at = p->base + (uint64_t)page * p->page_bytes;
     if (out)
@@ -123,23 +164,52 @@ int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out)
             r->slots[i] = p->vacant[--p->vacants];
     for (uint32_t i = 0; i < r->pages; i++) {
         char *slot = slot_address(p, r->slots[i]), *place = at + (uint64_t)i * p->page_bytes;
-        int error = out ? move_page(p, slot, place) : move_page(p, place, slot);
+        int error = out ? move_page(p, slot, place, patience_s)
+                        : move_page(p, place, slot, patience_s);
         if (!error)
             continue;
         while (i-- > 0) {
             slot = slot_address(p, r->slots[i]);
             place = at + (uint64_t)i * p->page_bytes;
-            if (out ? move_page(p, place, slot) : move_page(p, slot, place))
-                abort(); /* half a region in two places: nothing sane is left to do */
+            if (out ? move_page(p, place, slot, BACK_S) : move_page(p, slot, place, BACK_S)) {
+                fprintf(stderr, "dynoffload: the kernel has moved half of a region and refuses to "
+                                "move it on or back: %s. The process ends here.\n",
+                        strerror(error));
+                abort();
+            }
         }
         if (out)
-            for (uint32_t j = 0; j < r->pages; j++)
+            for (uint32_t j = r->pages; j-- > 0;)
                 p->vacant[p->vacants++] = r->slots[j];
+        else
+            r->dirty = 1; /* what was in place for a moment may have been written */
         return error;
     }
     if (!out)
         for (uint32_t i = 0; i < r->pages; i++)
             p->vacant[p->vacants++] = r->slots[i];
+    return 0;
+}
+
+/* For a region that ends while the kernel holds its pages: they are left to whoever holds them. */
+int pool_replace(struct pager *p, struct region *r)
+{
+    if (madvise(arena_address(p, r), (uint64_t)r->pages * p->page_bytes, MADV_DONTNEED))
+        return errno;
+    for (uint32_t i = 0; i < r->pages; i++) {
+        r->slots[i] = p->vacant[--p->vacants];
+        struct uffdio_zeropage zero = {
+            .range = {(uintptr_t)slot_address(p, r->slots[i]), p->page_bytes}};
+        while (ioctl(p->uffd, UFFDIO_ZEROPAGE, &zero)) {
+            if (errno != EAGAIN)
+                return errno;
+            if (zero.zeropage > 0) {
+                zero.range.start += (uint64_t)zero.zeropage;
+                zero.range.len -= (uint64_t)zero.zeropage;
+            }
+            zero.zeropage = 0;
+        }
+    }
     return 0;
 }
 
@@ -152,7 +222,11 @@ static void pool_grow(struct pager *p, uint32_t pages)
     uint64_t bytes = (uint64_t)count * p->page_bytes;
     struct uffdio_register reg = {.range = {(uintptr_t)from, bytes},
                                   .mode = UFFDIO_REGISTER_MODE_MISSING};
-    if (madvise(from, bytes, MADV_POPULATE_WRITE) || ioctl(p->uffd, UFFDIO_REGISTER, &reg)) {
+    int error;
+    do
+        error = madvise(from, bytes, MADV_POPULATE_WRITE);
+    while (error && (errno == EINTR || errno == EAGAIN));
+    if (error || ioctl(p->uffd, UFFDIO_REGISTER, &reg)) {
         fprintf(stderr, "dynoffload: the system refuses %llu bytes that the budget allows: %s. "
                         "Lower the budget. The process ends here.\n",
                 (unsigned long long)bytes, strerror(errno));

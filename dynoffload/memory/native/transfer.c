@@ -85,7 +85,7 @@ void transfer_end_wait(struct pager *p, uint32_t id)
     struct region *r = &p->regions[id];
     if (!r->waited)
         return;
-    r->waited = 0;
+    r->waited = r->asleep = 0;
     if (--p->waiting == 0)
         p->counters.stall_s += pager_now() - p->waiting_since;
     transfer_record(p, EVENT_STALL, BY_FAULT, id, r->waited_since, r->bytes);
@@ -103,17 +103,42 @@ void transfer_want(struct pager *p, uint32_t id)
     }
 }
 
+/* Nobody waits for it any more. Accesses that sleep on it are repeated, and ask again. */
+void transfer_unwant(struct pager *p, uint32_t id)
+{
+    struct region *r = &p->regions[id];
+    if (r->queued) {
+        uint32_t kept = p->urgent_head;
+        for (uint32_t i = p->urgent_head; i != p->urgent_tail; i++) {
+            uint32_t other = p->urgent[i % p->region_capacity];
+            if (other != id)
+                p->urgent[kept++ % p->region_capacity] = other;
+        }
+        p->urgent_tail = kept;
+        r->queued = 0;
+    }
+    transfer_end_wait(p, id);
+    r->asleep = 0;
+    pool_wake(p, r);
+    pthread_cond_broadcast(&p->done);
+}
+
+/* Tell those who called a function and wait for the region why it will not come. */
+static void refuse(struct pager *p, uint32_t id, int kind, int error, uint32_t culprit)
+{
+    p->regions[id].failure = (struct failure){kind, error, culprit};
+    transfer_unwant(p, id);
+}
+
 /* Put staged pages at their address. */
 int transfer_install(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
-    int error = pool_install(p, r);
-    for (int again = 0; error == EBUSY && r->waited && again < 100; again++)
-        error = pool_install(p, r); /* the kernel migrates or scans the page just now */
-    if (error && (r->waited || error != EBUSY)) {
+    int error = pool_install(p, r, r->asleep || r->waited || r->pins ? MOVE_SURELY_S : MOVE_SOON_S);
+    if (error && r->asleep) {
         fprintf(stderr,
-                "dynoffload: the kernel cannot move region %u into place: %s. A thread may be "
-                "asleep on it, so the process ends here.\n",
+                "dynoffload: the kernel cannot move region %u into place: %s. A thread is asleep "
+                "on it, so the process ends here.\n",
                 id, strerror(error));
         abort();
     }
@@ -121,7 +146,9 @@ int transfer_install(struct pager *p, uint32_t id)
         return error;
     r->state = RESIDENT;
     r->dirty = 1;
+    r->asleep = 0;
     r->stamp = ++p->clock;
+    p->progress++;
     if (r->prefetched) {
         r->prefetched = 0;
         p->counters.used_bytes += r->bytes;
@@ -138,6 +165,7 @@ static void leave(struct pager *p, struct region *r)
     }
     pool_free_slots(p, r);
     r->state = ABSENT;
+    p->progress++;
 }
 
 /* Forget the pages of a region that is not in flight. */
@@ -145,8 +173,11 @@ void transfer_drop(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
     if (r->state == RESIDENT) {
-        if (pool_withdraw(p, r))
-            abort(); /* a dying region whose pages are pinned by the kernel */
+        if (pool_withdraw(p, r, MOVE_SOON_S) && pool_replace(p, r)) {
+            fprintf(stderr, "dynoffload: the kernel cannot take the pages of region %u back: %s. "
+                            "The process ends here.\n", id, strerror(errno));
+            abort();
+        }
         r->state = STAGED;
     }
     if (r->state == STAGED)
@@ -156,10 +187,11 @@ void transfer_drop(struct pager *p, uint32_t id)
     pthread_cond_signal(&p->work);
 }
 
-static void failed(struct pager *p, uint32_t id, int error)
+static void failed(struct pager *p, uint32_t id, int error, int is_write)
 {
     p->counters.error = error;
     p->counters.error_region = id;
+    p->counters.error_is_write = is_write;
 }
 
 /* Evict a region that is resident or staged. Drops the mutex while it writes. */
@@ -167,7 +199,7 @@ static void evict(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
     if (r->state == RESIDENT) {
-        if (pool_withdraw(p, r)) {
+        if (pool_withdraw(p, r, MOVE_SOON_S)) {
             r->busy = 1;
             return;
         }
@@ -177,14 +209,18 @@ static void evict(struct pager *p, uint32_t id, int cause)
         double start = pager_now();
         r->state = WRITING;
         p->writing += r->pages;
+        p->moving++;
         pthread_mutex_unlock(&p->mutex);
         int error = transfer_io(p, r, 1);
         pthread_mutex_lock(&p->mutex);
         p->writing -= r->pages;
+        p->moving--;
+        p->write_error = error;
+        p->write_region = id;
         r->state = STAGED;
         if (error) { /* what could not be written stays; the owner is told */
             r->busy = 1;
-            failed(p, id, error);
+            failed(p, id, error, 1);
         } else {
             r->dirty = 0;
             r->has_copy = 1;
@@ -192,7 +228,7 @@ static void evict(struct pager *p, uint32_t id, int cause)
             transfer_record(p, EVENT_EVICT, cause, id, start, r->bytes);
         }
     }
-    if (r->waited && !r->locked)
+    if ((r->waited || r->asleep) && !r->locked)
         transfer_install(p, id);
     else if (!r->busy && !r->pins)
         leave(p, r);
@@ -209,24 +245,28 @@ static void fetch(struct pager *p, uint32_t id, int cause)
     if (r->has_copy) {
         double start = pager_now();
         int error = 0;
+        p->moving++;
         pthread_mutex_unlock(&p->mutex);
         for (int attempt = 0; attempt < 3; attempt++)
             if (!(error = transfer_io(p, r, 0)))
                 break;
         pthread_mutex_lock(&p->mutex);
+        p->moving--;
+        if (error && r->asleep) {
+            fprintf(stderr,
+                    "dynoffload: cannot read %llu bytes of region %u back from the spill file: %s. "
+                    "A thread sleeps until it has them, so the process ends here; the last saved "
+                    "checkpoint is not touched.\n",
+                    (unsigned long long)r->bytes, id, strerror(error));
+            abort();
+        }
         if (error) {
-            failed(p, id, error);
-            if (r->waited) {
-                fprintf(stderr,
-                        "dynoffload: cannot read %llu bytes of region %u back from the spill file: "
-                        "%s. A thread needs them to go on, so the process ends here; the state of "
-                        "the last saved checkpoint is not touched.\n",
-                        (unsigned long long)r->bytes, id, strerror(error));
-                abort();
-            }
             r->state = STAGED;
             leave(p, r);
-            pthread_cond_broadcast(&p->done);
+            if (r->waited)
+                refuse(p, id, FAILED_READ, error, id);
+            else
+                failed(p, id, error, 0);
             return;
         }
         p->counters.bytes_in += r->bytes;
@@ -239,7 +279,8 @@ static void fetch(struct pager *p, uint32_t id, int cause)
     r->state = STAGED;
     r->dirty = 0;
     r->stamp = ++p->clock;
-    if (r->waited && !r->locked)
+    p->progress++;
+    if ((r->waited || r->asleep) && !r->locked)
         transfer_install(p, id);
     pthread_cond_broadcast(&p->done);
     pthread_cond_broadcast(&p->work);
@@ -270,6 +311,50 @@ static int serve_urgent(struct pager *p)
         return 0; /* all is pinned or in flight: somebody will let go */
     evict(p, victim, BY_ROOM);
     return 1;
+}
+
+/* Called often; looks once a second. See [Note: no room]. */
+void transfer_watch(struct pager *p)
+{
+    double now = pager_now();
+    if (now - p->watched_at < 1.0)
+        return;
+    p->watched_at = now;
+    if (p->urgent_head == p->urgent_tail || p->progress != p->watched) {
+        p->watched = p->progress;
+        p->stuck = 0;
+        return;
+    }
+    struct region *first = &p->regions[p->urgent[p->urgent_head % p->region_capacity]];
+    if (p->moving || pager_room(p) >= first->pages || plan_victim(p, -1) != NO_REGION)
+        return; /* there is something that can be done, and workers for it */
+    p->stuck++;
+    int out_of_patience = p->stuck > p->patience;
+    for (uint32_t i = p->urgent_head; i != p->urgent_tail;) {
+        uint32_t id = p->urgent[i % p->region_capacity];
+        struct region *r = &p->regions[id];
+        if (r->asleep && out_of_patience) {
+            fprintf(stderr,
+                    "dynoffload: a thread sleeps until %llu bytes of region %u are in memory, but "
+                    "of the pool of %llu bytes only %llu are free and nothing can leave: %s. The "
+                    "process ends here; the last saved checkpoint is not touched.\n",
+                    (unsigned long long)r->bytes, id,
+                    (unsigned long long)(p->pool_pages * p->page_bytes),
+                    (unsigned long long)(pager_room(p) * p->page_bytes),
+                    p->write_error ? strerror(p->write_error)
+                                   : "all is in use at once; raise the budget");
+            abort();
+        }
+        if (!r->asleep && p->write_error && p->stuck > 1)
+            refuse(p, id, FAILED_WRITE, p->write_error, p->write_region);
+        else if (!r->asleep && out_of_patience)
+            refuse(p, id, FAILED_PINNED, EDEADLK, id);
+        else
+            i++;
+    }
+    for (uint32_t i = 0; i < p->region_high; i++)
+        p->regions[i].busy = 0; /* what could not leave then may leave now */
+    pthread_cond_broadcast(&p->work);
 }
 
 void *transfer_worker(void *context)

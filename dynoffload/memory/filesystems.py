@@ -1,0 +1,45 @@
+"""Which file system a directory lies on, and whether that one is memory itself.
+
+What it is: a reader of the mount table. What it is not: an opinion; who spills there decides.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+"""File systems that keep their files in memory: spilling to them frees nothing."""
+
+
+def mounts(root: Path = Path("/")) -> list[tuple[list[str], list[str]]]:
+    """Return /proc/self/mountinfo under ``root``: each line's fields before and after its
+    separator, unescaped; empty where there is none."""
+    try:
+        lines = (root / "proc/self/mountinfo").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = []
+    for line in lines:
+        before, separator, after = line.partition(" - ")
+        fields = [field.replace("\\040", " ").replace("\\011", "\t") for field in before.split()]
+        if separator and len(fields) >= 5 and after.split():
+            found.append((fields, after.split()))
+    return found
+
+
+def mount_of(directory: Path, root: Path = Path("/")) -> tuple[str, str]:
+    """Return the type and the mount point of the file system that holds ``directory``."""
+    place = os.path.realpath(directory)
+    kind, mount = "unknown", "/"
+    for fields, after in mounts(root):
+        point = fields[4]
+        inside = place == point or place.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(mount):  # of mounts on one point the last is seen
+            kind, mount = after[0], point
+    return kind, mount
+
+
+def filesystem_of(directory: Path) -> str:
+    """Return the type of the file system that holds ``directory``, e.g. ``"ext4"``."""
+    return mount_of(directory)[0]

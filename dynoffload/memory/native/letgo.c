@@ -1,0 +1,150 @@
+/* Making a thread that waits for a locked region let go of the interpreter's lock: see
+ * [Note: letting go]. */
+#include "pager.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* An open pager, as the handler finds it. Readers are never freed, only used again. */
+struct reader {
+    struct pager *pager; /* NULL: closed */
+    uint32_t handlers;   /* looking at it now */
+    struct reader *next;
+};
+
+static struct reader *readers;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of who opens and closes */
+static int let_go_signal; /* 0: there is no interpreter, or no signal to spare */
+static int (*holds_lock)(void);
+static void *(*let_go)(void);
+static void (*take_again)(void *);
+
+static long futex(uint32_t *word, int operation, uint32_t value)
+{
+    return syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, NULL, NULL, 0);
+}
+
+/* Whether the region at `address` is as locked as it was; `*locks` is 0 at first. */
+static int still_locked(struct reader *reader, uint64_t address, uint32_t *locks)
+{
+    struct pager *p = __atomic_load_n(&reader->pager, __ATOMIC_SEQ_CST);
+    uint64_t page = p ? (address - (uintptr_t)p->base) / p->page_bytes : 0;
+    if (!p || address < (uintptr_t)p->base || page >= p->arena_pages)
+        return 0;
+    uint32_t id = __atomic_load_n(&p->owner[page], __ATOMIC_SEQ_CST);
+    if (!id)
+        return 0;
+    struct region *r = &p->regions[id - 1];
+    uint32_t now = __atomic_load_n(&r->locks, __ATOMIC_SEQ_CST);
+    if (!*locks)
+        *locks = now;
+    return __atomic_load_n(&r->locked, __ATOMIC_SEQ_CST) && now == *locks;
+}
+
+/* Sleep while the region at `address` is locked; what is to be taken again, NULL if it was not. */
+static void *wait_unlocked(struct reader *reader, uint64_t address)
+{
+    uint32_t locks = 0;
+    void *state = NULL;
+    while (still_locked(reader, address, &locks)) {
+        struct pager *p = __atomic_load_n(&reader->pager, __ATOMIC_SEQ_CST);
+        uint32_t seen = p ? __atomic_load_n(&p->unlocks, __ATOMIC_SEQ_CST) : 0;
+        if (!still_locked(reader, address, &locks))
+            break;
+        if (!state)
+            state = let_go();
+        futex(&p->unlocks, FUTEX_WAIT, seen);
+    }
+    return state;
+}
+
+static void on_let_go(int number, siginfo_t *info, void *context)
+{
+    (void)number, (void)context;
+    if (info->si_code != SI_QUEUE || info->si_pid != getpid() || !holds_lock())
+        return;
+    int error = errno;
+    void *state = NULL;
+    struct reader *reader = __atomic_load_n(&readers, __ATOMIC_SEQ_CST);
+    for (; reader && !state; reader = reader->next) {
+        __atomic_add_fetch(&reader->handlers, 1, __ATOMIC_SEQ_CST);
+        state = wait_unlocked(reader, (uintptr_t)info->si_value.sival_ptr);
+        __atomic_sub_fetch(&reader->handlers, 1, __ATOMIC_SEQ_CST);
+    }
+    if (state)
+        take_again(state); /* at the end of the interpreter this may not return */
+    errno = error;
+}
+
+/* Find the interpreter and a signal that nobody uses. */
+static void find_signal(void)
+{
+    struct sigaction now, ours = {.sa_sigaction = on_let_go, .sa_flags = SA_SIGINFO | SA_RESTART};
+    if (let_go_signal && !sigaction(let_go_signal, NULL, &now) && now.sa_sigaction == on_let_go)
+        return;
+    let_go_signal = 0; /* somebody has taken it */
+    *(void **)&holds_lock = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    *(void **)&let_go = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+    *(void **)&take_again = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+    for (int number = SIGRTMAX - 2;
+         !let_go_signal && holds_lock && let_go && take_again && number > SIGRTMIN; number--) {
+        if (sigaction(number, NULL, &now) || now.sa_handler != SIG_DFL)
+            continue;
+        if (sigaction(number, &ours, NULL) == 0)
+            let_go_signal = number;
+    }
+}
+
+int letgo_enter(struct pager *p)
+{
+    pthread_mutex_lock(&mutex);
+    find_signal();
+    struct reader *reader = readers;
+    while (reader && reader->pager)
+        reader = reader->next;
+    if (!reader && (reader = calloc(1, sizeof *reader))) {
+        reader->next = readers;
+        __atomic_store_n(&readers, reader, __ATOMIC_SEQ_CST);
+    }
+    if (reader)
+        __atomic_store_n(&reader->pager, p, __ATOMIC_SEQ_CST);
+    p->reader = reader;
+    pthread_mutex_unlock(&mutex);
+    return reader ? 0 : ENOMEM;
+}
+
+/* From now on no handler looks at the pager. */
+void letgo_leave(struct pager *p)
+{
+    if (!p->reader)
+        return;
+    __atomic_store_n(&p->reader->pager, NULL, __ATOMIC_SEQ_CST);
+    letgo_unlocked(p);
+    while (__atomic_load_n(&p->reader->handlers, __ATOMIC_SEQ_CST))
+        sched_yield();
+    p->reader = NULL;
+}
+
+void letgo_unlocked(struct pager *p)
+{
+    __atomic_add_fetch(&p->unlocks, 1, __ATOMIC_SEQ_CST);
+    futex(&p->unlocks, FUTEX_WAKE, INT_MAX);
+}
+
+void letgo_tell(uint32_t thread, uint64_t address)
+{
+    if (!let_go_signal)
+        return;
+    siginfo_t info = {.si_code = SI_QUEUE, .si_signo = let_go_signal};
+    info.si_pid = getpid();
+    info.si_uid = getuid();
+    info.si_value.sival_ptr = (void *)(uintptr_t)address;
+    syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, let_go_signal, &info);
+}

@@ -1,0 +1,131 @@
+/* The beginning and the end of a pager. */
+#include "pager.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+static void destroy(struct pager *p)
+{
+    pool_unmap(p);
+    if (p->uffd >= 0)
+        close(p->uffd);
+    if (p->pagemap >= 0)
+        close(p->pagemap);
+    for (int i = 0; i < 2; i++)
+        if (p->stop_pipe[i] >= 0)
+            close(p->stop_pipe[i]);
+    for (uint32_t i = 0; p->regions && i < p->region_capacity; i++)
+        free(p->regions[i].slots);
+    plan_clear(p);
+    free(p->owner);
+    free(p->full);
+    free(p->vacant);
+    free(p->regions);
+    free(p->urgent);
+    free(p->handed);
+    free(p->events);
+    free(p->workers);
+    free(p);
+}
+
+/* End whatever threads were started; the fault thread last, as others may sleep until it serves. */
+static void stop(struct pager *p)
+{
+    pthread_mutex_lock(&p->mutex);
+    p->stopping = 1;
+    pthread_cond_broadcast(&p->work);
+    pthread_cond_broadcast(&p->hand);
+    while (p->serving) /* whoever is in pager_handed leaves before its memory goes */
+        pthread_cond_wait(&p->done, &p->mutex);
+    pthread_mutex_unlock(&p->mutex);
+    for (uint32_t i = 0; i < p->worker_count; i++)
+        pthread_join(p->workers[i], NULL);
+    if (!p->fault_started)
+        return;
+    if (write(p->stop_pipe[1], "", 1) != 1)
+        abort();
+    pthread_join(p->fault_thread, NULL);
+}
+
+/* 1 if the pager can work here with full rights, 2 in user mode only, else -errno. */
+API int pager_probe(void)
+{
+    int user_mode_only, fd = fault_open(&user_mode_only);
+    if (fd < 0)
+        return fd;
+    close(fd);
+    return user_mode_only ? 2 : 1;
+}
+
+/* A new pager over `fd`, or NULL with `*error` set. Sizes are in pages of `page_bytes`. */
+API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, uint32_t pool_pages,
+                             uint32_t region_capacity, uint32_t workers, int record, int *error)
+{
+    struct pager *p = calloc(1, sizeof *p);
+    if (!p) {
+        *error = ENOMEM;
+        return NULL;
+    }
+    int user_mode_only;
+    *p = (struct pager){.patience = PATIENCE, .page_bytes = page_bytes, .arena_pages = arena_pages,
+                        .pool_pages = pool_pages, .region_capacity = region_capacity, .fd = fd,
+                        .pagemap = -1, .stop_pipe = {-1, -1}, .record = record};
+    p->owner = calloc(arena_pages, sizeof *p->owner);
+    p->full = calloc(pool_pages, sizeof *p->full);
+    p->vacant = calloc(pool_pages, sizeof *p->vacant);
+    p->regions = calloc(region_capacity, sizeof *p->regions);
+    p->urgent = calloc(region_capacity, sizeof *p->urgent);
+    p->handed = calloc(region_capacity, sizeof *p->handed);
+    p->events = calloc(EVENT_CAPACITY, sizeof *p->events);
+    p->workers = calloc(workers, sizeof *p->workers);
+    p->uffd = fault_open(&user_mode_only);
+    p->pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    *error = ENOMEM;
+    if (!p->owner || !p->full || !p->vacant || !p->regions || !p->urgent || !p->handed ||
+        !p->events || !p->workers)
+        goto failed;
+    if (p->uffd < 0) {
+        *error = -p->uffd;
+        goto failed;
+    }
+    if (pipe2(p->stop_pipe, O_CLOEXEC)) {
+        *error = errno;
+        goto failed;
+    }
+    if ((*error = pool_map(p)))
+        goto failed;
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_cond_init(&p->work, NULL);
+    pthread_cond_init(&p->done, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&p->hand, &monotonic);
+    sigset_t all, before; /* signals belong to the interpreter's threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    *error = pthread_create(&p->fault_thread, NULL, fault_serve, p);
+    p->fault_started = !*error;
+    for (uint32_t i = 0; !*error && i < workers; i++)
+        if (!(*error = pthread_create(&p->workers[i], NULL, transfer_worker, p)))
+            p->worker_count++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!*error && !(*error = letgo_enter(p)))
+        return p;
+    stop(p);
+failed:
+    destroy(p);
+    return NULL;
+}
+
+/* End the threads and unmap everything: no tensor may use the arena any more. */
+API void pager_close(struct pager *p)
+{
+    letgo_leave(p);
+    stop(p);
+    destroy(p);
+}

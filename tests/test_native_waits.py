@@ -1,0 +1,275 @@
+"""The pager's waits end: by bytes, by an error that names the remedy, or with the process."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from devices import SMALL, eventually, filled, holds, needs_pager, opened, script, view
+
+from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.memory.pager import Pager
+
+pytestmark = needs_pager
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Pager]:
+    """Return a pager of 8 small pages that is patient for a second."""
+    with opened("pager", 8 * SMALL, SMALL, tmp_path) as made:
+        assert isinstance(made, Pager)
+        made._native.pager_set_patience(made._handle, 1)
+        yield made
+
+
+def three(device: Pager) -> tuple[int, int, int]:
+    """Return three filled regions of half the pool each; the first is absent."""
+    a, b, c = (device.allocate(4 * SMALL) for _ in range(3))
+    filled(device, [a, b, c])
+    assert device.resident() == [b, c]
+    return a, b, c
+
+
+# No room
+
+
+def test_an_acquire_ends_when_all_is_pinned(device: Pager) -> None:
+    a, b, c = three(device)
+    device.acquire([b, c], pin=True)
+    with pytest.raises(BudgetError, match=r"16\.00 KiB.*32\.00 KiB is pinned; raise the budget"):
+        device.acquire([a], pin=True)
+    device.unpin([b])
+    device.acquire([a])
+    assert device.resident() == [a, c]
+    device.unpin([c])
+    filled(device, [b, c])  # no pin was left on a
+    assert a not in device.resident()
+
+
+def test_an_acquire_waits_for_a_pin_that_goes(device: Pager) -> None:
+    a, b, c = three(device)
+    device._native.pager_set_patience(device._handle, 60)
+    device.acquire([b, c], pin=True)
+    timer = threading.Timer(2.5, lambda: device.unpin([b]))
+    timer.start()
+    device.acquire([a])
+    assert holds(device, a)
+    device.unpin([c])
+    timer.join()
+
+
+def test_an_access_ends_the_process_when_all_stays_pinned(tmp_path: Path) -> None:
+    found = script(
+        """
+        import faulthandler
+        faulthandler.disable()
+        device = Pager(8 * SMALL, SMALL, Path(sys.argv[1]), threads=2)
+        device._native.pager_set_patience(device._handle, 1)
+        a, b, c = (device.allocate(4 * SMALL) for _ in range(3))
+        filled(device, [a, b, c])
+        device.acquire([b, c], pin=True)
+        print(int(view(device, a)[0]))
+        """,
+        tmp_path,
+    )
+    assert found.returncode == -6
+    assert found.stdout == ""
+    assert "16384 bytes of region 0" in found.stderr
+    assert "32768 bytes only 0 are free" in found.stderr
+    assert "raise the budget" in found.stderr
+
+
+def test_an_access_waits_for_the_disk_to_have_room_again(tmp_path: Path) -> None:
+    found = script(
+        """
+        import resource, threading
+        device = Pager(8 * SMALL, SMALL, Path(sys.argv[1]), threads=2)
+        a, b, c = (device.allocate(4 * SMALL) for _ in range(3))
+        filled(device, [a, b, c])
+        def refuse(refused):
+            limit = 0 if refused else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        refuse(True)
+        threading.Timer(2.5, lambda: refuse(False)).start()
+        assert holds(device, a)
+        device.acquire([b, c])
+        assert holds(device, b) and holds(device, c)
+        print("whole")
+        """,
+        tmp_path,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "whole\n"
+
+
+# What cannot be read back
+
+
+def test_an_acquire_of_what_cannot_be_read_raises(device: Pager) -> None:
+    a, c, b = (device.allocate(4 * SMALL) for _ in range(3))
+    filled(device, [b, a, c])  # evicting the others will not make the file long enough for b
+    os.ftruncate(device._spill.fd, 0)
+    for _ in range(2):
+        with pytest.raises(
+            SpillError, match=rf"region {b} \(16\.00 KiB\) back.*spill_dir="
+        ) as told:
+            device.acquire([b], pin=True)
+        assert told.value.errno == errno.EIO
+    device.counters()  # it has been told already
+    assert holds(device, a)
+    assert holds(device, c)
+    device.discard(b)
+    filled(device, [b])
+    assert holds(device, b)
+
+
+def test_showing_shows_all_or_none(device: Pager) -> None:
+    a, c, b = (device.allocate(4 * SMALL) for _ in range(3))
+    filled(device, [b, a, c])
+    high, starts = device._extents.high, list(device._extents._starts)
+    os.ftruncate(device._spill.fd, 0)
+    device.lock([c, b])
+    with pytest.raises(SpillError, match="cannot read region"):
+        device.show([c, b])
+    assert device._aliases == {}
+    assert device._extents._starts == starts
+    assert device._extents.high > high  # it had been shown
+    device.unlock([c, b])
+    assert holds(device, c)
+    device.discard(b)
+    filled(device, [b, a, c])
+    assert all(holds(device, region) for region in (b, a, c))  # no pin was left behind
+
+
+def test_showing_without_room_for_addresses_shows_none(
+    device: Pager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = device.allocate(SMALL), device.allocate(SMALL)
+    filled(device, [a, b])
+    device.lock([a, b])
+    take, taken = device._take, []
+
+    def full(pages: int) -> int:
+        if taken:
+            raise BudgetError("the arena has no 1 pages in a row left")
+        taken.append(take(pages))
+        return taken[0]
+
+    monkeypatch.setattr(device, "_take", full)
+    with pytest.raises(BudgetError, match="in a row"):
+        device.show([a, b])
+    assert device._aliases == {}
+    device.unlock([a, b])
+    assert holds(device, a)
+    assert holds(device, b)
+
+
+# Regions that end while somebody waits
+
+
+def _stalled(device: Pager, region: int) -> float:
+    before = device.counters().stall_s
+    assert holds(device, region)
+    return device.counters().stall_s - before
+
+
+def test_a_region_released_while_waited_for_leaves_the_counting_right(device: Pager) -> None:
+    a, b, c = three(device)
+    device._native.pager_set_patience(device._handle, 60)
+    device.acquire([b, c], pin=True)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            device.acquire([a])
+        except BackendError as error:
+            told.append(error)
+
+    stalls = device.counters().stalls
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert eventually(lambda: device.counters().stalls > stalls)
+    device.release(a)
+    thread.join(20)
+    assert len(told) == 1
+    device.unpin([b, c])
+    d = device.allocate(4 * SMALL)
+    filled(device, [d])
+    absent = b if b not in device.resident() else c
+    assert _stalled(device, absent) > 0
+
+
+def test_a_region_discarded_under_its_lock_lets_its_readers_go(device: Pager) -> None:
+    region = device.allocate(3 * SMALL)
+    filled(device, [region])
+    device.lock([region])
+    seen: list[int] = []
+    mine = view(device, region)
+    reader = threading.Thread(
+        target=lambda: seen.append(int(mine.sum(dtype=torch.int64))), daemon=True
+    )
+    reader.start()
+    assert device.handed(10.0) == region
+    time.sleep(0.05)
+    assert seen == []
+    device.discard(region)
+    reader.join(20)
+    assert len(seen) == 1
+
+
+def test_a_failed_lock_locks_nothing(device: Pager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page in a driver's hands cannot be withdrawn; see also the pages that are released so."""
+    ring = _Ring()
+    a, b = device.allocate(SMALL), device.allocate(SMALL)
+    filled(device, [a, b])
+    ring.hold(device.storage(b).data_ptr(), SMALL)
+    with pytest.raises(BackendError, match="the kernel holds pages of region"):
+        device.lock([a, b])
+    device.acquire([a, b])
+    assert holds(device, a)
+    assert holds(device, b)
+    ring.close()
+    device.lock([a, b])
+    device.unlock([a, b])
+    assert holds(device, b)
+
+
+def test_a_region_can_end_while_a_driver_holds_its_pages(device: Pager) -> None:
+    ring = _Ring()
+    a = device.allocate(3 * SMALL)
+    filled(device, [a])
+    ring.hold(device.storage(a).data_ptr(), 3 * SMALL)
+    device.discard(a)
+    assert device.resident() == []
+    regions = [device.allocate(4 * SMALL) for _ in range(4)]
+    filled(device, regions)
+    assert all(holds(device, region) for region in regions)
+    ring.close()
+    device.release(a)
+
+
+class _Ring:
+    """An io_uring: memory registered with it is pinned until it is closed."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._libc.syscall(425, 4, ctypes.create_string_buffer(120))
+        if self._fd < 0:
+            pytest.skip("there is no io_uring here")
+
+    def hold(self, address: int, nbytes: int) -> None:
+        """Pin ``nbytes`` at ``address``."""
+        vector = (ctypes.c_uint64 * 2)(address, nbytes)
+        if self._libc.syscall(427, self._fd, 0, vector, 1):
+            pytest.skip("io_uring takes no buffers here")
+
+    def close(self) -> None:
+        """Let go."""
+        os.close(self._fd)
