@@ -39,6 +39,9 @@ class OffloadConfig:
             all. Prefetch that loses against on-demand goes off by itself, and says so.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
             its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
+        draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward
+            already, and count if nothing they depend on changes until ``step()``; where updates are
+            deferred. It spreads the traffic over the phases; 0 makes all in the forward after.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
             takes the largest that pads the parameters little and leaves the pool 40 pages.
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
@@ -55,6 +58,7 @@ class OffloadConfig:
     backend: str = "auto"
     policy: str = "pilot"
     defer_updates: str = "auto"
+    draft_share: float = 0.5
     page_bytes: int | None = None
     min_paged_bytes: int | None = None
     step_aside: bool = True
@@ -77,6 +81,8 @@ class OffloadConfig:
             raise ConfigError(f"page_bytes={page} is not a power of two between 4096 and {2 * MiB}")
         if self.min_paged_bytes is not None and self.min_paged_bytes < 1:
             raise ConfigError(f"min_paged_bytes={self.min_paged_bytes} must be at least 1")
+        if not 0 <= self.draft_share <= 1:
+            raise ConfigError(f"draft_share={self.draft_share} is not a share between 0 and 1")
         if not 1 <= self.io_threads <= 16:
             raise ConfigError(f"io_threads={self.io_threads} must be from 1 to 16")
         if self.heap_slack_bytes < 0:

@@ -126,6 +126,28 @@ class Device(Protocol):
     def hide(self, regions: Sequence[int]) -> None:
         """End `show`; the bytes are the regions' own again."""
 
+    def twin(self, region: int) -> int:
+        """Return a new region of the size of ``region``, with which it can trade contents."""
+
+    def withdraw(self, regions: Sequence[int]) -> list[int]:
+        """Take regions from where they can be accessed, and return their `visits`."""
+
+    def visits(self, regions: Sequence[int]) -> list[int]:
+        """Return how often each region was where it can be accessed; only where `guarded`.
+
+        A region withdrawn, and not visited since, was neither seen nor changed by anybody.
+        """
+
+    def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
+        """Give each region's bytes in fast memory to its empty twin, without a copy.
+
+        The region keeps its content below. Returns False, and does nothing, if one of them is not
+        in fast memory, was visited, or was modified.
+        """
+
+    def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
+        """Let each region and its twin trade contents, wherever they are; moves no byte."""
+
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """Prefetch and evict by ``schedule`` from position 0 on."""
 

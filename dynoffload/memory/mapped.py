@@ -210,6 +210,22 @@ class MappedFile(Places):
         """Refuse: nothing is guarded here."""
         _refuse()
 
+    def withdraw(self, regions: Sequence[int]) -> list[int]:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
+    def visits(self, regions: Sequence[int]) -> list[int]:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
+    def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
+    def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
+        """Refuse: nothing is guarded here."""
+        _refuse()
+
     # The plan
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:

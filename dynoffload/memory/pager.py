@@ -188,6 +188,40 @@ class Pager(Places):
             self._native.pager_hide(self._handle, region, alias)
             self._give(alias, self._places[region].pages)
 
+    def withdraw(self, regions: Sequence[int]) -> list[int]:
+        """See `Device.withdraw`.
+
+        Raises:
+            BackendError: the kernel holds a region's pages.
+        """
+        ids, failure, visits = _ids(regions), native_pager.NativeFailure(), _ids(regions)
+        if self._native.pager_withdraw(self._handle, ids, len(ids), visits, ctypes.byref(failure)):
+            raise self._failed(failure, regions)
+        return list(visits)
+
+    def visits(self, regions: Sequence[int]) -> list[int]:
+        """See `Device.visits`."""
+        ids, visits = _ids(regions), _ids(regions)
+        self._native.pager_visits(self._handle, ids, len(ids), visits)
+        return list(visits)
+
+    def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
+        """See `Device.lend`."""
+        ids = _ids(regions)
+        return bool(self._native.pager_lend(self._handle, ids, _ids(twins), len(ids)))
+
+    def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
+        """See `Device.exchange`.
+
+        Raises:
+            BackendError: the kernel holds a region's pages; nothing was exchanged.
+        """
+        ids, failure = _ids(regions), native_pager.NativeFailure()
+        if self._native.pager_exchange(
+            self._handle, ids, _ids(twins), len(ids), ctypes.byref(failure)
+        ):
+            raise self._failed(failure, regions)
+
     def _failed(
         self, failure: native_pager.NativeFailure, regions: Sequence[int]
     ) -> DynOffloadError:

@@ -62,6 +62,10 @@ class Places(ABC):
         self._places: dict[int, Place] = {}
         self._owners = np.full(1024, -1, dtype=np.int32)  # region of each arena page
         self._storages: dict[int, torch.UntypedStorage] = {}
+        # Twins' contents may lie in each other's place of the file: both places stay until both
+        # have ended.
+        self._twins: dict[int, int] = {}
+        self._left: dict[int, Place] = {}  # by a twin that has ended to the one that has not
         # Reentrant: an object that dies while a place is taken may release a region.
         self._placing = threading.RLock()
 
@@ -113,6 +117,13 @@ class Places(ABC):
             self._owners[page : page + pages] = region
             return region
 
+    def twin(self, region: int) -> int:
+        """See `Device.twin`."""
+        other = self.allocate(self._places[region].nbytes)
+        with self._placing:
+            self._twins[region], self._twins[other] = other, region
+        return other
+
     def _check_room(self, regions: Sequence[int]) -> None:
         """Refuse regions that can never be present together."""
         if len(regions) > 1:
@@ -139,9 +150,15 @@ class Places(ABC):
         self._dismiss(region)
         with self._placing:
             self._storages.pop(region, None)
-            page, pages, _ = self._places.pop(region)
-            self._owners[page : page + pages] = -1
-            self._extents.give(page, pages)
+            place = self._places.pop(region)
+            self._owners[place.page : place.page + place.pages] = -1
+            twin = self._twins.pop(region, None)
+            if twin in self._places:
+                self._left[twin] = place
+            else:
+                for ended in (place, self._left.pop(region, None)):
+                    if ended is not None:
+                        self._extents.give(ended.page, ended.pages)
             self._free_ids.append(region)
 
     def storage(self, region: int) -> torch.UntypedStorage:

@@ -224,14 +224,12 @@ class Activations:
             index = self._free.pop()
             chunk = Chunk(index, self._regions[index], self.chunk_bytes)
         self.on_open(chunk)
-        self.device.acquire([chunk.region])
+        self.device.acquire([chunk.region], pin=True)  # until it is shut: no plan knows when
         return chunk
 
     def _place(self, nbytes: int) -> tuple[Chunk, int]:
         if nbytes > self.chunk_bytes:
-            chunk = self._open(nbytes)
-            chunk.open = False
-            return chunk, 0
+            return self._open(nbytes), 0
         chunk_or_none = self._current
         if chunk_or_none is None or chunk_or_none.filled + nbytes > chunk_or_none.size:
             if chunk_or_none is not None:
@@ -243,6 +241,7 @@ class Activations:
 
     def _shut(self, chunk: Chunk) -> None:
         chunk.open = False
+        self.device.unpin([chunk.region])
         if chunk.live == 0:
             self._drop(chunk)
 
@@ -323,6 +322,8 @@ class Activations:
                 self._entries[key] = weakref.ref(entry)
             else:
                 view_of(ours, tensor, offset // tensor.element_size()).copy_(tensor)
+        if chunk.index < 0:
+            self._shut(chunk)
         self.saved_bytes += nbytes
         return Packed(tensor, entry, offset_of(tensor) if whole else 0)
 

@@ -18,7 +18,7 @@ from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import NextUse, Policy, Schedule
 from dynoffload.runtime.activations import Activations, Chunk
-from dynoffload.runtime.reference import Reference, Visit
+from dynoffload.runtime.reference import NONE, Chosen, Reference, Visit
 from dynoffload.runtime.store import Slot
 from dynoffload.runtime.units import Unit
 from dynoffload.runtime.updates import Updates
@@ -82,8 +82,7 @@ class Migrator:
             visits = self._with_chunks(order)
             reference = Reference()
             reference.add_forward(visits, self._is_pending)
-            reference.add_backward(visits, _has_gradient)
-            reference.add_forward([Visit(unit) for unit in order], _will_pend, ahead=True)
+            self._add_backward(reference, visits, order)
             self._follow(reference)
 
     @property
@@ -144,9 +143,22 @@ class Migrator:
         visits, self._outstanding = self._outstanding, []
         if self.prefetch and visits:
             reference = Reference()
-            reference.add_backward(visits, _has_gradient)
-            reference.add_forward([Visit(unit) for unit in self.last_order], _will_pend, ahead=True)
+            self._add_backward(reference, visits, self.last_order)
             self._follow(reference)
+
+    def _add_backward(
+        self, reference: Reference, visits: Sequence[Visit], order: Sequence[Unit]
+    ) -> None:
+        """Add the backward over ``visits``, and the next forward, of ``order``."""
+        drafted: Chosen = NONE
+        if self._updates is not None and self._updates.drafts is not None:
+            # A gradient is complete with the first visit of its unit, which comes last.
+            units = dict.fromkeys(visit.unit for visit in visits)
+            slots = [slot for unit in reversed(units) for slot in unit.slots]
+            drafted = self._updates.drafts.choose(slots)
+        reference.add_backward(visits, _has_gradient, drafted)
+        ahead = [Visit(unit) for unit in order]
+        reference.add_forward(ahead, _will_pend, ahead=True, drafted=drafted)
 
     def _follow(self, reference: Reference) -> None:
         highest = max(

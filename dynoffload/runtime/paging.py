@@ -26,6 +26,7 @@ from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.pager import Pager, probe
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.activations import Activations
+from dynoffload.runtime.drafts import Drafts
 from dynoffload.runtime.forecast import Forecast
 from dynoffload.runtime.hooks import Hooks
 from dynoffload.runtime.migrator import Migrator
@@ -134,6 +135,15 @@ class Paging:
             self.updates = Updates(
                 optimizer, self.store, self.device, defer=defer, on_step=self._end_step
             )
+            if defer and self.device.guarded:
+                self.updates.drafts = Drafts(
+                    optimizer,
+                    self.store,
+                    self.device,
+                    capacity=sizing.pool_bytes - sizing.reserve_bytes,
+                    share=config.draft_share,
+                    run=self.updates.run_on,
+                )
             self._undo.callback(self._end_guard)
             self._undo.callback(self.updates.close)
             self.updates.adopt_all()
@@ -177,6 +187,8 @@ class Paging:
 
     def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._on_phase("forward")
+        if self.updates is not None and self.updates.drafts is not None:
+            self.updates.drafts.begin_forward()
         order = self._forecast.begin(args, kwargs)
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)
@@ -193,6 +205,8 @@ class Paging:
         self.store.adopt_gradient(slot)
         if self.updates is not None:
             self.updates.keep_order()
+            if self.updates.drafts is not None and slot not in self.updates.pending:
+                self.updates.drafts.make(slot)
 
     def _visit(self, unit: Unit) -> None:
         self._on_progress()
@@ -297,7 +311,7 @@ class Paging:
                         storage = mapped_copy(ours, self.spill_dir)
                         outside += nbytes
                     except SpillError as error:  # no room there either: it stays where it is
-                        storage, refused = ours, error.strerror
+                        storage, refused = ours, error.strerror or str(error)
                         inside += nbytes
                 storages[region] = storage
             return view_of(storage, tensor, offset_of(tensor))

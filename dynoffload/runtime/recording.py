@@ -37,7 +37,7 @@ MOST_RECORDS = 100_000
 """Single records that a log keeps, over all tables."""
 
 _NAMES_OF_A_RECORD = 16  # names of blocks that take as much memory as one record
-_SAMPLE_EVERY_S = 0.02
+_SAMPLE_EVERY_S = 0.05
 _KINDS = {EventKind.FETCH: "fetch", EventKind.EVICT: "evict"}
 _Record = TypeVar("_Record")
 
@@ -106,7 +106,7 @@ class Recording:
         self._phase = (name, now)
 
     def sample(self, device: Device, small: int) -> None:
-        """Take a sample of memory, at most one in a fiftieth of a second.
+        """Take a sample of memory, at most twenty in a second.
 
         Args:
             device: holds what is paged.

@@ -2,18 +2,23 @@
 
 Made from an order of units (predicted, or what ran) by the rules every training step follows:
 forward uses parameters and makes pending updates; backward meets the units in reverse, uses their
-parameters and saved activations and makes their gradients; then the next forward begins. Each use
-carries a key by which the runtime finds where it is.
+parameters and saved activations, makes their gradients and drafts of some updates; then the next
+forward begins. Each use carries a key by which the runtime finds where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynoffload.planning.schedule import Use
 from dynoffload.runtime.store import Slot
 from dynoffload.runtime.units import Unit
+
+Chosen = Mapping[Slot, Mapping[int, int]]
+"""The slots whose updates are drafted in backward, with the twins of their regions."""
+
+NONE: Chosen = {}
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,21 @@ class Reference:
     ahead: dict[int, list[int]] = field(default_factory=dict)
 
     def add_forward(
-        self, visits: Sequence[Visit], pending: Callable[[Slot], bool], *, ahead: bool = False
+        self,
+        visits: Sequence[Visit],
+        pending: Callable[[Slot], bool],
+        *,
+        ahead: bool = False,
+        drafted: Chosen = NONE,
     ) -> None:
-        """Add a forward over ``visits``; updates of ``pending`` slots are made at first use."""
+        """Add a forward over ``visits``; updates of ``pending`` slots are made at first use.
+
+        Args:
+            visits: in order.
+            pending: whether a slot's update waits.
+            ahead: it follows after the backward of this sample.
+            drafted: the slots whose updates that backward has made, on twins.
+        """
         index = self.ahead if ahead else self.forward
         done: set[Slot] = set()
         born: set[int] = set()
@@ -51,6 +68,9 @@ class Reference:
             regions: list[int] = []
             frees: list[int] = []
             for slot in visit.unit.slots:
+                if slot in drafted:
+                    regions.append(drafted[slot][slot.region])
+                    continue
                 regions.append(slot.region)
                 if slot not in done and pending(slot):
                     regions += slot.states.values()
@@ -65,8 +85,13 @@ class Reference:
             index.setdefault(visit.unit.index, []).append(len(self.uses))
             self.uses.append(Use(use, creates=creates, frees=tuple(frees), writes=use))
 
-    def add_backward(self, visits: Sequence[Visit], accumulates: Callable[[Slot], bool]) -> None:
-        """Add the backward of a forward over ``visits``."""
+    def add_backward(
+        self,
+        visits: Sequence[Visit],
+        accumulates: Callable[[Slot], bool],
+        drafted: Chosen = NONE,
+    ) -> None:
+        """Add the backward of a forward over ``visits``, with the updates of ``drafted`` slots."""
         last: dict[int, int] = {}  # chunk -> the visit, in reverse, that uses it last
         final: dict[Slot, int] = {}  # slot -> the visit after which its gradient is complete
         for number, visit in enumerate(reversed(visits)):
@@ -77,6 +102,7 @@ class Reference:
         for number, visit in enumerate(reversed(visits)):
             regions = list(visit.chunks)
             creates: list[int] = []
+            frees: list[int] = []
             for slot in visit.unit.slots:
                 regions.append(slot.region)
                 self.backward.setdefault(slot.region, []).append(len(self.uses))
@@ -87,6 +113,10 @@ class Reference:
                     regions.append(slot.gradient)
                 else:
                     creates.append(slot.gradient)
-            frees = tuple(chunk for chunk in visit.chunks if last[chunk] == number)
+                if slot in drafted:  # the state's pages become its twins'
+                    regions += slot.states.values()
+                    frees += slot.states.values()
+                    creates += drafted[slot].values()
+            frees += [chunk for chunk in visit.chunks if last[chunk] == number]
             use = tuple(dict.fromkeys(regions))
-            self.uses.append(Use(use, creates=tuple(creates), frees=frees, writes=use))
+            self.uses.append(Use(use, creates=tuple(creates), frees=tuple(frees), writes=use))

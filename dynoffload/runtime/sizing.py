@@ -180,7 +180,7 @@ def _divide(
             small += nbytes * (copies - 1)
             continue
         region = -(-nbytes // page) * page
-        padded += region * copies
+        padded += region * (2 * copies - 1 if copies > 1 else 1)  # gradients have no twins
         if region * copies > largest:
             largest, culprit = region * copies, name
     storages = [part.untyped_storage() for tensor in resident for part in _parts(tensor)]

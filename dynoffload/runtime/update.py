@@ -59,6 +59,19 @@ def snapshot(group: Group) -> Group:
     return {key: _copied(value) for key, value in group.items() if key != "params"}
 
 
+def same(one: Group, other: Group) -> bool:
+    """Return whether two groups' hyperparameters, taken by `snapshot`, are equal."""
+    return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()

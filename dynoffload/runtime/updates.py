@@ -37,6 +37,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.memory.device import Device
+from dynoffload.runtime.drafts import Drafts
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.update import Group, Update, check_optimizer, snapshot
 from dynoffload.runtime.watched import WatchedState
@@ -74,6 +75,7 @@ class Updates:
         self._making: Slot | None = None
         self._groups: list[Group] | None = None
         self.pending: dict[Slot, Update] = {}
+        self.drafts: Drafts | None = None
         self.behind = 0  # updates made because of an unannounced access
         self._failure: BaseException | None = None  # of an update made behind somebody's back
         step = type(optimizer).step
@@ -149,6 +151,8 @@ class Updates:
             getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")
         )
         with self._mutex:
+            if scaled and self.drafts is not None:
+                self.drafts.drop_all()
             resident, paged, shared = self._split(optimizer.param_groups)
             self._run(resident, self.optimizer.state)
             for slot in shared:
@@ -165,6 +169,8 @@ class Updates:
         self._restore_groups()
         if not self._splits:
             self.adopt_all()
+        if self.drafts is not None:
+            self.drafts.end_step()
         self._store.release_orphans()
         self._on_step()
 
@@ -190,6 +196,8 @@ class Updates:
                     small.append(parameter)
                 elif parameter.grad is not None:
                     self.flush(slot)
+                    if self.drafts is not None and self.drafts.take(slot, hyper):
+                        continue
                     if slot.shared or not self._store.take_back(slot):
                         small.append(parameter)
                         shared.append(slot)
@@ -352,7 +360,25 @@ class Updates:
             update: the update.
             storages: where regions are shown; the others are at their own addresses.
         """
-        owner, state = self._device.owner, self.optimizer.state
+        given, made = self.run_on(update, storages)
+        old, state = update.state or {}, self.optimizer.state
+        now = state.get(parameter)
+        if now is None and update.state is None and made:
+            now = state[parameter] = {}
+        for key, value in made.items():
+            is_new = value is not given.get(key)
+            if is_new and now is not None and now.get(key) is old.get(key):
+                now[key] = value
+
+    def run_on(
+        self, update: Update, storages: Mapping[int, torch.UntypedStorage]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run the optimizer's code for ``update`` on a stand-in, with ``storages`` as in `_apply`.
+
+        Returns:
+            The state that the stand-in was given, and what the optimizer left there.
+        """
+        owner = self._device.owner
 
         def shown(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -363,21 +389,13 @@ class Updates:
         with torch.no_grad():
             stand_in = nn.Parameter(shown(update.data))
             stand_in.grad = shown(update.gradient)
-        old = update.state or {}
-        given = {key: shown(value) for key, value in old.items()}
+        given = {key: shown(value) for key, value in (update.state or {}).items()}
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         if update.state is not None:
             own[stand_in] = dict(given)
         update.begun = True
         self._run([{**update.group, "params": [stand_in]}], own)
-        made = own.get(stand_in, {})
-        now = state.get(parameter)
-        if now is None and update.state is None and made:
-            now = state[parameter] = {}
-        for key, value in made.items():
-            is_new = value is not given.get(key)
-            if is_new and now is not None and now.get(key) is old.get(key):
-                now[key] = value
+        return given, own.get(stand_in, {})
 
     def _adopt_state(self, slot: Slot) -> None:
         state = self.optimizer.state.get(slot.parameter)
@@ -401,6 +419,8 @@ class Updates:
         for handle in self._handles:
             handle.remove()
         try:
+            if self.drafts is not None:
+                self.drafts.drop_all()
             self.flush_all()
             self.check()
         finally:

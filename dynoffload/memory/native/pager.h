@@ -19,6 +19,11 @@
  * put off) is locked: it may be staged but not installed. A fault on it is handed to the owner,
  * who brings it up to date under another address ("alias") and unlocks it.
  *
+ * [Note: twins]  Two regions of one size may trade contents: pages, dirtiness and place in the file,
+ * but not addresses. So new content can be made in the one while the other keeps the old, in the
+ * file if it is unmodified, and a trade makes it count, or dropping it undoes it. Whether anybody
+ * could have seen or changed a region since it was withdrawn is told by its visits.
+ *
  * [Note: letting go]  The owner needs the interpreter's lock, and the thread that waits may hold it:
  * numpy and pickle read memory under it. A signal to that thread interrupts its sleep; the handler,
  * which runs on it, lets go of the lock, sleeps until the region is unlocked, and takes the lock
@@ -85,6 +90,7 @@ struct region {
     uint8_t shown;      /* its pages are at an alias */
     int32_t pins;
     uint32_t locks;     /* how often it was locked */
+    uint32_t visits;    /* how often it was put at its address */
     struct failure failure; /* of the last request, for those who wait */
     uint32_t told;      /* the last thread that was told to let go while it waits for the owner */
     uint32_t page, pages; /* place in the arena */

@@ -145,6 +145,7 @@ int transfer_install(struct pager *p, uint32_t id)
     if (error)
         return error;
     r->state = RESIDENT;
+    r->visits++;
     r->dirty = 1;
     r->asleep = 0;
     r->stamp = ++p->clock;

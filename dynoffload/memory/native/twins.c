@@ -1,0 +1,119 @@
+/* Regions that trade contents; see [Note: twins]. */
+#include "pager.h"
+
+#include <errno.h>
+
+/* Wait until its pages rest in slots or in the file; 0 or an errno. */
+static int put_aside(struct pager *p, uint32_t id)
+{
+    struct region *r = &p->regions[id];
+    while (r->state == READING || r->state == WRITING || r->shown)
+        pthread_cond_wait(&p->done, &p->mutex);
+    if (r->waited || r->asleep || r->queued)
+        transfer_unwant(p, id); /* whoever sleeps on it asks again, for what it is then */
+    if (r->state != RESIDENT)
+        return 0;
+    int error = pool_withdraw(p, r, MOVE_SURELY_S);
+    if (!error)
+        r->state = STAGED;
+    return error;
+}
+
+static int fail(struct failure *failure, int error, uint32_t id)
+{
+    *failure = (struct failure){FAILED_MOVE, error, id};
+    return 1;
+}
+
+/* Take regions from their addresses and tell how often each was there. 0, or 1 with `*failure`. */
+API int pager_withdraw(struct pager *p, const uint32_t *ids, uint32_t count, uint32_t *visits,
+                       struct failure *failure)
+{
+    int failed = 0;
+    pthread_mutex_lock(&p->mutex);
+    for (uint32_t i = 0; i < count && !failed; i++) {
+        int error = put_aside(p, ids[i]);
+        if (error)
+            failed = fail(failure, error, ids[i]);
+        visits[i] = p->regions[ids[i]].visits;
+    }
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->mutex);
+    return failed;
+}
+
+/* How often each region was at its address so far. */
+API void pager_visits(struct pager *p, const uint32_t *ids, uint32_t count, uint32_t *visits)
+{
+    pthread_mutex_lock(&p->mutex);
+    for (uint32_t i = 0; i < count; i++)
+        visits[i] = p->regions[ids[i]].visits;
+    pthread_mutex_unlock(&p->mutex);
+}
+
+static int can_lend(const struct region *r, const struct region *twin)
+{
+    return r->state == STAGED && r->has_copy && !r->dirty && !r->pins && !r->shown &&
+           !r->locked && !r->waited && !r->asleep && twin->state == ABSENT && !twin->waited &&
+           !twin->asleep && !twin->queued && !twin->has_copy && r->pages == twin->pages;
+}
+
+/* Give the pages of each region to its twin, which must be empty; the region itself keeps its
+ * content in the file. 1, or 0 if one of them is not at hand unmodified: then nothing is done. */
+API int pager_lend(struct pager *p, const uint32_t *ids, const uint32_t *twins, uint32_t count)
+{
+    int all = 1;
+    pthread_mutex_lock(&p->mutex);
+    for (uint32_t i = 0; i < count; i++)
+        all = all && can_lend(&p->regions[ids[i]], &p->regions[twins[i]]);
+    for (uint32_t i = 0; i < count && all; i++) {
+        struct region *r = &p->regions[ids[i]], *twin = &p->regions[twins[i]];
+        uint32_t *slots = r->slots;
+        r->slots = twin->slots;
+        twin->slots = slots;
+        r->state = ABSENT;
+        twin->state = STAGED;
+        twin->dirty = 1;
+        twin->stamp = ++p->clock;
+        if (r->prefetched) {
+            r->prefetched = 0;
+            p->counters.used_bytes += r->bytes;
+        }
+    }
+    pthread_mutex_unlock(&p->mutex);
+    return all;
+}
+
+/* Let each region and its twin trade contents. 0, or 1 with `*failure`: then none have. */
+API int pager_exchange(struct pager *p, const uint32_t *ids, const uint32_t *twins, uint32_t count,
+                       struct failure *failure)
+{
+    int failed = 0;
+    pthread_mutex_lock(&p->mutex);
+    for (int at_rest = 0; !at_rest && !failed;) {
+        at_rest = 1; /* unless one comes back while another is waited for */
+        for (uint32_t i = 0; i < 2 * count && !failed; i++) {
+            uint32_t id = i < count ? ids[i] : twins[i - count];
+            struct region *r = &p->regions[id];
+            if ((r->state == ABSENT || r->state == STAGED) && !r->shown && !r->queued && !r->asleep)
+                continue;
+            int error = put_aside(p, id);
+            if (error)
+                failed = fail(failure, error, id);
+            at_rest = 0;
+        }
+    }
+    for (uint32_t i = 0; i < count && !failed; i++) {
+        struct region *a = &p->regions[ids[i]], *b = &p->regions[twins[i]], old = *a;
+        a->state = b->state, b->state = old.state;
+        a->slots = b->slots, b->slots = old.slots;
+        a->offset = b->offset, b->offset = old.offset;
+        a->dirty = b->dirty, b->dirty = old.dirty;
+        a->has_copy = b->has_copy, b->has_copy = old.has_copy;
+        a->prefetched = b->prefetched, b->prefetched = old.prefetched;
+        a->stamp = b->stamp, b->stamp = old.stamp;
+    }
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->mutex);
+    return failed;
+}

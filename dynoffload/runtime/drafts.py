@@ -1,0 +1,275 @@
+"""Updates made in backward, ahead of ``step()``: drafts, which ``step()`` takes over or drops.
+
+[Note: drafts]  A put-off update reads a parameter, its gradient and its state during the next
+forward and writes three of them back: most of a step's traffic, in its shortest phase. But the
+hyperparameters of a step are mostly known before it, and so is the gradient, once backward has
+completed it. So for a share of the parameters the update is made then and there, on *twins*: the
+parameter is copied, its state's pages are lent, and what was there before stays as it was. When
+``step()`` comes, the regions trade contents with their twins, which moves no byte.
+
+A draft counts only if the update it was made for is the one to be made: the same gradient, state
+and parameter tensors, not written through torch, none of their regions visited since (by anybody,
+reading or writing), and the same hyperparameters. Otherwise it is dropped, and the update is made
+from what was there before. So a draft costs time at worst; loops that always change gradients
+after backward, as by clipping, are left without drafts for longer and longer.
+
+Some optimizers write into the gradient while they step (SGD with ``foreach`` and ``nesterov``).
+Nobody may see that before ``step()``. Whether one does depends on which hyperparameters are set, so
+for each combination of these the first draft is made with a copy of the gradient, to see.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dynoffload.memory.device import Device
+from dynoffload.runtime.store import Slot, Store, bytes_of
+from dynoffload.runtime.update import Group, Update, same, snapshot
+
+logger = logging.getLogger(__name__)
+
+_ROOM = 0.5  # of the pool that one draft may take
+_LONGEST_PAUSE = 1024  # steps
+
+Run = Callable[[Update, Mapping[int, torch.UntypedStorage]], tuple[dict[str, Any], dict[str, Any]]]
+
+
+@dataclass(eq=False)
+class _Draft:
+    """An update made on twins, and what it was made from."""
+
+    group: Group
+    gradient: torch.Tensor
+    versions: tuple[int, ...]
+    state: dict[str, Any]
+    small: dict[str, Any]  # new values of the state that is not paged
+    regions: list[int]  # parameter and state, which have twins
+    watched: list[int]  # those and the gradient
+    visits: list[int]
+
+
+class Drafts:
+    """The drafts of one optimizer's updates.
+
+    Args:
+        optimizer: the user's.
+        store: its parameters' slots.
+        device: a guarded one.
+        capacity: bytes of the pool that plans may use.
+        share: of the parameters' bytes, 0 to 1, evenly over the network.
+        run: makes an update on other memory, and returns the state it was given and left.
+
+    Attributes:
+        twins: the twins of each slot's parameter and states, by region.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: Store,
+        device: Device,
+        *,
+        capacity: int,
+        share: float,
+        run: Run,
+    ) -> None:
+        self._optimizer, self._store, self._device = optimizer, store, device
+        self._capacity, self._share, self._run = capacity, share, run
+        self.twins: dict[int, int] = {}
+        self._groups: dict[torch.Tensor, Group] = {}
+        self._chosen: dict[Slot, dict[int, int]] = {}
+        self._drafts: dict[Slot, _Draft] = {}
+        self._spent: list[Slot] = []  # whose update was taken over and whose gradient may go
+        self._dropped = 0
+        self._pause = self._rest = 0
+        self._keeps_gradient: dict[frozenset[tuple[str, bool]], bool] = {}
+
+    # What is drafted
+
+    def choose(self, order: Iterable[Slot]) -> Mapping[Slot, Mapping[int, int]]:
+        """Choose the slots to draft in a backward that completes gradients in ``order``.
+
+        Returns:
+            For each, the twins of its parameter and state.
+        """
+        self._chosen = {}
+        if self._rest or not self._share:
+            return self._chosen
+        self._groups = {p: g for g in self._optimizer.param_groups for p in g["params"]}
+        slots = [slot for slot in dict.fromkeys(order) if slot.gradient is not None]
+        due = 0.0  # bytes to draft so that the share is kept everywhere along the way
+        for slot in slots:
+            size = self._device.size(slot.region)
+            due += self._share * size
+            if due >= size / 2 and self._is_eligible(slot):
+                due -= size
+                self._chosen[slot] = {
+                    r: self._twin(r) for r in (slot.region, *slot.states.values())
+                }
+        return self._chosen
+
+    def _is_eligible(self, slot: Slot) -> bool:
+        parameter, size = slot.parameter, self._device.size
+        state = dict.get(self._optimizer.state, parameter)
+        if slot.shared or parameter not in self._groups or not state:
+            return False
+        need = 2 * sum(size(region) for region in slot.update_regions())
+        owner = self._device.owner
+        return (
+            need <= _ROOM * self._capacity
+            and owner(parameter.data_ptr()) == slot.region
+            and all(
+                key in state and owner(state[key].data_ptr()) == region
+                for key, region in slot.states.items()
+            )
+        )
+
+    def _twin(self, region: int) -> int:
+        twin = self.twins.get(region)
+        if twin is None:
+            twin = self.twins[region] = self._device.twin(region)
+            self._store.names[twin] = f"{self._store.name_of(region)} (draft)"
+        return twin
+
+    # Making, taking and dropping
+
+    def make(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is complete: draft its update, if all it needs is at hand."""
+        twins = self._chosen.get(slot)
+        gradient = slot.parameter.grad
+        if twins is None or gradient is None or slot.gradient is None or slot in self._drafts:
+            return
+        device = self._device
+        if device.owner(gradient.data_ptr()) != slot.gradient or not self._is_eligible(slot):
+            return
+        parameter, states = slot.parameter, list(slot.states.values())
+        state = dict.get(self._optimizer.state, parameter, {})
+        paged = slot.states.keys()
+        own = {k: v if k in paged else _clone(v) for k, v in state.items()}
+        group = snapshot(self._groups[parameter])
+        flags = frozenset((key, _is_set(value)) for key, value in group.items())
+        keeps = self._keeps_gradient.get(flags)
+        if keeps is False:
+            return
+        copied = [slot.region]  # its pages are in use; those of the state are lent
+        if not device.lend(states, [twins[region] for region in states]):
+            if not set(states) <= set(device.resident()):
+                return  # not read yet: it is made later, from what is in the file
+            copied += states  # modified since they were read, by an update that was not drafted
+        given_gradient = gradient if keeps else gradient.clone()
+        version = given_gradient._version
+        update = Update(group, parameter.data, given_gradient, own, [])
+        pinned = [*copied, slot.gradient, *twins.values()]
+        device.acquire(pinned, pin=True)
+        try:
+            for region in copied:
+                ours, twin = device.storage(region), device.storage(twins[region])
+                bytes_of(twin).copy_(bytes_of(ours))
+            given, made = self._run(update, {r: device.storage(t) for r, t in twins.items()})
+        finally:
+            device.unpin(pinned)
+        keeps = self._keeps_gradient[flags] = given_gradient._version == version
+        regions = [slot.region, *states]
+        watched = [*regions, slot.gradient]
+        draft = _Draft(
+            group=group,
+            gradient=gradient,
+            versions=_versions(slot, gradient, state),
+            state=dict(state),
+            small={key: value for key, value in made.items() if key not in paged},
+            regions=regions,
+            watched=watched,
+            visits=device.withdraw(watched),
+        )
+        if keeps and made.keys() == state.keys() and all(made[key] is given[key] for key in paged):
+            self._drafts[slot] = draft
+        else:  # such as an optimizer that puts other tensors in the place of its state
+            self._drop(draft)
+
+    def take(self, slot: Slot, group: Group) -> bool:
+        """``step()`` has come: return whether the update of ``slot`` is made by this."""
+        draft = self._drafts.pop(slot, None)
+        if draft is None:
+            return False
+        if not self._counts(slot, draft, group):
+            self._drop(draft)
+            return False
+        twins = [self.twins[region] for region in draft.regions]
+        self._device.exchange(draft.regions, twins)
+        for key, value in draft.small.items():
+            old = draft.state[key]
+            if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+                with torch.no_grad():
+                    old.copy_(value)
+            else:
+                dict.__getitem__(self._optimizer.state, slot.parameter)[key] = value
+        torch.autograd.graph.increment_version(slot.parameter)
+        for twin in twins:
+            self._device.discard(twin)
+        self._spent.append(slot)
+        return True
+
+    def _counts(self, slot: Slot, draft: _Draft, group: Group) -> bool:
+        parameter = slot.parameter
+        state = dict.get(self._optimizer.state, parameter, {})
+        return (
+            parameter.grad is draft.gradient
+            and self._device.owner(parameter.data_ptr()) == slot.region
+            and len(state) == len(draft.state)
+            and all(state.get(key) is value for key, value in draft.state.items())
+            and _versions(slot, draft.gradient, state) == draft.versions
+            and same(group, draft.group)
+            and self._device.visits(draft.watched) == draft.visits
+        )
+
+    def _drop(self, draft: _Draft) -> None:
+        for region in draft.regions:
+            self._device.discard(self.twins[region])
+        self._dropped += 1
+
+    def drop_all(self) -> None:
+        """No ``step()`` has taken these over: make the updates as ever."""
+        while self._drafts:
+            self._drop(self._drafts.popitem()[1])
+
+    def begin_forward(self) -> None:
+        """A sample begins: what was not taken over is dropped, and what was has no gradient."""
+        self._chosen = {}
+        self.drop_all()
+        while self._spent:
+            self._store.end_gradient(self._spent.pop())
+
+    def end_step(self) -> None:
+        """A step is over: where drafts were dropped, do without for a while."""
+        if self._rest:
+            self._rest -= 1
+        elif self._dropped:
+            if not self._pause:
+                logger.info(
+                    "%d updates made in backward were in vain: something reads or writes "
+                    "gradients, parameters or hyperparameters between backward and step()",
+                    self._dropped,
+                )
+            self._pause = self._rest = min(_LONGEST_PAUSE, 2 * self._pause + 1)
+        elif self._spent:
+            self._pause = 0
+        self._dropped = 0
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _versions(slot: Slot, gradient: torch.Tensor, state: Mapping[str, Any]) -> tuple[int, ...]:
+    tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
+    return tuple(t._version for t in (slot.parameter, gradient, *tensors))

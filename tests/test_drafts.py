@@ -1,0 +1,301 @@
+"""Updates made in backward count if nothing has changed by ``step()``, else leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from exactness import Twin, assert_same, footprint_of, needs_pager, small, small_loss, small_samples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from dynoffload.runtime.drafts import Drafts
+
+pytestmark = [needs_pager, pytest.mark.timeout(60)]
+
+SAMPLES = small_samples(40, seed=5)
+Between = Callable[[nn.Module, Optimizer, int], None]
+
+
+def nothing(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Do what most loops do between backward and step."""
+
+
+class Tally:
+    """How many drafts were made and how many of them counted."""
+
+    def __init__(self) -> None:
+        self.made = self.taken = self.dropped = 0
+
+
+@contextmanager
+def counted(patch: pytest.MonkeyPatch) -> Iterator[Tally]:
+    """Count the drafts made inside."""
+    tally = Tally()
+    make, take, drop = Drafts.make, Drafts.take, Drafts._drop
+
+    def counting_make(self: Drafts, slot: Any) -> None:
+        before = len(self._drafts)
+        make(self, slot)
+        tally.made += len(self._drafts) - before
+
+    def counting_take(self: Drafts, slot: Any, group: Any) -> bool:
+        taken = take(self, slot, group)
+        tally.taken += taken
+        return taken
+
+    def counting_drop(self: Drafts, draft: Any) -> None:
+        tally.dropped += 1
+        drop(self, draft)
+
+    with patch.context() as inner:
+        inner.setattr(Drafts, "make", counting_make)
+        inner.setattr(Drafts, "take", counting_take)
+        inner.setattr(Drafts, "_drop", counting_drop)
+        yield tally
+
+
+def train(
+    twin: Twin,
+    between: Between = nothing,
+    steps: int = 20,
+    share: float = 1.0,
+    budget: float = 0.4,
+) -> None:
+    """Train both copies, doing ``between`` after each backward, and compare everything."""
+    nbytes = int(footprint_of(twin.model) * budget)
+    config = {"policy": "repeat", "draft_share": share}
+    with twin.paged(nbytes, config=config):
+        for step in range(steps):
+            losses = []
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                torch.manual_seed(step)
+                loss = small_loss(model, SAMPLES[step % len(SAMPLES)])
+                loss.backward()
+                between(model, optimizer, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            assert_same(losses[0], losses[1], f"loss {step}")
+    twin.assert_same()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: AdamW(p, lr=1e-2),
+        lambda p: AdamW(p, lr=1e-2, fused=True),
+        lambda p: AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+        lambda p: Adam(p, lr=1e-2, weight_decay=0.1, foreach=True, maximize=True),
+        lambda p: SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
+        lambda p: RMSprop(p, lr=1e-3, centered=True, momentum=0.5),
+        lambda p: NAdam(p, lr=1e-3),
+        lambda p: RAdam(p, lr=1e-3),
+        lambda p: Adagrad(p, lr=1e-3),
+        lambda p: ASGD(p, lr=1e-3),
+    ],
+    ids="adamw fused amsgrad adam sgd rmsprop nadam radam adagrad asgd".split(),
+)
+def test_drafts_count_where_nothing_changes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with counted(monkeypatch) as tally:
+        train(Twin(small(), make))
+    assert tally.taken > 20
+    assert tally.taken == tally.made
+    assert tally.dropped == 0
+
+
+def test_an_optimizer_that_writes_gradients_gets_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient that is left after ``step()`` is the plain one too."""
+    twin = Twin(small(), lambda p: SGD(p, lr=1e-2, momentum=0.9, nesterov=True, foreach=True))
+    left: list[list[torch.Tensor]] = [[], []]
+    with counted(monkeypatch) as tally, twin.paged(footprint_of(twin.model) // 2):
+        for step in range(8):
+            pairs = ((twin.model, twin.optimizer), (twin.reference, twin.its))
+            for number, (model, optimizer) in enumerate(pairs):
+                torch.manual_seed(step)
+                small_loss(model, SAMPLES[step]).backward()
+                optimizer.step()
+                grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                left[number] += grads
+                optimizer.zero_grad()
+    assert_same(left[0], left[1], "gradients after step()")
+    twin.assert_same()
+    assert tally.made == tally.taken == 0
+
+
+def clip(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def read_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    assert sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None) >= 0
+
+
+def write_gradients_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.numpy()[...] *= 0.5
+
+
+def replace_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.sign()
+
+
+def drop_some_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        if number % 3 == step % 3:
+            parameter.grad = None
+
+
+def write_parameters(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.999)
+
+
+def write_parameters_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.data.numpy()[...] *= 0.999
+
+
+def read_parameters(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    assert sum(float(p.detach().norm()) for p in model.parameters()) >= 0
+
+
+def change_rate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * (1 + step % 3)
+
+
+def write_state(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.9)
+        state["step"].add_(1)
+
+
+def replace_state(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+
+
+def reload_state(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def evaluate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    with torch.no_grad():
+        small_loss(model, SAMPLES[-1])
+
+
+def backward_again(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    small_loss(model, SAMPLES[-2]).backward()
+
+
+def skip_step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step % 2:
+        optimizer.zero_grad()
+
+
+BETWEEN = [
+    clip,
+    read_gradients,
+    write_gradients_unseen,
+    replace_gradients,
+    drop_some_gradients,
+    write_parameters,
+    write_parameters_unseen,
+    read_parameters,
+    change_rate,
+    write_state,
+    replace_state,
+    reload_state,
+    evaluate,
+    backward_again,
+    skip_step,
+]
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+def test_whatever_happens_before_step(between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third step something is done, so that drafts have been taken up again by then."""
+
+    def sometimes(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        if step % 3 == 2:
+            between(model, optimizer, step)
+
+    with counted(monkeypatch) as tally:
+        train(Twin(small(), lambda p: AdamW(p, lr=1e-2)), sometimes, steps=24)
+    assert tally.taken > 0
+    assert tally.made == tally.taken + tally.dropped
+    if between not in (evaluate, drop_some_gradients):
+        assert tally.dropped > 0, "nothing was in vain: this would show nothing"
+
+
+@pytest.mark.timeout(300)
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    plan=st.lists(st.sampled_from([nothing, nothing, *BETWEEN]), min_size=12, max_size=12),
+    share=st.sampled_from([0.3, 0.5, 1.0]),
+    budget=st.floats(0.3, 0.8),
+)
+def test_any_mixture_is_exact(plan: list[Between], share: float, budget: float) -> None:
+    train(
+        Twin(small(), lambda p: AdamW(p, lr=1e-2)),
+        lambda model, optimizer, step: plan[step](model, optimizer, step),
+        steps=len(plan),
+        share=share,
+        budget=budget,
+    )
+    gc.collect()
+
+
+def test_loops_that_always_clip_do_without_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    with counted(monkeypatch) as tally:
+
+        def count(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+            clip(model, optimizer, step)
+            if not made or len(made) <= step:
+                made.append(tally.made)
+
+        train(Twin(small(), lambda p: AdamW(p, lr=1e-2)), count, steps=40)
+    steps = [n for n in range(1, len(made)) if made[n] > made[n - 1]]
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    assert tally.taken == 0
+    assert len(steps) >= 3
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 2 * gaps[0]
+
+
+def test_no_share_means_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    with counted(monkeypatch) as tally:
+        train(Twin(small(), lambda p: AdamW(p, lr=1e-2)), share=0.0, steps=6)
+    assert tally.made == 0
+
+
+def test_a_closed_block_leaves_no_draft_behind() -> None:
+    """A backward whose ``step()`` comes after the block makes the plain update."""
+    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model) // 2, config={"draft_share": 1.0}):
+        for step in range(5):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                torch.manual_seed(step)
+                small_loss(model, SAMPLES[step]).backward()
+                if step < 4:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    twin.optimizer.step()
+    twin.its.step()
+    twin.assert_same()
