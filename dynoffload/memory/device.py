@@ -127,7 +127,10 @@ class Device(Protocol):
         """End `show`; the bytes are the regions' own again."""
 
     def twin(self, region: int) -> int:
-        """Return a new region of the size of ``region``, with which it can trade contents."""
+        """Return the region of the same size with which ``region`` can trade contents.
+
+        It is made at the first call, without content, and ends with ``region``.
+        """
 
     def withdraw(self, regions: Sequence[int]) -> list[int]:
         """Take regions from where they can be accessed, and return their `visits`."""

@@ -62,10 +62,8 @@ class Places(ABC):
         self._places: dict[int, Place] = {}
         self._owners = np.full(1024, -1, dtype=np.int32)  # region of each arena page
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # Twins' contents may lie in each other's place of the file: both places stay until both
-        # have ended.
+        # A twin ends with its region: the content of each may lie in the other's place of the file.
         self._twins: dict[int, int] = {}
-        self._left: dict[int, Place] = {}  # by a twin that has ended to the one that has not
         # Reentrant: an object that dies while a place is taken may release a region.
         self._placing = threading.RLock()
 
@@ -119,10 +117,11 @@ class Places(ABC):
 
     def twin(self, region: int) -> int:
         """See `Device.twin`."""
-        other = self.allocate(self._places[region].nbytes)
         with self._placing:
-            self._twins[region], self._twins[other] = other, region
-        return other
+            other = self._twins.get(region)
+            if other is None:
+                other = self._twins[region] = self.allocate(self._places[region].nbytes)
+            return other
 
     def _check_room(self, regions: Sequence[int]) -> None:
         """Refuse regions that can never be present together."""
@@ -147,18 +146,15 @@ class Places(ABC):
 
     def release(self, region: int) -> None:
         """See `Device.release`."""
+        twin = self._twins.pop(region, None)
+        if twin is not None:
+            self.release(twin)
         self._dismiss(region)
         with self._placing:
             self._storages.pop(region, None)
             place = self._places.pop(region)
             self._owners[place.page : place.page + place.pages] = -1
-            twin = self._twins.pop(region, None)
-            if twin in self._places:
-                self._left[twin] = place
-            else:
-                for ended in (place, self._left.pop(region, None)):
-                    if ended is not None:
-                        self._extents.give(ended.page, ended.pages)
+            self._extents.give(place.page, place.pages)
             self._free_ids.append(region)
 
     def storage(self, region: int) -> torch.UntypedStorage:

@@ -64,9 +64,6 @@ class Drafts:
         capacity: bytes of the pool that plans may use.
         share: of the parameters' bytes, 0 to 1, evenly over the network.
         run: makes an update on other memory, and returns the state it was given and left.
-
-    Attributes:
-        twins: the twins of each slot's parameter and states, by region.
     """
 
     def __init__(
@@ -81,7 +78,6 @@ class Drafts:
     ) -> None:
         self._optimizer, self._store, self._device = optimizer, store, device
         self._capacity, self._share, self._run = capacity, share, run
-        self.twins: dict[int, int] = {}
         self._groups: dict[torch.Tensor, Group] = {}
         self._chosen: dict[Slot, dict[int, int]] = {}
         self._drafts: dict[Slot, _Draft] = {}
@@ -131,10 +127,8 @@ class Drafts:
         )
 
     def _twin(self, region: int) -> int:
-        twin = self.twins.get(region)
-        if twin is None:
-            twin = self.twins[region] = self._device.twin(region)
-            self._store.names[twin] = f"{self._store.name_of(region)} (draft)"
+        twin = self._device.twin(region)
+        self._store.names[twin] = f"{self._store.name_of(region)} (draft)"
         return twin
 
     # Making, taking and dropping
@@ -200,7 +194,7 @@ class Drafts:
         if not self._counts(slot, draft, group):
             self._drop(draft)
             return False
-        twins = [self.twins[region] for region in draft.regions]
+        twins = [self._device.twin(region) for region in draft.regions]
         self._device.exchange(draft.regions, twins)
         for key, value in draft.small.items():
             old = draft.state[key]
@@ -230,7 +224,7 @@ class Drafts:
 
     def _drop(self, draft: _Draft) -> None:
         for region in draft.regions:
-            self._device.discard(self.twins[region])
+            self._device.discard(self._device.twin(region))
         self._dropped += 1
 
     def drop_all(self) -> None:

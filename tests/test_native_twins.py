@@ -1,0 +1,133 @@
+"""Twins: regions of the pager that lend each other pages and trade contents."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from exactness import needs_pager
+
+from dynoffload.memory.pager import Pager
+from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
+from dynoffload.runtime.store import bytes_of
+
+pytestmark = [needs_pager, pytest.mark.timeout(30)]
+
+PAGE = 4096
+POOL = 64
+
+
+@pytest.fixture
+def pager(tmp_path: Path) -> Iterator[Pager]:
+    """A pager of 64 small pages."""
+    device = Pager(POOL * PAGE, PAGE, tmp_path, threads=2)
+    yield device
+    device.close()
+
+
+def fill(device: Pager, region: int, value: int) -> None:
+    device.acquire([region])
+    bytes_of(device.storage(region)).fill_(value)
+
+
+def holds(device: Pager, region: int, value: int) -> bool:
+    device.acquire([region])
+    return bool((bytes_of(device.storage(region)) == value).all())
+
+
+def crowd(device: Pager) -> None:
+    """Push everything else out of the pool, and leave it empty."""
+    others = [device.allocate(30 * PAGE) for _ in range(3)]
+    for other in others:
+        fill(device, other, 9)
+    for other in others:
+        device.release(other)
+
+
+def read_ahead(device: Pager, region: int) -> None:
+    """Have ``region`` read by plan, without a visit."""
+    uses = [Use((region,)), Use((region,))]
+    schedule = Schedule((Action(0, Kind.FETCH, region),), 0, 0, 0, NextUse(uses))
+    device.follow(uses, schedule)
+    until = time.monotonic() + 10
+    while device.counters().bytes_in == 0 or region not in device.resident():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    time.sleep(0.01)
+
+
+def test_lent_pages_carry_the_content_and_leave_it_in_the_file(pager: Pager) -> None:
+    region = pager.allocate(4 * PAGE)
+    fill(pager, region, 1)
+    crowd(pager)
+    read_ahead(pager, region)
+    twin = pager.twin(region)
+    moved = pager.counters()
+    assert pager.lend([region], [twin])
+    assert not pager.lend([region], [twin])
+    assert region not in pager.resident()
+    assert twin in pager.resident()
+    assert holds(pager, twin, 1)
+    assert pager.counters().bytes_in == moved.bytes_in
+    fill(pager, twin, 2)
+    assert holds(pager, region, 1)
+
+
+def test_what_was_visited_is_not_lent(pager: Pager) -> None:
+    region = pager.allocate(4 * PAGE)
+    fill(pager, region, 1)
+    twin = pager.twin(region)
+    assert not pager.lend([region], [twin])
+    pager.withdraw([region])
+    assert not pager.lend([region], [twin]), "its file is older than its pages"
+    assert holds(pager, region, 1)
+
+
+@pytest.mark.parametrize("pushed_out", [False, True])
+def test_an_exchange_trades_contents_wherever_they_are(pager: Pager, pushed_out: bool) -> None:
+    region = pager.allocate(4 * PAGE)
+    twin = pager.twin(region)
+    fill(pager, region, 1)
+    fill(pager, twin, 2)
+    if pushed_out:
+        crowd(pager)
+    moved = pager.counters()
+    pager.exchange([region], [twin])
+    after = pager.counters()
+    assert (after.bytes_in, after.bytes_out) == (moved.bytes_in, moved.bytes_out)
+    assert holds(pager, region, 2)
+    assert holds(pager, twin, 1)
+    crowd(pager)
+    assert holds(pager, region, 2)
+    assert holds(pager, twin, 1)
+
+
+def test_visits_tell_of_every_access(pager: Pager) -> None:
+    region = pager.allocate(4 * PAGE)
+    fill(pager, region, 1)
+    before = pager.withdraw([region])
+    assert pager.visits([region]) == before
+    assert int(bytes_of(pager.storage(region))[0]) == 1
+    assert pager.visits([region]) != before
+    again = pager.withdraw([region])
+    crowd(pager)
+    assert pager.visits([region]) == again, "to be pushed out is no visit"
+
+
+def test_places_in_the_file_are_not_mixed_up_when_a_pair_ends(pager: Pager) -> None:
+    region, other = pager.allocate(4 * PAGE), pager.allocate(4 * PAGE)
+    twin = pager.twin(region)
+    fill(pager, region, 1)
+    fill(pager, twin, 2)
+    fill(pager, other, 3)
+    pager.exchange([region], [twin])
+    crowd(pager)
+    pager.release(region)
+    fresh = [pager.allocate(4 * PAGE) for _ in range(2)]
+    for number, one in enumerate(fresh):
+        fill(pager, one, 10 + number)
+    crowd(pager)
+    assert holds(pager, other, 3)
+    assert [holds(pager, one, 10 + number) for number, one in enumerate(fresh)] == [True, True]
