@@ -6,7 +6,9 @@ not: the runtime's own string; this one says precisely what is written, so that 
 
 [Note: the phases]  A parameter's update may wait until its next use, so forward and optimizer are
 one phase: a plan that puts updates off may overlap the optimizer's traffic with forward's work.
-Backward is the other. Taken as three phases the figure would be larger, and no bound.
+Backward is the other. Taken as three phases the figure would be larger, and no bound. A plan that
+makes updates in backward already may move some of their traffic there; for such plans only the sum
+over the phases binds, which is `StepBound.spread_s`.
 
 [Note: one link or two]  Reads and writes overlap freely on some storage and take turns on other.
 Which it is, is measured: where both directions at once moved no more than turns would have, the
@@ -75,12 +77,14 @@ class StepBound:
     Attributes:
         seconds: on the link as it is.
         overlapped_s: were reads and writes to overlap freely; never larger.
+        spread_s: were traffic free to lie in either phase; never larger.
         forward: forward with the optimizer's updates.
         backward: backward.
     """
 
     seconds: float
     overlapped_s: float
+    spread_s: float
     forward: PhaseBound
     backward: PhaseBound
 
@@ -158,4 +162,10 @@ def step_bound(
     reads, writes = link.read_bps, link.write_bps
     overlapped = sum(phase.seconds(reads, writes) for phase in phases)
     actual = sum(phase.seconds(reads, writes, shared_link=link.shared) for phase in phases)
-    return StepBound(actual, overlapped, phases[0], phases[1])
+    whole = PhaseBound(
+        sum(phase.compute_s for phase in phases),
+        sum(phase.bytes_in for phase in phases),
+        sum(phase.bytes_out for phase in phases),
+    )
+    spread = whole.seconds(reads, writes, shared_link=link.shared)
+    return StepBound(actual, overlapped, spread, phases[0], phases[1])

@@ -263,6 +263,7 @@ def _bound(
     return {
         "bound_s": least.seconds,
         "bound_overlapped_s": least.overlapped_s,
+        "bound_spread_s": least.spread_s,
         "offload_over_bound": median_seconds(offload.measured) / least.seconds,
         "bound_phases": {
             "forward_and_optimizer": asdict(least.forward),

@@ -41,6 +41,7 @@ def test_with_room_for_one_update_all_others_are_moved() -> None:
 
 def test_compute_hides_what_it_can() -> None:
     slow = step_bound(chain(), 4 * MB, DUPLEX, 20.0, 5.0)
+    assert slow.spread_s == 25.0
     assert slow.seconds == 25.0
 
 
@@ -51,6 +52,7 @@ def test_on_a_shared_link_reads_and_writes_take_turns() -> None:
     duplex = step_bound(chain(), 4 * MB, DUPLEX, 0.0, 0.0)
     moved = (turns.forward, turns.backward)
     assert turns.seconds == sum(phase.bytes_in + phase.bytes_out for phase in moved) / 1e6
+    assert turns.spread_s <= turns.seconds
     assert turns.overlapped_s == duplex.overlapped_s == duplex.seconds < turns.seconds
 
 
