@@ -21,7 +21,7 @@ for each combination of these the first draft is made with a copy of the gradien
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from dynoffload.runtime.update import Group, Update, same, snapshot
 
 logger = logging.getLogger(__name__)
 
-_ROOM = 0.5  # of the pool that one draft may take
+_ROOM = 0.5  # of the pool that the updates of one unit may take while they are drafted
 _LONGEST_PAUSE = 1024  # steps
 
 Run = Callable[[Update, Mapping[int, torch.UntypedStorage]], tuple[dict[str, Any], dict[str, Any]]]
@@ -88,42 +88,45 @@ class Drafts:
 
     # What is drafted
 
-    def choose(self, order: Iterable[Slot]) -> Mapping[Slot, Mapping[int, int]]:
+    def choose(self, order: Iterable[Sequence[Slot]]) -> Mapping[Slot, Mapping[int, int]]:
         """Choose the slots to draft in a backward that completes gradients in ``order``.
 
+        Args:
+            order: the slots of each unit, whose gradients are complete at one time.
+
         Returns:
-            For each, the twins of its parameter and state.
+            For each slot chosen, the twins of its parameter and state.
         """
         self._chosen = {}
         if self._rest or not self._share:
             return self._chosen
         self._groups = {p: g for g in self._optimizer.param_groups for p in g["params"]}
-        slots = [slot for slot in dict.fromkeys(order) if slot.gradient is not None]
+        size = self._device.size
         due = 0.0  # bytes to draft so that the share is kept everywhere along the way
-        for slot in slots:
-            size = self._device.size(slot.region)
-            due += self._share * size
-            if due >= size / 2 and self._is_eligible(slot):
-                due -= size
-                self._chosen[slot] = {
-                    r: self._twin(r) for r in (slot.region, *slot.states.values())
-                }
+        for slots in order:
+            # Parameters and gradients are there in any case; then state and twins.
+            room = _ROOM * self._capacity - sum(2 * size(slot.region) for slot in slots)
+            for slot in slots:
+                if slot.gradient is None:
+                    continue
+                due += self._share * size(slot.region)
+                regions = (slot.region, *slot.states.values())
+                need = 2 * sum(map(size, regions)) - size(slot.region)
+                if due >= size(slot.region) / 2 and need <= room and self._is_eligible(slot):
+                    due -= size(slot.region)
+                    room -= need
+                    self._chosen[slot] = {region: self._twin(region) for region in regions}
         return self._chosen
 
     def _is_eligible(self, slot: Slot) -> bool:
-        parameter, size = slot.parameter, self._device.size
+        parameter = slot.parameter
         state = dict.get(self._optimizer.state, parameter)
         if slot.shared or parameter not in self._groups or not state:
             return False
-        need = 2 * sum(size(region) for region in slot.update_regions())
         owner = self._device.owner
-        return (
-            need <= _ROOM * self._capacity
-            and owner(parameter.data_ptr()) == slot.region
-            and all(
-                key in state and owner(state[key].data_ptr()) == region
-                for key, region in slot.states.items()
-            )
+        return owner(parameter.data_ptr()) == slot.region and all(
+            key in state and owner(state[key].data_ptr()) == region
+            for key, region in slot.states.items()
         )
 
     def _twin(self, region: int) -> int:

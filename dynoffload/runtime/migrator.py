@@ -154,8 +154,7 @@ class Migrator:
         if self._updates is not None and self._updates.drafts is not None:
             # A gradient is complete with the first visit of its unit, which comes last.
             units = dict.fromkeys(visit.unit for visit in visits)
-            slots = [slot for unit in reversed(units) for slot in unit.slots]
-            drafted = self._updates.drafts.choose(slots)
+            drafted = self._updates.drafts.choose([unit.slots for unit in reversed(units)])
         reference.add_backward(visits, _has_gradient, drafted)
         ahead = [Visit(unit) for unit in order]
         reference.add_forward(ahead, _will_pend, ahead=True, drafted=drafted)
