@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from dynoffload.errors import SpillError
+from dynoffload.memory.pager import Pager
 from dynoffload.runtime.drafts import Drafts
 
 pytestmark = [needs_pager, pytest.mark.timeout(60)]
@@ -192,6 +194,31 @@ def reload_state(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+def put_gradients_elsewhere(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = torch.full_like(parameter, 1e-3)
+
+
+def put_state_elsewhere(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
+
+
+def write_counts_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for number, state in enumerate(optimizer.state.values()):
+        if number % 2:
+            state["step"].data.fill_(1)
+        else:
+            state["step"].numpy()[...] = 1
+
+
+def transpose(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]:
+            parameter.data = parameter.data.t()
+
+
 def evaluate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     with torch.no_grad():
         small_loss(model, SAMPLES[-1])
@@ -219,6 +246,10 @@ BETWEEN = [
     write_state,
     replace_state,
     reload_state,
+    put_gradients_elsewhere,
+    put_state_elsewhere,
+    write_counts_unseen,
+    transpose,
     evaluate,
     backward_again,
     skip_step,
@@ -272,11 +303,10 @@ def test_loops_that_always_clip_do_without_more_and_more(monkeypatch: pytest.Mon
 
         train(Twin(small(), lambda p: AdamW(p, lr=1e-2)), count, steps=40)
     steps = [n for n in range(1, len(made)) if made[n] > made[n - 1]]
-    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert tally.taken == 0
-    assert len(steps) >= 3
-    assert gaps == sorted(gaps)
-    assert gaps[-1] > 2 * gaps[0]
+    assert len(steps) >= 2
+    assert all(gap >= 2 ** (number + 1) for number, gap in enumerate(gaps)), gaps
 
 
 def test_no_share_means_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,3 +329,129 @@ def test_a_closed_block_leaves_no_draft_behind() -> None:
     twin.optimizer.step()
     twin.its.step()
     twin.assert_same()
+
+
+class Noisy(SGD):
+    """Not of torch.optim: it draws, counts its calls, and its step needs an argument."""
+
+    calls = 0
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        Noisy.calls += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.state[parameter]["mean"] = parameter.grad.clone()
+                        parameter.add_(
+                            parameter.grad + 0.01 * torch.randn_like(parameter), alpha=-0.01
+                        )
+        return closure
+
+
+def test_an_optimizer_of_somebody_else_is_never_run_ahead() -> None:
+    Noisy.calls = 0
+    twin = Twin(small(), lambda p: Noisy(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model) // 2, config={"draft_share": 1.0}):
+        for step in range(6):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                torch.manual_seed(step)
+                small_loss(model, SAMPLES[step]).backward()
+                optimizer.step(None)  # type: ignore[arg-type]
+                optimizer.zero_grad()
+    assert Noisy.calls == 12
+    twin.assert_same()
+
+
+def interrupted_run(
+    patch: pytest.MonkeyPatch, name: str, at: int
+) -> tuple[Twin, list[tuple[int, str]]]:
+    """Train under drafts; the ``at``-th call of the pager's ``name`` in step 5 ends in Ctrl-C."""
+    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    real, calls, caught = getattr(Pager, name), 0, []
+
+    def cut(self: Pager, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        answer = real(self, *args, **kwargs)
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        return answer
+
+    with twin.paged(footprint_of(twin.model) // 2, config={"draft_share": 1.0}):
+        for step in range(8):
+            with patch.context() as inner:
+                if step == 5:
+                    inner.setattr(Pager, name, cut)
+                torch.manual_seed(step)
+                try:
+                    small_loss(twin.model, SAMPLES[step]).backward()
+                    twin.optimizer.step()
+                except KeyboardInterrupt:
+                    caught.append((step, "interrupt"))
+                except RuntimeError as error:
+                    caught.append((step, "lost" if "the step is lost" in str(error) else "?"))
+            twin.optimizer.zero_grad()
+    return twin, caught
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_step_cut_off_between_drafts_is_declared_lost(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, caught = interrupted_run(monkeypatch, "exchange", at)
+    assert caught == [(5, "interrupt"), (6, "lost")]
+
+
+@pytest.mark.parametrize("name", ["lend", "withdraw"])
+def test_a_backward_cut_off_while_drafting_leaves_no_trace(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, caught = interrupted_run(monkeypatch, name, 2)
+    assert caught == [(5, "interrupt")]
+    for step in (0, 1, 2, 3, 4, 6, 7):
+        torch.manual_seed(step)
+        small_loss(twin.reference, SAMPLES[step]).backward()
+        twin.its.step()
+        twin.its.zero_grad()
+    twin.assert_same()
+
+
+def test_no_place_for_twins_costs_nothing_but_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Pager, region: int) -> int:
+        raise SpillError(28, "no place for a twin")
+
+    monkeypatch.setattr(Pager, "twin", full)
+    with caplog.at_level("WARNING"):
+        train(Twin(small(), lambda p: AdamW(p, lr=1e-2)), steps=8)
+    assert caplog.text.count("no more updates are made in backward") == 1
+
+
+def test_memory_of_a_parameter_whose_update_waits_can_be_given_to_another() -> None:
+    """The step that updates it at once must not wait for the update that it holds up."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(64, 64, bias=False)
+            self.b = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            x = self.a(x)
+            return (self.b(x) if both else x).square().sum()
+
+    torch.manual_seed(0)
+    twin = Twin(Two(), lambda p: AdamW(p, lr=1e-2))
+    config = {"min_paged_bytes": 4096, "draft_share": 0.0}
+    with twin.paged(400 * 1024, config=config):
+        for both in (True, True, False):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                model(torch.ones(4, 64), both).backward()
+                if not both:
+                    model.a.weight.data = model.b.weight.data  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(twin.model.a.weight.detach(), twin.reference.a.weight.detach(), "a")  # type: ignore
+    assert_same(twin.model.b.weight.detach(), twin.reference.b.weight.detach(), "b")  # type: ignore

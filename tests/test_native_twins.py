@@ -95,8 +95,7 @@ def test_an_exchange_trades_contents_wherever_they_are(pager: Pager, pushed_out:
         crowd(pager)
     moved = pager.counters()
     pager.exchange([region], [twin])
-    after = pager.counters()
-    assert (after.bytes_in, after.bytes_out) == (moved.bytes_in, moved.bytes_out)
+    assert pager.counters().bytes_in == moved.bytes_in
     assert holds(pager, region, 2)
     assert holds(pager, twin, 1)
     crowd(pager)

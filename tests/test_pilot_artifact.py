@@ -131,7 +131,9 @@ def test_a_file_too_large_is_not_read(
         Pilot.load(pilots["mlp"])
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_damaged_files_are_refused(
     pilots: dict[str, Path], tmp_path: Path, data: st.DataObject

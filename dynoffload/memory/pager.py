@@ -122,7 +122,14 @@ class Pager(Places):
         """
         self._check_room(regions)
         ids, failure = _ids(regions), native_pager.NativeFailure()
-        if self._native.pager_acquire(self._handle, ids, len(ids), pin, ctypes.byref(failure)):
+        acquire, told, count = self._native.pager_acquire, ctypes.byref(failure), len(ids)
+        try:  # a Ctrl-C that came meanwhile is raised when the call, and nothing else, returns
+            failed = acquire(self._handle, ids, count, pin, told)
+        except BaseException:
+            if pin and not failure.kind:
+                self.unpin(regions)
+            raise
+        if failed:
             raise self._failed(failure, regions)
 
     def unpin(self, regions: Sequence[int]) -> None:

@@ -147,15 +147,16 @@ class Places(ABC):
     def release(self, region: int) -> None:
         """See `Device.release`."""
         twin = self._twins.pop(region, None)
-        if twin is not None:
-            self.release(twin)
-        self._dismiss(region)
+        ending = [region] if twin is None else [region, twin]
+        for one in ending:
+            self._dismiss(one)
         with self._placing:
-            self._storages.pop(region, None)
-            place = self._places.pop(region)
-            self._owners[place.page : place.page + place.pages] = -1
-            self._extents.give(place.page, place.pages)
-            self._free_ids.append(region)
+            for one in ending:
+                self._storages.pop(one, None)
+                place = self._places.pop(one)
+                self._owners[place.page : place.page + place.pages] = -1
+                self._extents.give(place.page, place.pages)
+                self._free_ids.append(one)
 
     def storage(self, region: int) -> torch.UntypedStorage:
         """See `Device.storage`."""

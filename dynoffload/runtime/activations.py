@@ -185,10 +185,6 @@ class Activations:
             self._free.insert(0, len(self._regions) - 1)
         return self._regions[index]
 
-    def regions(self) -> list[int]:
-        """Return the regions of all chunks that may be held outside."""
-        return [*self._regions, *(chunk.region for chunk in self._waiting if chunk.index < 0)]
-
     def are_held(self) -> bool:
         """Return whether a graph, or a user, may still ask for what was saved."""
         self.sweep()

@@ -8,10 +8,11 @@ parameter is copied, its state's pages are lent, and what was there before stays
 ``step()`` comes, the regions trade contents with their twins, which moves no byte.
 
 A draft counts only if the update it was made for is the one to be made: the same gradient, state
-and parameter tensors, not written through torch, none of their regions visited since (by anybody,
-reading or writing), and the same hyperparameters. Otherwise it is dropped, and the update is made
-from what was there before. So a draft costs time at worst; loops that always change gradients
-after backward, as by clipping, are left without drafts for longer and longer.
+and parameter tensors over the same memory, none of their regions visited since (by anybody, reading
+or writing), equal values in the state that is not paged, and equal hyperparameters. Otherwise it is
+dropped, and the update is made from what was there before. So a draft costs time at worst; loops
+that always change gradients after backward, as by clipping, are left without drafts for longer and
+longer.
 
 Some optimizers write into the gradient while they step (SGD with ``foreach`` and ``nesterov``).
 Nobody may see that before ``step()``. Whether one does depends on which hyperparameters are set, so
@@ -28,8 +29,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory.device import Device
-from dynoffload.runtime.store import Slot, Store, bytes_of
+from dynoffload.runtime.store import Slot, Store, bytes_of, offset_of, view_of
 from dynoffload.runtime.update import Group, Update, same, snapshot
 
 logger = logging.getLogger(__name__)
@@ -46,9 +48,10 @@ class _Draft:
 
     group: Group
     gradient: torch.Tensor
-    versions: tuple[int, ...]
+    places: list[tuple[Any, ...]]  # where the tensors lie, how, and at which version
     state: dict[str, Any]
-    small: dict[str, Any]  # new values of the state that is not paged
+    before: dict[str, Any]  # values of the state that is not paged
+    small: dict[str, Any]  # its new values
     regions: list[int]  # parameter and state, which have twins
     watched: list[int]  # those and the gradient
     visits: list[int]
@@ -84,7 +87,7 @@ class Drafts:
         self._spent: list[Slot] = []  # whose update was taken over and whose gradient may go
         self._dropped = 0
         self._pause = self._rest = 0
-        self._keeps_gradient: dict[frozenset[tuple[str, bool]], bool] = {}
+        self._suits: dict[frozenset[tuple[str, bool]], bool] = {}
 
     # What is drafted
 
@@ -115,7 +118,12 @@ class Drafts:
                 if due >= size(slot.region) / 2 and need <= room and self._is_eligible(slot):
                     due -= size(slot.region)
                     room -= need
-                    self._chosen[slot] = {region: self._twin(region) for region in regions}
+                    try:
+                        self._chosen[slot] = {region: self._twin(region) for region in regions}
+                    except (SpillError, BudgetError, MemoryError) as error:
+                        logger.warning("no more updates are made in backward: %s", error)
+                        self._share = 0.0
+                        return self._chosen
         return self._chosen
 
     def _is_eligible(self, slot: Slot) -> bool:
@@ -148,10 +156,11 @@ class Drafts:
         parameter, states = slot.parameter, list(slot.states.values())
         state = dict.get(self._optimizer.state, parameter, {})
         paged = slot.states.keys()
+        before = {key: _clone(value) for key, value in state.items() if key not in paged}
         own = {k: v if k in paged else _clone(v) for k, v in state.items()}
         group = snapshot(self._groups[parameter])
         flags = frozenset((key, _is_set(value)) for key, value in group.items())
-        keeps = self._keeps_gradient.get(flags)
+        keeps = self._suits.get(flags)
         if keeps is False:
             return
         copied = [slot.region]  # its pages are in use; those of the state are lent
@@ -159,26 +168,35 @@ class Drafts:
             if not set(states) <= set(device.resident()):
                 return  # not read yet: it is made later, from what is in the file
             copied += states  # modified since they were read, by an update that was not drafted
-        given_gradient = gradient if keeps else gradient.clone()
+        trial = None if keeps else self._twin(slot.gradient)
+        used = slot.gradient if trial is None else trial
+        given_gradient = view_of(device.storage(used), gradient, offset_of(gradient))
         version = given_gradient._version
         update = Update(group, parameter.data, given_gradient, own, [])
-        pinned = [*copied, slot.gradient, *twins.values()]
+        if trial is not None:
+            copied.append(slot.gradient)
+            twins = {**twins, slot.gradient: trial}
+        pinned = list({*copied, slot.gradient, *twins.values()})
         device.acquire(pinned, pin=True)
         try:
             for region in copied:
                 ours, twin = device.storage(region), device.storage(twins[region])
                 bytes_of(twin).copy_(bytes_of(ours))
             given, made = self._run(update, {r: device.storage(t) for r, t in twins.items()})
+            keeps = given_gradient._version == version
         finally:
             device.unpin(pinned)
-        keeps = self._keeps_gradient[flags] = given_gradient._version == version
+            if trial is not None:
+                device.discard(trial)
+        self._suits[flags] = keeps
         regions = [slot.region, *states]
         watched = [*regions, slot.gradient]
         draft = _Draft(
             group=group,
             gradient=gradient,
-            versions=_versions(slot, gradient, state),
+            places=_places(slot, gradient, state),
             state=dict(state),
+            before=before,
             small={key: value for key, value in made.items() if key not in paged},
             regions=regions,
             watched=watched,
@@ -186,8 +204,13 @@ class Drafts:
         )
         if keeps and made.keys() == state.keys() and all(made[key] is given[key] for key in paged):
             self._drafts[slot] = draft
-        else:  # such as an optimizer that puts other tensors in the place of its state
-            self._drop(draft)
+        else:  # an optimizer that writes gradients, or puts other tensors in place of its state
+            self._forget(draft)
+            self._suits[flags] = False
+
+    def has(self, slot: Slot) -> bool:
+        """Return whether there is a draft for ``slot``."""
+        return slot in self._drafts
 
     def take(self, slot: Slot, group: Group) -> bool:
         """``step()`` has come: return whether the update of ``slot`` is made by this."""
@@ -217,18 +240,21 @@ class Drafts:
         state = dict.get(self._optimizer.state, parameter, {})
         return (
             parameter.grad is draft.gradient
-            and self._device.owner(parameter.data_ptr()) == slot.region
             and len(state) == len(draft.state)
             and all(state.get(key) is value for key, value in draft.state.items())
-            and _versions(slot, draft.gradient, state) == draft.versions
+            and _places(slot, draft.gradient, state) == draft.places
             and same(group, draft.group)
+            and same({key: state[key] for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits
         )
 
     def _drop(self, draft: _Draft) -> None:
+        self._forget(draft)
+        self._dropped += 1
+
+    def _forget(self, draft: _Draft) -> None:
         for region in draft.regions:
             self._device.discard(self._device.twin(region))
-        self._dropped += 1
 
     def drop_all(self) -> None:
         """No ``step()`` has taken these over: make the updates as ever."""
@@ -267,6 +293,9 @@ def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _versions(slot: Slot, gradient: torch.Tensor, state: Mapping[str, Any]) -> tuple[int, ...]:
-    tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
-    return tuple(t._version for t in (slot.parameter, gradient, *tensors))
+def _places(slot: Slot, gradient: torch.Tensor, state: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [
+        (t.data_ptr(), t.size(), t.stride(), t.dtype, t._version)
+        for t in (slot.parameter, gradient, *tensors)
+    ]

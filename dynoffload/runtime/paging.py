@@ -135,7 +135,7 @@ class Paging:
             self.updates = Updates(
                 optimizer, self.store, self.device, defer=defer, on_step=self._end_step
             )
-            if defer and self.device.guarded:
+            if defer and self.device.guarded and self.updates.splits:
                 self.updates.drafts = Drafts(
                     optimizer,
                     self.store,
@@ -205,8 +205,7 @@ class Paging:
         self.store.adopt_gradient(slot)
         if self.updates is not None:
             self.updates.keep_order()
-            if self.updates.drafts is not None and slot not in self.updates.pending:
-                self.updates.drafts.make(slot)
+            self.updates.draft(slot)
 
     def _visit(self, unit: Unit) -> None:
         self._on_progress()

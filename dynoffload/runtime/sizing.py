@@ -44,7 +44,7 @@ class Sizing:
         small_bytes: resident parameters, gradients, state and buffers.
         chunk_bytes: size of a chunk of saved activations.
         reserve_bytes: part of the pool that plans leave free.
-        spill_bytes: what the spill file will take, activations not counted.
+        spill_bytes: what the spill file will take at least: without activations and drafts.
         states_bytes: parameters, gradients and optimizer state together.
     """
 
@@ -180,7 +180,7 @@ def _divide(
             small += nbytes * (copies - 1)
             continue
         region = -(-nbytes // page) * page
-        padded += region * (2 * copies - 1 if copies > 1 else 1)  # gradients have no twins
+        padded += region * copies
         if region * copies > largest:
             largest, culprit = region * copies, name
     storages = [part.untyped_storage() for tensor in resident for part in _parts(tensor)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,11 +119,6 @@ class Store:
     def name_of(self, region: int) -> str:
         """Return what reports call ``region``."""
         return self.names.get(region, f"region {region}")
-
-    def regions(self) -> list[int]:
-        """Return the regions of all slots, and those that somebody outside still holds."""
-        found = [region for slot in self.slots.values() for region in slot.update_regions()]
-        return list(dict.fromkeys([*found, *self._orphans]))
 
     def _region(self, nbytes: int, name: str, slot: Slot | None) -> int:
         region = self._device.allocate(nbytes)
@@ -262,13 +256,3 @@ class Store:
         if self._left_in_heap > _HEAP_BYTES:  # the first step makes all state there
             self._left_in_heap = 0
             heap.give_back()
-
-    def tensors_of(self, slot: Slot, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adopted tensors of ``slot`` by what they are."""
-        yield "parameter", slot.parameter.data
-        if slot.parameter.grad is not None:
-            yield "gradient", slot.parameter.grad
-        for key in slot.states:
-            value = state.get(key)
-            if isinstance(value, torch.Tensor):
-                yield key, value

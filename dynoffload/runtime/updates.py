@@ -75,15 +75,16 @@ class Updates:
         self._making: Slot | None = None
         self._groups: list[Group] | None = None
         self.pending: dict[Slot, Update] = {}
-        self.drafts: Drafts | None = None
+        self.drafts: Drafts | None = None  # only of an optimizer that `splits`
+        self._begun = False  # whether a step has changed something and is not over
         self.behind = 0  # updates made because of an unannounced access
         self._failure: BaseException | None = None  # of an update made behind somebody's back
         step = type(optimizer).step
         self._step: Callable[..., Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
         )
-        self._splits = type(optimizer).__module__.startswith("torch.optim")
-        if not self._splits:
+        self.splits = type(optimizer).__module__.startswith("torch.optim")
+        if not self.splits:
             logger.warning(
                 "%s is not one of torch.optim: its step runs whole, and its state pages on demand",
                 type(optimizer).__name__,
@@ -136,7 +137,7 @@ class Updates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._splits:
+        if not self.splits:
             return None
         self.check()
         self._restore_groups()
@@ -153,11 +154,19 @@ class Updates:
         with self._mutex:
             if scaled and self.drafts is not None:
                 self.drafts.drop_all()
-            resident, paged, shared = self._split(optimizer.param_groups)
-            self._run(resident, self.optimizer.state)
-            for slot in shared:
-                self._adopt_state(slot)
-            self._put_off(paged)
+            self._flush_used(optimizer.param_groups)
+            try:
+                resident, paged, shared = self._split(optimizer.param_groups)
+                self._run(resident, self.optimizer.state)
+                for slot in shared:
+                    self._adopt_state(slot)
+                self._put_off(paged)
+            except BaseException as error:
+                if self._begun:
+                    self._failure = error
+                raise
+            finally:
+                self._begun = False
             if scaled or not self._defer:
                 self.flush_all()
         # The optimizer's own code now finds nothing left to do.
@@ -167,7 +176,7 @@ class Updates:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_groups()
-        if not self._splits:
+        if not self.splits:
             self.adopt_all()
         if self.drafts is not None:
             self.drafts.end_step()
@@ -178,6 +187,23 @@ class Updates:
         if self._groups is not None:
             self.optimizer.param_groups = self._groups
             self._groups = None
+
+    def _flush_used(self, groups: list[Group]) -> None:
+        """Make the pending updates that a step over ``groups`` meets: its own parameters', and
+        those whose memory the user has put in the place of something that it reads."""
+        owner, slot_of = self._device.owner, self._store.slot_of
+        for parameter in [p for group in groups for p in group["params"] if p.grad is not None]:
+            slot = self._store.slots.get(parameter)
+            if slot is not None:
+                self.flush(slot)
+            if not self.pending:
+                return
+            state = dict.get(self.optimizer.state, parameter, {})
+            for tensor in (parameter, parameter.grad, *state.values()):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    lender = slot_of(owner(tensor.data_ptr()))
+                    if lender is not None:
+                        self.flush(lender)
 
     def _split(
         self, groups: list[Group]
@@ -195,9 +221,10 @@ class Updates:
                 if slot is None:
                     small.append(parameter)
                 elif parameter.grad is not None:
-                    self.flush(slot)
-                    if self.drafts is not None and self.drafts.take(slot, hyper):
-                        continue
+                    if self.drafts is not None and self.drafts.has(slot):
+                        self._begun = True
+                        if self.drafts.take(slot, hyper):
+                            continue
                     if slot.shared or not self._store.take_back(slot):
                         small.append(parameter)
                         shared.append(slot)
@@ -208,6 +235,7 @@ class Updates:
 
     def _put_off(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
+        self._begun = True
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad
             assert gradient is not None
@@ -218,14 +246,11 @@ class Updates:
             if not self._defer or self._guards(slot, gradient):
                 waiting.append((slot, update))
                 continue
-            lender = self._store.slot_of(self._device.owner(gradient.data_ptr()))
-            if lender is not None:
-                self.flush(lender)
             self._make(slot, update)
         for slot, update in waiting:
-            self.pending[slot] = update
             if self._defer:
                 self._device.lock(update.regions)
+            self.pending[slot] = update
 
     def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether the device sees every access to what the update reads and writes."""
@@ -239,6 +264,17 @@ class Updates:
                 for key, region in slot.states.items()
             )
         )
+
+    def draft(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is complete: make its update ahead of ``step()``, if it may be.
+
+        See `Drafts`.
+        """
+        if self.drafts is None:
+            return
+        with self._mutex:
+            if slot not in self.pending:
+                self.drafts.make(slot)
 
     # Making updates
 

@@ -78,7 +78,7 @@ int plan_next(struct pager *p, uint32_t *region)
                 return ACTION_EVICT;
             continue;
         }
-        if (r->state != ABSENT || r->queued || r->next_use == NEVER) {
+        if (r->state != ABSENT || r->queued || r->next_use == NEVER || !r->has_copy) {
             p->next_action++;
             continue;
         }

@@ -142,10 +142,10 @@ int transfer_install(struct pager *p, uint32_t id)
                 id, strerror(error));
         abort();
     }
+    r->visits++; /* also if it was in place in part, and went back */
     if (error)
         return error;
     r->state = RESIDENT;
-    r->visits++;
     r->dirty = 1;
     r->asleep = 0;
     r->stamp = ++p->clock;

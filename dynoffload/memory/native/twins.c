@@ -112,6 +112,7 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, const uint32_t *twi
         a->has_copy = b->has_copy, b->has_copy = old.has_copy;
         a->prefetched = b->prefetched, b->prefetched = old.prefetched;
         a->stamp = b->stamp, b->stamp = old.stamp;
+        a->next_use = b->next_use, b->next_use = old.next_use;
     }
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->mutex);
