@@ -26,12 +26,43 @@ _HOMES = {
     "OffloadConfig": "dynoffload.config",
     "profile": "dynoffload.profiler",
     "Pilot": "dynoffload.pilot",
+    "DynOffloadError": "dynoffload.errors",
+    "ConfigError": "dynoffload.errors",
+    "BudgetError": "dynoffload.errors",
+    "SpillError": "dynoffload.errors",
+    "TraceError": "dynoffload.errors",
+    "PilotError": "dynoffload.errors",
+    "BackendError": "dynoffload.errors",
 }
 
-__all__ = ["OffloadConfig", "Pilot", "Session", "__version__", "materialize", "offload", "profile"]
+__all__ = [
+    "BackendError",
+    "BudgetError",
+    "ConfigError",
+    "DynOffloadError",
+    "OffloadConfig",
+    "Pilot",
+    "PilotError",
+    "Session",
+    "SpillError",
+    "TraceError",
+    "__version__",
+    "materialize",
+    "offload",
+    "profile",
+]
 
 if TYPE_CHECKING:
     from dynoffload.config import OffloadConfig
+    from dynoffload.errors import (
+        BackendError,
+        BudgetError,
+        ConfigError,
+        DynOffloadError,
+        PilotError,
+        SpillError,
+        TraceError,
+    )
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
     from dynoffload.runtime.offload import materialize, offload

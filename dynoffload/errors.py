@@ -16,7 +16,13 @@ class ConfigError(DynOffloadError, ValueError):
 
 
 class BudgetError(DynOffloadError, MemoryError):
-    """What must be in fast memory at one moment is larger than the budget."""
+    """What must be in fast memory at one moment is larger than the budget.
+
+    Attributes:
+        lacking: bytes by which it is larger; 0 where that is not known.
+    """
+
+    lacking: int = 0
 
 
 class SpillError(DynOffloadError, OSError):
@@ -33,10 +39,6 @@ class PilotError(DynOffloadError, ValueError):
 
 class BackendError(DynOffloadError, RuntimeError):
     """A device backend cannot work on this system, or broke while it worked."""
-
-
-class DeferralError(DynOffloadError, RuntimeError):
-    """An optimizer's update cannot be put off without changing its result."""
 
 
 class ProfilingDone(BaseException):

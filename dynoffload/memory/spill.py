@@ -50,8 +50,9 @@ class SpillFile:
         self.size = 0
         if not directory.is_dir():
             raise SpillError(
-                f"spill directory {directory} does not exist: create it, or pass spill_dir= "
-                "a directory on a disk"
+                f"spill directory {directory} "
+                f"{'is a file' if directory.exists() else 'does not exist: create it'}, or pass "
+                "spill_dir= a directory on a disk"
             )
         kind = filesystem_of(directory)
         if kind in _MEMORY_FILESYSTEMS:

@@ -176,11 +176,13 @@ class OnDemand:
 
 def infeasible(position: int, need: int, have: int) -> BudgetError:
     """Return the error for a use whose regions alone are larger than fast memory."""
-    return BudgetError(
+    error = BudgetError(
         f"use {position} of the plan needs {format_bytes(need)} ({need} bytes) resident at once, "
         f"but there are {format_bytes(have)} ({have} bytes): raise the budget to at least that, or "
         "make the operator smaller (fewer samples or a shorter sequence per step, or a split layer)"
     )
+    error.lacking = need - have
+    return error
 
 
 def _positions(uses: Sequence[Use]) -> dict[int, list[int]]:

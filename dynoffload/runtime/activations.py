@@ -209,8 +209,8 @@ class Activations:
                 region = self.device.allocate(nbytes)
             except BudgetError as error:
                 raise BudgetError(
-                    f"a tensor of {format_bytes(nbytes)} saved for backward since "
-                    f"{self.site() or 'the start'}: {error}, or make the sample smaller"
+                    f"a tensor of {format_bytes(nbytes)} that autograd saves in or after module "
+                    f"{self.site()!r}: {error}, or make the sample smaller"
                 ) from error
             self.names[region] = "activations (large)"
             chunk = Chunk(-1, region, nbytes)

@@ -22,6 +22,7 @@ from dynoffload.runtime.reference import NONE, Chosen, Reference, Visit
 from dynoffload.runtime.store import Slot
 from dynoffload.runtime.units import Unit
 from dynoffload.runtime.updates import Updates
+from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,15 @@ class Migrator:
             # A module uses more than there is, though no operator does, or the order is one that
             # cannot be: a plan is advice, so the step runs on demand.
             if not self._unplanned:
-                logger.warning("no plan for a step, which runs on demand: %s", error)
+                lacking = getattr(error, "lacking", 0)
+                logger.warning(
+                    "such steps are not planned, and run on demand: %s",
+                    f"a module's parameters, gradients, state and activations take "
+                    f"{format_bytes(lacking)} more than the budget has room for at once; raise it "
+                    "by that for prefetch"
+                    if lacking
+                    else error,
+                )
             self._unplanned = True
             schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))
         self._device.follow(reference.uses, schedule)

@@ -61,6 +61,11 @@ def offload(
         PilotError: the pilot is corrupt, or of another network.
         BackendError: the backend asked for does not work on this system.
     """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
+        raise ConfigError(
+            "offload(model, optimizer) takes a torch.nn.Module and a torch.optim.Optimizer or "
+            f"None, not {type(model).__name__} and {type(optimizer).__name__}"
+        )
     given = defaults()
     options = OffloadConfig.of(config)
     if given.policy is not None:

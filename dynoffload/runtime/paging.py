@@ -98,6 +98,7 @@ class Paging:
         self._on_progress, self._on_phase, self._on_step = on_progress, on_phase, on_step
         self._closing = threading.Event()
         self._where = ""
+        self._said = False  # that there is no optimizer
         self.device = open_device(sizing, config, spill_dir)
         self.device.reserve(sizing.reserve_bytes)
         self.store = Store(self.device, sizing.min_paged_bytes)
@@ -206,6 +207,12 @@ class Paging:
         if self.updates is not None:
             self.updates.keep_order()
             self.updates.draft(slot)
+        elif not self._said:
+            self._said = True
+            logger.warning(
+                "gradients are made, but offload() was given no optimizer: its state is not under "
+                "the budget, and no step is recorded; pass offload(model, optimizer, ...)"
+            )
 
     def _visit(self, unit: Unit) -> None:
         self._on_progress()

@@ -110,10 +110,11 @@ class Session:
         if int(os.environ.get("RANK", "0")):
             return
         logger.info(
-            "%s: %s of parameters, gradients and optimizer state under %s on the %s (pool %s in "
+            "%s: %s of parameters, gradients%s under %s on the %s (pool %s in "
             "pages of %s, reserve %s), spilling to %s, policy %s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
+            "" if self.optimizer is None else " and optimizer state",
             format_bytes(sizing.budget),
             paging.device.name,
             format_bytes(sizing.pool_bytes),
