@@ -1,7 +1,8 @@
 """A progress bar that appears only where somebody has waited for it.
 
-What it is: `progress_bar`, for the jobs of the pilot. What it is not: a log; a short job shows
-nothing, and a bar is gone once its job is done.
+What it is: `progress_bar`, for jobs of more than two seconds; without a terminal, a line for
+each part of the job. What it is not: a log; a short job shows nothing, and a bar is gone once its
+job is done.
 """
 
 from __future__ import annotations
@@ -32,15 +33,26 @@ def progress_bar(wanted: bool) -> Iterator[Report]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console, start, said = Console(stderr=True), monotonic(), ""
+
+    def say(doing: str, done: int | None = None, total: int | None = None) -> None:
+        nonlocal said
+        if doing != said and monotonic() - start > PATIENCE:
+            said = doing
+            console.print(doing, markup=False, highlight=False)
+
+    if not console.is_terminal:
+        yield say
+        return
+
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
     )
     task = bar.add_task("pilot", total=None)
-    start = monotonic()
 
     def report(doing: str, done: int | None = None, total: int | None = None) -> None:
         if not bar.live.is_started and monotonic() - start > PATIENCE:

@@ -144,3 +144,10 @@ def _show(
     seconds = facts.get("seconds")
     took = f"; trained in {format_seconds(seconds)}" if isinstance(seconds, float) else ""
     console.print(f"{facts['model']}; one prediction takes {latency}{took}", highlight=False)
+    pilot, last = evaluation.pilot, evaluation.last_order
+    if not pilot.block_order_accuracy > last.block_order_accuracy:
+        console.print(
+            "here the pilot is no better than repeating the last order: record more steps, or "
+            "leave it out; a session lets it steer only while it does better",
+            highlight=False,
+        )
