@@ -183,6 +183,12 @@ class Drafts:
                 ours, twin = device.storage(region), device.storage(twins[region])
                 bytes_of(twin).copy_(bytes_of(ours))
             given, made = self._run(update, {r: device.storage(t) for r, t in twins.items()})
+            if keeps and given_gradient._version != version:
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} has changed the gradient of {slot.name} in "
+                    "an update made ahead of step(), which it did not do before: the step is lost; "
+                    "go on from the last checkpoint with config={'draft_share': 0}"
+                )
             keeps = given_gradient._version == version
         finally:
             device.unpin(pinned)
