@@ -63,7 +63,7 @@ class OffloadConfig:
     min_paged_bytes: int | None = None
     step_aside: bool = True
     io_threads: int = 4
-    heap_slack_bytes: int = 320 * MiB
+    heap_slack_bytes: int = 512 * MiB
     features: Callable[..., Any] | None = None
     record_events: bool = True
 
