@@ -6,7 +6,7 @@ is never in memory at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from dynoffload.errors import ConfigError
 
 Init = Callable[[nn.Module], None] | str | Path | None
+Bring = Callable[[Iterable[torch.Tensor]], None]
 
 _RECIPE = "_dynoffload_init"
 
@@ -44,7 +45,7 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 @torch.no_grad()
-def give_weights(model: nn.Module, init: Init, empty: Collection[str]) -> None:
+def give_weights(model: nn.Module, init: Init, empty: Collection[str], bring: Bring) -> None:
     """Give the modules of ``model`` that have no values theirs, one after the other.
 
     Args:
@@ -55,6 +56,7 @@ def give_weights(model: nn.Module, init: Init, empty: Collection[str]) -> None:
             names.
         empty: paths of the modules whose tensors were on the meta device; others keep what they
             have, except by a file. None at all means every module.
+        bring: called with tensors that are about to be written.
 
     Raises:
         ConfigError: a module cannot initialise itself, leaves a tensor without a value, or the file
@@ -71,12 +73,13 @@ def give_weights(model: nn.Module, init: Init, empty: Collection[str]) -> None:
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     if isinstance(init, str | Path):
-        _load(model, Path(init))
+        _load(model, Path(init), bring)
         return
     for path, module in model.named_modules():
         owns = {name: t for name, t in _own(module).items() if t is not None}
         if empty and path not in empty:
             continue
+        bring(owns.values())
         before = {n: b._version for n, b in module._buffers.items() if b is not None}
         reset = getattr(module, "reset_parameters", None)
         if init is not None:
@@ -99,7 +102,7 @@ def give_weights(model: nn.Module, init: Init, empty: Collection[str]) -> None:
                 )
 
 
-def _load(model: nn.Module, path: Path) -> None:
+def _load(model: nn.Module, path: Path, bring: Bring) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -115,6 +118,7 @@ def _load(model: nn.Module, path: Path) -> None:
                             f"tensor {name!r} of {path} has shape {list(given.shape)} but the "
                             f"model's has {list(tensor.shape)}: give a file saved from this model"
                         )
+                    bring([tensor])
                     tensor.copy_(given)
                 elif name in persistent:
                     raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,11 @@ from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.units import Unit, units_of
 from dynoffload.runtime.updates import Updates
-from dynoffload.units import format_bytes
+from dynoffload.units import MiB, format_bytes
 
 logger = logging.getLogger(__name__)
 
+_LEFT_IN_HEAP = 32 * MiB  # by new optimizer state, which the first step makes all at once
 _KEEP_FREE = 0.1  # share of available memory that restoration leaves alone
 
 
@@ -101,7 +102,9 @@ class Paging:
         self._said = False  # that there is no optimizer
         self.device = open_device(sizing, config, spill_dir)
         self.device.reserve(sizing.reserve_bytes)
-        self.store = Store(self.device, sizing.min_paged_bytes)
+        self.store = Store(
+            self.device, sizing.min_paged_bytes, min(_LEFT_IN_HEAP, config.heap_slack_bytes)
+        )
         self.activations = Activations(
             self.device,
             sizing.chunk_bytes,
@@ -179,6 +182,12 @@ class Paging:
         """Make every update that was put off."""
         if self.updates is not None:
             self.updates.flush_all()
+
+    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors are about to be written outside a step: have those that are paged at hand."""
+        slots = self.store.slots
+        known = (t for t in tensors if isinstance(t, nn.Parameter) and t in slots)
+        self.device.touch([slots[parameter].region for parameter in known])
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open the sample in whose call this began, too late for a hook of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -246,7 +247,11 @@ class Session:
         """
         self.flush()
         self._init = None
-        give_weights(self.model, init, self._empty)
+        give_weights(self.model, init, self._empty, self._bring)
+
+    def _bring(self, tensors: Iterable[torch.Tensor]) -> None:
+        if self._paging is not None:
+            self._paging.bring(tensors)
 
     def report(self, path: str | Path) -> None:
         """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it."""
@@ -268,7 +273,7 @@ class Session:
             return
         if self._init is not None:
             init, self._init = self._init, None
-            give_weights(self.model, init[0], self._empty)
+            give_weights(self.model, init[0], self._empty, paging.bring)
         where = paging.close()
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)

@@ -19,11 +19,9 @@ from torch import nn
 from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
-from dynoffload.units import MiB
 
 logger = logging.getLogger(__name__)
 
-_HEAP_BYTES = 32 * MiB  # of state moved out of the heap, after which its free pages go back
 _OWN_USERS = 2  # of the storage of a parameter in use: its own Python object, and the parameter
 
 
@@ -89,11 +87,13 @@ class Store:
     Args:
         device: where regions live.
         min_paged_bytes: smaller tensors stay where they are.
+        left_bytes: of state moved out of the heap, after which its free pages go back.
     """
 
-    def __init__(self, device: Device, min_paged_bytes: int) -> None:
+    def __init__(self, device: Device, min_paged_bytes: int, left_bytes: int) -> None:
         self._device = device
         self._min = min_paged_bytes
+        self._most_left = left_bytes
         self.slots: dict[nn.Parameter, Slot] = {}
         self.names: dict[int, str] = {}  # region -> name, for reports
         self._by_region: dict[int, Slot] = {}
@@ -253,6 +253,6 @@ class Store:
             ours = view_of(self._device.storage(region), value)
             ours.copy_(value)
             state[key] = ours
-        if self._left_in_heap > _HEAP_BYTES:  # the first step makes all state there
+        if self._left_in_heap > self._most_left:
             self._left_in_heap = 0
             heap.give_back()
