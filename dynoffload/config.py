@@ -122,6 +122,7 @@ class Defaults:
         report: where the session writes its HTML page when the block ends.
         profile_dir: if set, ``offload()`` records traces there and pages nothing.
         profile_steps: steps to record before the script is stopped.
+        on_end: called as a block ends, with its `Session` and the `ReportFiles` or ``None``.
     """
 
     budget: int | None = None
@@ -131,6 +132,7 @@ class Defaults:
     report: Path | None = None
     profile_dir: Path | None = None
     profile_steps: int | None = None
+    on_end: Callable[[Any, Any], None] | None = None
 
 
 _defaults = Defaults()
@@ -150,6 +152,7 @@ def set_defaults(
     report: str | Path | None = None,
     profile_dir: str | Path | None = None,
     profile_steps: int | None = None,
+    on_end: Callable[[Any, Any], None] | None = None,
 ) -> None:
     """Replace the process-wide defaults; what is not given becomes open again.
 
@@ -167,6 +170,7 @@ def set_defaults(
         report=None if report is None else Path(report),
         profile_dir=None if profile_dir is None else Path(profile_dir),
         profile_steps=profile_steps,
+        on_end=on_end,
     )
 
 

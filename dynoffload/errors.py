@@ -15,6 +15,10 @@ class ConfigError(DynOffloadError, ValueError):
     """An option is unknown, out of range or contradicts another."""
 
 
+class NotEnteredError(ConfigError, AttributeError):
+    """What ``offload()`` returned was used as a session, but no ``with`` has entered it."""
+
+
 class BudgetError(DynOffloadError, MemoryError):
     """What must be in fast memory at one moment is larger than the budget.
 

@@ -16,7 +16,6 @@ MiB = 1024 * KiB
 GiB = 1024 * MiB
 
 _FACTORS = {
-    "": 1,
     "b": 1,
     "k": 10**3,
     "kb": 10**3,
@@ -38,15 +37,28 @@ def parse_bytes(quantity: int | str) -> int:
     """Return ``quantity`` in bytes: an int as it is, or a text such as ``"8GiB"`` or ``"500MB"``.
 
     Raises:
-        ConfigError: if the quantity is negative, not a whole number of bytes, or unreadable.
+        ConfigError: if the quantity is negative, not a whole number of bytes, unreadable, or a text
+            with a small number and no unit.
     """
     if isinstance(quantity, bool) or not isinstance(quantity, int | str):
-        raise ConfigError(f"a quantity of bytes is an int or a text like '8GiB', not {quantity!r}")
+        remedy = ": make it whole with int()" if isinstance(quantity, float) else ""
+        raise ConfigError(
+            f"a quantity of bytes is an int or a text like '8GiB', not {quantity!r}{remedy}"
+        )
     if isinstance(quantity, int):
         if quantity < 0:
             raise ConfigError(f"a quantity of bytes cannot be negative: {quantity}")
         return quantity
     match = _QUANTITY.fullmatch(quantity)
+    if match and not match.group(2):
+        number = match.group(1)
+        if number.isdecimal() and int(number) >= MiB:
+            return int(number)  # so many cannot be meant as anything else
+        whole = "" if "." in number else f", or '{number}B' if bytes are meant"
+        raise ConfigError(
+            f"{quantity!r} has no unit to read it as bytes: write '{number}GiB' or "
+            f"'{number}MB'{whole}"
+        )
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(

@@ -293,6 +293,8 @@ def test_a_pilot_is_not_trained_from_nothing(runner: CliRunner, tmp_path: Path) 
     result = runner.invoke(app, ["pilot", "train", str(tmp_path), "-o", str(out)])
     assert result.exit_code == 1
     assert result.stderr.strip().startswith(f"error: {tmp_path}")
+    assert "dynoffload profile" in result.stderr
+    assert f"-o {tmp_path}" in result.stderr
     assert not out.exists()
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 import typer
@@ -15,6 +16,9 @@ from typer.testing import CliRunner
 from dynoffload import config
 from dynoffload.cli import app
 from dynoffload.cli.training import split_tail
+from dynoffload.planning.blocks import Vocabulary
+from dynoffload.runtime.telemetry import RunLog
+from dynoffload.units import format_bytes, format_seconds
 
 REPORT = """
 import json, os, sys
@@ -188,7 +192,143 @@ def test_our_log_lines_are_shown_unless_the_script_logs(tmp_path: Path) -> None:
         ).stderr
         for script in (quiet, loud)
     ]
-    assert errors == ["dynoffload: 12 blocks\n", "own 12 blocks\n"]
+    assert [lines.splitlines()[0] for lines in errors] == ["dynoffload: 12 blocks", "own 12 blocks"]
+    assert [lines.count("12 blocks") for lines in errors] == [1, 1]
+
+
+# -- what is said beside a script's own words ---------------------------------------------------
+
+TRAIN = """
+import sys, torch, dynoffload
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters())
+with dynoffload.offload(model, optimizer, **eval(sys.argv[1])):
+    for _ in range(int(sys.argv[2])):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_what_the_steps_took_is_summed_up_and_files_are_named(
+    runner: CliRunner, tmp_path: Path
+) -> None:
+    script, page = write(tmp_path, TRAIN), tmp_path / "out" / "run.html"
+    words = ["run", "--budget", "300KiB", "--report", str(page), str(script), "{}", "5"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    written = [page, page.with_suffix(".perfetto.json.gz"), page.with_suffix(".runlog.json.gz")]
+    assert result.stderr.splitlines()[-3:] == [f"wrote {path}" for path in written]
+    assert all(path.stat().st_size for path in written)
+    line = next(line for line in result.stderr.splitlines() if "5 steps" in line)
+    log = RunLog.load(written[2])
+    assert format_seconds(median(step.seconds for step in log.steps[2:])) in line
+    assert f"{format_bytes(max(step.peak_fast_bytes for step in log.steps))} of the budget" in line
+    assert line.endswith("300.00 KiB")
+
+
+def test_a_block_without_a_step_is_named(runner: CliRunner, tmp_path: Path) -> None:
+    script = write(tmp_path, TRAIN)
+    result = runner.invoke(app, ["run", "--budget", "1MB", str(script), "{}", "0"])
+    assert "Sequential ended before its first step was complete" in result.stderr
+
+
+@pytest.mark.parametrize("end", ["", "import sys; sys.exit(0)"])
+def test_a_script_that_offloads_nothing_is_told(
+    runner: CliRunner, tmp_path: Path, end: str
+) -> None:
+    script = write(tmp_path, end)
+    result = runner.invoke(app, ["run", "--budget", "1MB", str(script)])
+    assert result.exit_code == 0
+    assert f"{script} ended without an offload() block" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "argument", "line"),
+    [
+        (["--budget", "1MiB"], {"budget": "2MiB"}, ("budget=2.00 MiB", "--budget 1.00 MiB")),
+        (["--spill-dir", "/var/tmp"], {"spill_dir": "."}, ("spill_dir='.'", "--spill-dir /var/")),
+        (["--pilot", __file__], {"pilot": None}, ("pilot=None", f"--pilot {__file__}")),
+    ],
+)
+def test_an_option_that_the_script_overrules_is_named(
+    runner: CliRunner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: list[str],
+    argument: dict[str, str | None],
+    line: tuple[str, str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = write(tmp_path, TRAIN)
+    words = ["run", "--budget", "2MiB", *options, str(script), repr(argument), "1"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    found = [message for message in caplog.messages if "counts, and" in message]
+    assert len(found) == 1
+    assert all(part in found[0] for part in line)
+
+
+def test_what_is_overruled_is_one_line_of_the_error_stream(tmp_path: Path) -> None:
+    script = write(tmp_path, TRAIN)
+    words = ["run", "--budget", "1MiB", str(script), repr({"budget": "2MiB"}), "1"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "dynoffload", *words], capture_output=True, text=True, check=True
+    )
+    line = "the script's own offload(budget=2.00 MiB) counts, and --budget 1.00 MiB does not"
+    assert ended.stderr.splitlines()[0] == f"dynoffload: {line}"
+    assert ended.stdout == ""
+
+
+def test_an_option_that_the_script_repeats_is_not_overruled(
+    runner: CliRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = write(tmp_path, TRAIN)
+    words = ["run", "--budget", "2MiB", str(script), repr({"budget": 2 << 20}), "1"]
+    assert runner.invoke(app, words).exit_code == 0
+    assert "counts, and" not in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["on-demand", "repeat", "pilot"])
+def test_a_pilot_that_the_policy_does_not_ask_is_named(
+    runner: CliRunner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+) -> None:
+    class Silent:
+        vocabulary = Vocabulary("", ())
+
+        def check(self, network: str) -> None:
+            pass
+
+        def predict(self, sample: object) -> None:
+            return None
+
+    monkeypatch.setattr("dynoffload.pilot.pilot.Pilot.load", lambda path: Silent())
+    pilot, script = write(tmp_path, "", "x.pilot"), write(tmp_path, TRAIN)
+    options = ["--budget", "1MB", "--policy", policy, "--pilot", str(pilot)]
+    result = runner.invoke(app, ["run", *options, str(script), "{}", "1"])
+    assert result.exit_code == 0, result.output
+    assert (f"--pilot {pilot} is not used" in caplog.text) is (policy != "pilot")
+
+
+def test_remedies_are_options_of_the_command(runner: CliRunner, tmp_path: Path) -> None:
+    script = write(tmp_path, TRAIN)
+    options = ["--budget", "1MB", "--spill-dir", str(tmp_path / "nowhere")]
+    result = runner.invoke(app, ["run", *options, str(script), "{}", "1"])
+    assert result.exit_code == 1
+    assert "pass --spill-dir (in the script: spill_dir=) a directory" in result.stderr
+    lost = {"pilot": "lost.pilot"}
+    result = runner.invoke(app, ["run", *options[:2], str(script), repr(lost), "1"])
+    assert "'dynoffload pilot train'" in result.stderr
+    result = runner.invoke(app, ["run", "--policy", "pilott", str(script)])
+    assert result.stderr.startswith("error: --policy 'pilott' is not an option")
 
 
 # -- profile ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from exactness import Twin, assert_same, least_budget
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "io_threads": 2}
@@ -67,6 +68,21 @@ def plain(m: Any, x: Tensor) -> Tensor:
     return m.c(torch.tanh(m.b(torch.relu(m.a(x)))))
 
 
+def read_through_data(m: Any, x: Tensor) -> Tensor:
+    """A write that hides from autograd, and then what ``.data`` gives is saved."""
+    y = m.a(x)
+    before = m.b(y) * 0
+    y.data.mul_(2)
+    return before + m.b(y.data)
+
+
+def in_a_wrapper(m: Any, x: Tensor) -> Tensor:
+    """A tensor that has no storage of its own is saved."""
+    y = m.a(x).sin()
+    wrapped = TwoTensor(x, x.clone()) * TwoTensor(y, y)
+    return m.b(y) + wrapped.a
+
+
 def once(model: nn.Module, x: Tensor) -> Tensor:
     """Run one forward and backward."""
     loss = model(x).square().mean()
@@ -86,6 +102,15 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a slice of something large": lambda m, x: m.a(x).repeat(40, 1)[7:71].sin() * m.b(x).cos(),
     "larger than a chunk": lambda m, x: m.a(x).repeat(3, 1).sin().tanh()[:64],
     "complex": lambda m, x: torch.fft.fft(m.a(x)).abs() * m.b(x),
+    "conjugated": lambda m, x: (torch.fft.fft(m.a(x)).conj() * torch.fft.fft(m.b(x))).abs(),
+    "conjugated and transposed": lambda m, x: (torch.fft.fft(m.a(x)).mH @ m.b(x).cfloat()).abs(),
+    "negated": lambda m, x: torch.fft.fft(m.a(x)).conj().imag * m.b(x),
+    "part of something large, conjugated": lambda m, x: (
+        torch.cat([torch.fft.fft(m.a(x))] * 3)[7:71].conj() * m.b(x)
+    ).abs(),
+    "through .data": read_through_data,
+    "in a wrapper": in_a_wrapper,
+    "sparse": lambda m, x: torch.sparse.mm((x * (x > 1)).to_sparse(), m.a(x)[:32]) + m.b(x),
     "half of it in double": lambda m, x: (m.a(x).double().exp() * m.b(x)).float(),
     "empty": lambda m, x: m.a(x) + m.b(x[:0]).exp().sum() * m.c(x),
     "weights of another module": lambda m, x: nn.functional.linear(m.a(x).sin(), m.a.weight.t()),

@@ -36,7 +36,7 @@ class ModelChoice(str, enum.Enum):
 
 
 Traces = Annotated[
-    Path, typer.Argument(exists=True, file_okay=False, help="Directory that 'profile' wrote.")
+    Path, typer.Argument(exists=True, file_okay=False, help="What 'dynoffload profile' wrote.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
 

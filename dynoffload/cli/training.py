@@ -11,17 +11,22 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dynoffload.cli.app import app, stderr, stdout
+from dynoffload.cli.app import app, say_note, say_wrote, stderr, stdout
 from dynoffload.cli.scripts import log_lines, run_script
 from dynoffload.config import POLICIES, clear_defaults, set_defaults
 from dynoffload.errors import ConfigError, ProfilingDone
 from dynoffload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from dynoffload.reporting import ReportFiles
+    from dynoffload.runtime.session import Session
+    from dynoffload.runtime.telemetry import RunLog
 
 TRACES = "*.parquet"
 # All that follows SCRIPT is the script's, also what looks like an option of ours.
@@ -62,7 +67,7 @@ def run(
     """Run an unmodified script that calls `dynoffload.offload(model, optimizer)`.
 
     What that call leaves open is taken from these options. They stand before SCRIPT; all that
-    follows SCRIPT is the script's own.
+    follows SCRIPT is the script's own. At the end the steps are summed up in a line.
 
     Examples:
 
@@ -71,12 +76,35 @@ def run(
     $ dynoffload run --budget 8GiB --pilot moe.pilot --report out/run.html train.py
     ```
     """
-    set_defaults(budget=budget, pilot=pilot, policy=policy, spill_dir=spill_dir, report=report)
+    summaries: list[str] = []
+    written: list[Path] = []
+
+    def note(session: Session, files: ReportFiles | None) -> None:
+        summaries.append(summary_line(session.log))
+        if files is not None:
+            written[:] = files.page, files.perfetto, files.log  # those of the last block stay
+
+    set_defaults(
+        budget=budget, pilot=pilot, policy=policy, spill_dir=spill_dir, report=report, on_end=note
+    )
+    code: object = 1
     try:
         with log_lines():
             run_script(script, arguments or [])
+        code = 0
+    except SystemExit as end:
+        code = end.code
+        raise
     finally:
         clear_defaults()
+        for line in summaries:
+            say_note(line)
+        say_wrote(*written)
+        if not summaries and code in (None, 0):
+            say_note(
+                f"{script} ended without an offload() block, so nothing was offloaded: it must "
+                "train inside 'with dynoffload.offload(model, optimizer):'"
+            )
 
 
 @app.command(context_settings=_SCRIPT_LAST)
@@ -153,6 +181,21 @@ def profile(
         style="dim",
         markup=False,
         soft_wrap=True,
+    )
+
+
+def summary_line(log: RunLog) -> str:
+    """Return what a session's steps took, in one line."""
+    from dynoffload.reporting.summary import summarize
+
+    if not log.steps:
+        return f"{log.model} ended before its first step was complete"
+    run, count = summarize(log), len(log.steps)
+    return (
+        f"{log.model}, {count} step{'s' if count > 1 else ''}: median step "
+        f"{format_seconds(run.step_s)}, {format_seconds(run.stall_s)} of it in {run.stalls:.0f} "
+        f"stall{'' if run.stalls == 1 else 's'}; peak of fast memory "
+        f"{format_bytes(run.peak_fast_bytes)} of the budget of {format_bytes(log.budget)}"
     )
 
 

@@ -6,6 +6,7 @@ What it is: a reader of the mount table. What it is not: an opinion; who spills 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -43,3 +44,13 @@ def mount_of(directory: Path, root: Path = Path("/")) -> tuple[str, str]:
 def filesystem_of(directory: Path) -> str:
     """Return the type of the file system that holds ``directory``, e.g. ``"ext4"``."""
     return mount_of(directory)[0]
+
+
+def why_not_temporary(directory: Path) -> str:
+    """Return why ``directory`` was taken for the system's for temporary files, or ``""`` if it is
+    that one."""
+    temporary = Path(tempfile.gettempdir())
+    kind = filesystem_of(temporary)
+    if directory == temporary or kind not in MEMORY_FILESYSTEMS:
+        return ""
+    return f"as the one for temporary files, {temporary}, is on {kind}, which is memory itself"

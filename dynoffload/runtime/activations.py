@@ -8,9 +8,10 @@ order, so they migrate like parameters do.
 Tensors below a threshold stay where they are and are counted; past their allowance they are moved
 too. What is a view of a parameter stays what it is.
 
-[Note: hidden writes]  Backward gets what a tensor held when it was saved. A write after that which
-autograd sees raises, as in plain PyTorch; one that hides from autograd (through ``.data``, or a
-numpy view) reaches backward there, and does not here.
+[Note: hidden writes]  Backward gets what a tensor held when it was first saved. A write after that
+which autograd sees raises, as in plain PyTorch; one that hides from autograd (through ``.data``, or
+a numpy view) reaches backward there, and does not here. What ``.data`` gives counts its own writes,
+so what is saved of it has bytes of its own.
 """
 
 from __future__ import annotations
@@ -25,94 +26,20 @@ import torch
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.saved import (
+    Borrowed,
+    Chunk,
+    Entry,
+    Kept,
+    Packed,
+    as_it_lies,
+    bytes_held,
+    is_plain,
+)
 from dynoffload.runtime.store import bytes_of, is_dense, offset_of, view_of
 from dynoffload.units import format_bytes
 
 _ALIGNMENT = 64
-_EMPTY = torch.empty(0)
-
-
-@dataclass(eq=False)
-class Chunk:
-    """A region being filled with saved storages, or waiting for backward."""
-
-    index: int
-    region: int
-    size: int
-    filled: int = 0
-    live: int = 0
-    open: bool = True
-
-
-class Entry:
-    """One saved storage's copy inside a chunk; ends with its last saved tensor."""
-
-    __slots__ = ("__weakref__", "chunk", "offset", "owner", "source", "version")
-
-    def __init__(
-        self,
-        owner: Activations,
-        chunk: Chunk,
-        offset: int,
-        source: weakref.ref[torch.UntypedStorage],
-        version: int,
-    ) -> None:
-        self.owner, self.chunk, self.offset = owner, chunk, offset
-        self.source, self.version = source, version
-        chunk.live += 1
-        owner._live += 1
-
-    def __del__(self) -> None:
-        self.owner.end(self.chunk)
-
-
-class Packed:
-    """A saved tensor whose bytes lie in a chunk."""
-
-    __slots__ = ("dtype", "entry", "offset", "size", "stride", "version", "witness")
-
-    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
-        self.entry, self.offset = entry, offset
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.version = tensor._version
-        # Shares the version counter of all that views the original, and holds none of its bytes.
-        self.witness = tensor.detach()
-        self.witness.data = _EMPTY
-
-
-class Kept:
-    """A saved tensor that stays where it is, counted while it lives."""
-
-    __slots__ = ("nbytes", "owner", "tensor", "version")
-
-    def __init__(self, owner: Activations, tensor: torch.Tensor, nbytes: int) -> None:
-        self.owner, self.nbytes = owner, nbytes
-        self.tensor = tensor.detach()
-        self.version = tensor._version
-        owner.kept_bytes += nbytes
-        owner.kept_peak = max(owner.kept_peak, owner.kept_bytes)
-
-    def __del__(self) -> None:
-        self.owner.kept_bytes -= self.nbytes
-
-
-class Borrowed:
-    """A saved parameter, or a view of one: its region is looked after elsewhere."""
-
-    __slots__ = ("region", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, region: int) -> None:
-        self.tensor, self.region = tensor.detach(), region
-        self.version = tensor._version
-
-
-def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> None:
-    if version != now:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{dtype}, shape {list(shape)}] is at version {now}; expected version "
-            f"{version} instead"
-        )
 
 
 _alive: weakref.WeakSet[Activations] = weakref.WeakSet()
@@ -285,8 +212,8 @@ class Activations:
 
     def pack(self, tensor: torch.Tensor) -> Packed | Kept | Borrowed:
         """Take over a tensor that autograd saves."""
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
-            return Kept(self, tensor, 0)
+        if not is_plain(tensor):
+            return Kept(self, tensor, bytes_held(tensor))
         storage = tensor.untyped_storage()
         region = self.device.owner(storage.data_ptr())
         if region >= 0:
@@ -303,21 +230,18 @@ class Activations:
         if whole:
             known = self._entries.get(key)
             entry = known() if known is not None else None
-            if (
-                entry is not None
-                and entry.source() is not None
-                and entry.version == tensor._version
-            ):
+            if entry is not None and entry.stands_for(tensor):
                 return Packed(tensor, entry, offset_of(tensor))
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
-        entry = Entry(self, chunk, offset, weakref.ref(storage), tensor._version)
+        entry = Entry(self, chunk, offset, storage, tensor)
         with torch.no_grad():
             if whole:
                 bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
                 self._entries[key] = weakref.ref(entry)
             else:
-                view_of(ours, tensor, offset // tensor.element_size()).copy_(tensor)
+                lying = as_it_lies(tensor)
+                view_of(ours, lying, offset // tensor.element_size()).copy_(lying)
         if chunk.index < 0:
             self._shut(chunk)
         self.saved_bytes += nbytes
@@ -337,7 +261,7 @@ class Activations:
             )
         self.settle()
         if isinstance(packed, Packed):
-            _check(packed.version, packed.witness._version, packed.size, packed.dtype)
+            packed.check()
             chunk = packed.entry.chunk
             if chunk.region != self._last:
                 self._last = chunk.region
@@ -345,9 +269,8 @@ class Activations:
             empty = torch.empty(0, dtype=packed.dtype)
             offset = packed.entry.offset // empty.element_size() + packed.offset
             storage = self.device.storage(chunk.region)
-            return empty.set_(storage, offset, packed.size, packed.stride)
-        tensor = packed.tensor
-        _check(packed.version, tensor._version, tensor.size(), tensor.dtype)
+            return packed.as_it_was(empty.set_(storage, offset, packed.size, packed.stride))
+        packed.check()
         if isinstance(packed, Borrowed):
             self.on_borrowed(packed.region)
-        return tensor
+        return packed.tensor

@@ -17,8 +17,9 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import NextUse, Policy, Schedule
-from dynoffload.runtime.activations import Activations, Chunk
+from dynoffload.runtime.activations import Activations
 from dynoffload.runtime.reference import NONE, Chosen, Reference, Visit
+from dynoffload.runtime.saved import Chunk
 from dynoffload.runtime.store import Slot
 from dynoffload.runtime.units import Unit
 from dynoffload.runtime.updates import Updates

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import inspect
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import Defaults, OffloadConfig, defaults
-from dynoffload.errors import ConfigError, ProfilingDone
+from dynoffload.errors import ConfigError, NotEnteredError, ProfilingDone
+from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.forecast import Predictor
@@ -21,14 +29,98 @@ from dynoffload.runtime.materialize import Init, remember
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.update import check_optimizer
-from dynoffload.units import parse_bytes
+from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
 _open: dict[int, Session] = {}  # id of a managed root -> its session
+_REMEDY = "write 'with dynoffload.offload(...) as session:' around the training loop"
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-@contextlib.contextmanager
+class OffloadBlock(contextlib.AbstractContextManager[Session]):
+    """What `offload` returns: entered once, by ``with``, it yields the session.
+
+    Until then nothing is offloaded. As that is easily overlooked, a block that is used as if it
+    were its session is an error, and one that nobody ever entered is warned of.
+    """
+
+    def __init__(self, block: contextlib.AbstractContextManager[Session]) -> None:
+        self._block = block
+        self._entered = False
+        self._forgotten = weakref.finalize(self, _warn_of_forgotten, *_place_of_call())
+
+    def __enter__(self) -> Session:
+        if self._entered:
+            raise ConfigError(
+                "this offload() block was entered before: each 'with' needs an offload() of its own"
+            )
+        self._entered = True
+        self._forgotten.detach()
+        return self._block.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._block.__exit__(kind, error, trace)
+
+    if not TYPE_CHECKING:  # a type checker knows by itself that these attributes are the session's
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # what Python and consoles ask any object for
+                raise AttributeError(name)
+            self._forgotten.detach()  # this error says it
+            raise NotEnteredError(
+                f"{name!r} was asked of what offload() returns, which is no session yet: {_REMEDY}"
+            )
+
+
+def _warn_of_forgotten(file: str, line: int) -> None:
+    warnings.warn_explicit(
+        f"offload() was called without 'with', so nothing was offloaded: {_REMEDY}",
+        RuntimeWarning,
+        file,
+        line,
+    )
+
+
+def _place_of_call() -> tuple[str, int]:
+    """Return file and line of the innermost caller outside this file."""
+    frame = sys._getframe()
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _names_the_nearest(
+    function: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """Let ``function`` refuse an unknown keyword by naming what was probably meant."""
+    known = tuple(inspect.signature(function).parameters)
+    options = tuple(field.name for field in fields(OffloadConfig))
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, (*known, *options), n=1)
+                if not near:
+                    remedy = f"known are {', '.join(known)}"
+                elif near[0] in known:
+                    remedy = f"did you mean {near[0]!r}?"
+                else:
+                    remedy = f"pass it as an option: config={{{near[0]!r}: ...}}"
+                raise ConfigError(f"{function.__name__}() has no argument {name!r}; {remedy}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_names_the_nearest
 def offload(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -37,7 +129,7 @@ def offload(
     pilot: Predictor | str | Path | None = "auto",
     spill_dir: str | Path | None = None,
     config: OffloadConfig | Mapping[str, Any] | None = None,
-) -> Iterator[Session]:
+) -> OffloadBlock:
     """Train ``model`` within ``budget`` bytes of fast memory; results stay bit for bit the same.
 
     Args:
@@ -51,8 +143,9 @@ def offload(
         spill_dir: a directory on a disk; the system's for temporary files by default.
         config: further options, as `OffloadConfig` or a mapping of its fields.
 
-    Yields:
-        The session, with its statistics.
+    Returns:
+        A block for one ``with``, which yields the session with its statistics. All but an unknown
+        argument is refused as the block is entered.
 
     Raises:
         ConfigError: an option is wrong, or the optimizer cannot be split by parameter.
@@ -61,6 +154,18 @@ def offload(
         PilotError: the pilot is corrupt, or of another network.
         BackendError: the backend asked for does not work on this system.
     """
+    return OffloadBlock(_session(model, optimizer, budget, pilot, spill_dir, config))
+
+
+@contextlib.contextmanager
+def _session(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    budget: int | str | None,
+    pilot: Predictor | str | Path | None,
+    spill_dir: str | Path | None,
+    config: OffloadConfig | Mapping[str, Any] | None,
+) -> Iterator[Session]:
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
         raise ConfigError(
             "offload(model, optimizer) takes a torch.nn.Module and a torch.optim.Optimizer or "
@@ -82,24 +187,35 @@ def offload(
         )
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
+    _say_overruled(given, limit, pilot, spill_dir)
     _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)
         _check_parameters(model, optimizer)
-    predictor = _predictor(given.pilot if pilot == "auto" and given.pilot else pilot)
+    from_command = given.pilot is not None and pilot == "auto"
+    predictor = _predictor(given.pilot if from_command else pilot)
     if predictor is not None and not isinstance(predictor, str):
         predictor.check(fingerprint(model))
-    directory = Path(spill_dir or given.spill_dir or default_spill_dir())
+        if options.policy != "pilot":
+            logger.warning(
+                "%s is not used, as the policy is %r and not 'pilot'",
+                f"--pilot {given.pilot}" if from_command else "the pilot",
+                options.policy,
+            )
+    chosen = spill_dir or given.spill_dir
+    directory = Path(chosen or default_spill_dir())
+    reason = "" if chosen else why_not_temporary(directory)
     sizing = sizing_of(model, optimizer, limit, options)
-    session = Session(model, optimizer, sizing, options, directory, predictor)
+    session = Session(model, optimizer, sizing, options, directory, predictor, reason)
     _open[id(model)] = session
     try:
         yield session
     finally:
         del _open[id(model)]
         session.close()
-        if given.report is not None:
-            session.report(given.report)
+        files = None if given.report is None else session.report(given.report)
+        if given.on_end is not None:
+            given.on_end(session, files)
 
 
 def materialize(model: nn.Module, init: Init = None) -> nn.Module:
@@ -141,6 +257,22 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
                 "'auto' or None"
             )
     return pilot
+
+
+def _say_overruled(
+    given: Defaults, budget: int, pilot: object, spill_dir: str | Path | None
+) -> None:
+    """Say which options of the command line the script's own call leaves without effect."""
+    overruled = []
+    if given.budget is not None and given.budget != budget:
+        ours, theirs = format_bytes(given.budget), format_bytes(budget)
+        overruled.append((f"budget={theirs}", f"--budget {ours}"))
+    if given.pilot is not None and str(pilot) not in ("auto", str(given.pilot)):
+        overruled.append((f"pilot={pilot!r:.80}", f"--pilot {given.pilot}"))
+    if given.spill_dir is not None and spill_dir and Path(spill_dir) != given.spill_dir:
+        overruled.append((f"spill_dir={str(spill_dir)!r}", f"--spill-dir {given.spill_dir}"))
+    for argument, option in overruled:
+        logger.warning("the script's own offload(%s) counts, and %s does not", argument, option)
 
 
 def _check_open(model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -30,6 +30,8 @@ from dynoffload.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dynoffload.reporting import ReportFiles
+
 logger = logging.getLogger(__name__)
 
 _MEASURED_STEPS = 2  # steps watched before stepping aside
@@ -55,6 +57,7 @@ class Session:
         config: OffloadConfig,
         spill_dir: Path,
         pilot: Predictor | str | None,
+        spill_reason: str = "",
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self._spill_dir = config, spill_dir
@@ -90,7 +93,7 @@ class Session:
             )
         ]
         self._aside_handle: RemovableHandle | None = None
-        self._say_plan()
+        self._say_plan(spill_reason)
 
     def _page(self) -> Paging:
         return Paging(
@@ -105,14 +108,14 @@ class Session:
             on_step=self._end_step,
         )
 
-    def _say_plan(self) -> None:
+    def _say_plan(self, spill_reason: str) -> None:
         paging, sizing = self._paging, self.sizing
         assert paging is not None
         if int(os.environ.get("RANK", "0")):
             return
         logger.info(
             "%s: %s of parameters, gradients%s under %s on the %s (pool %s in "
-            "pages of %s, reserve %s), spilling to %s, policy %s",
+            "pages of %s, reserve %s), spilling to %s%s, policy %s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
@@ -122,6 +125,7 @@ class Session:
             format_bytes(sizing.page_bytes),
             format_bytes(sizing.reserve_bytes),
             self._spill_dir,
+            f" ({spill_reason})" if spill_reason else "",
             self._config.policy,
         )
 
@@ -253,11 +257,15 @@ class Session:
         if self._paging is not None:
             self._paging.bring(tensors)
 
-    def report(self, path: str | Path) -> None:
-        """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it."""
+    def report(self, path: str | Path) -> ReportFiles:
+        """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it.
+
+        Returns:
+            The paths of the three.
+        """
         from dynoffload.reporting import write_run
 
-        write_run(self.log, Path(path))
+        return write_run(self.log, Path(path))
 
     def close(self) -> None:
         """Make all tensors ordinary again and give memory and disk back."""

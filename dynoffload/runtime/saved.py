@@ -1,0 +1,170 @@
+"""What stands for a saved tensor until backward asks for it.
+
+What it is: the objects that the saved-tensor hooks hand to autograd, and all they must remember for
+backward to get the same tensor, or the same error. What it is not: the decision where a tensor's
+bytes go (`dynoffload.runtime.activations`).
+
+[Note: lazy bits]  A conjugate, and the imaginary part of one, lies in memory as what it was made
+from and carries a bit that says how to read it. The bytes are copied as they lie and the bits put
+back: a kernel may go another way for a tensor without them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from dynoffload.runtime.activations import Activations
+
+_EMPTY = torch.empty(0)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A region being filled with saved storages, or waiting for backward."""
+
+    index: int
+    region: int
+    size: int
+    filled: int = 0
+    live: int = 0
+    open: bool = True
+
+
+class Entry:
+    """One saved storage's copy inside a chunk; ends with its last saved tensor."""
+
+    __slots__ = ("__weakref__", "chunk", "offset", "owner", "source", "version", "witness")
+
+    def __init__(
+        self,
+        owner: Activations,
+        chunk: Chunk,
+        offset: int,
+        source: torch.UntypedStorage,
+        tensor: torch.Tensor,
+    ) -> None:
+        self.owner, self.chunk, self.offset = owner, chunk, offset
+        self.source, self.version = weakref.ref(source), tensor._version
+        # Shares the version counter of the original's views, and holds none of its bytes.
+        self.witness = tensor.detach()
+        self.witness.data = _EMPTY
+        chunk.live += 1
+        owner._live += 1
+
+    def stands_for(self, tensor: torch.Tensor) -> bool:
+        """Return whether the copy is also that of ``tensor``, which lies in the same storage."""
+        version = tensor._version
+        if self.source() is None or self.version != version or self.witness._version != version:
+            return False
+        with _unsafe_preserve_version_counter(tensor):
+            torch.autograd.graph.increment_version(tensor)
+            return bool(self.witness._version != version)  # else they count writes apart
+
+    def __del__(self) -> None:
+        self.owner.end(self.chunk)
+
+
+class Packed:
+    """A saved tensor whose bytes lie in a chunk, ``offset`` elements into its entry."""
+
+    __slots__ = ("conj", "dtype", "entry", "neg", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
+        self.entry, self.offset = entry, offset
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
+
+    def check(self) -> None:
+        """Raise what autograd raises if the original was modified since."""
+        _check(self.entry.version, self.entry.witness._version, self.size, self.dtype)
+
+    def as_it_was(self, lying: torch.Tensor) -> torch.Tensor:
+        """Return ``lying``, which is what was saved as it lies in memory, as it was saved."""
+        if self.conj:
+            lying = torch._conj(lying)
+        return torch._neg_view(lying) if self.neg else lying
+
+
+class Kept:
+    """A saved tensor that stays where it is, counted while it lives."""
+
+    __slots__ = ("nbytes", "owner", "tensor", "version")
+
+    def __init__(self, owner: Activations, tensor: torch.Tensor, nbytes: int) -> None:
+        self.owner, self.nbytes = owner, nbytes
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        owner.kept_bytes += nbytes
+        owner.kept_peak = max(owner.kept_peak, owner.kept_bytes)
+
+    def check(self) -> None:
+        """Raise what autograd raises if the tensor was modified since."""
+        _check(self.version, self.tensor._version, self.tensor.size(), self.tensor.dtype)
+
+    def __del__(self) -> None:
+        self.owner.kept_bytes -= self.nbytes
+
+
+class Borrowed:
+    """A saved parameter, or a view of one: its region is looked after elsewhere."""
+
+    __slots__ = ("region", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, region: int) -> None:
+        self.tensor, self.region = tensor.detach(), region
+        self.version = tensor._version
+
+    def check(self) -> None:
+        """Raise what autograd raises if the parameter was modified since."""
+        _check(self.version, self.tensor._version, self.tensor.size(), self.tensor.dtype)
+
+
+def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> None:
+    if version != now:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{dtype}, shape {list(shape)}] is at version {now}; expected version "
+            f"{version} instead"
+        )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is bytes in one storage of this memory, and no more than that."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
+def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``tensor`` without its bits; see [Note: lazy bits]."""
+    if tensor.is_conj():
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def bytes_held(tensor: torch.Tensor) -> int:
+    """Return the bytes in this memory behind a tensor of any kind, sparse or wrapped."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
+        return sum(bytes_held(getattr(tensor, name)) for name in names)
+    if tensor.device.type != "cpu":
+        return 0
+    if tensor.layout == torch.strided:
+        return int(tensor.untyped_storage().nbytes())
+    if tensor.layout == torch.sparse_coo:
+        return bytes_held(tensor._indices()) + bytes_held(tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sum(map(bytes_held, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sum(map(bytes_held, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())))
+    return tensor.numel() * tensor.element_size()

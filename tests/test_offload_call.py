@@ -1,0 +1,155 @@
+"""The call of ``offload()``: what it returns before ``with``, its arguments, its plan line."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exactness import SMALL_PAGES, footprint_of, small
+
+import dynoffload
+from dynoffload.errors import BudgetError, ConfigError, DynOffloadError
+from dynoffload.memory.filesystems import filesystem_of
+
+
+def block() -> Any:
+    """Return a block of a small model that was not entered."""
+    model = small()
+    return dynoffload.offload(model, budget=footprint_of(model), config=SMALL_PAGES)
+
+
+# A forgotten ``with``
+
+
+@pytest.mark.parametrize("name", ["stats", "batches", "report", "flush"])
+def test_a_block_is_no_session(name: str) -> None:
+    """The error names the remedy, and there is no warning besides."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forgotten = block()
+        with pytest.raises(DynOffloadError, match=rf"'{name}'.*write 'with dynoffload\.offload"):
+            getattr(forgotten, name)
+        assert not hasattr(forgotten, name)
+        del forgotten
+
+
+def test_a_block_that_nobody_entered_is_warned_of_where_it_was_made() -> None:
+    with pytest.warns(RuntimeWarning, match="nothing was offloaded: write 'with") as caught:
+        block()
+    assert [warning.filename for warning in caught] == [__file__]
+    line = inspect.getsourcelines(block)[1] + len(inspect.getsourcelines(block)[0]) - 1
+    assert caught[0].lineno == line
+
+
+def test_the_warning_is_seen_by_default_and_once_at_the_end_of_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, dynoffload\n"
+        "session = dynoffload.offload(torch.nn.Linear(4, 4), budget='8MB')\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert ended.stderr.count("RuntimeWarning") == 1
+    assert ended.stderr.startswith(f"{script}:2: RuntimeWarning: offload() was called without")
+
+
+def test_a_block_is_entered_once_and_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        once = block()
+        with once as session:
+            assert session.stats.empty
+        with pytest.raises(ConfigError, match="entered before: each 'with' needs"):
+            with once:
+                pytest.fail("the block must not begin")
+        del once
+
+
+def test_an_exit_stack_enters_a_block() -> None:
+    model = small()
+    with ExitStack() as stack:
+        arguments = {"budget": footprint_of(model), "config": SMALL_PAGES}
+        session = stack.enter_context(dynoffload.offload(model, **arguments))
+        assert session.paging
+    assert not session.paging
+    assert not model._forward_pre_hooks
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ("policy", r"option: config=\{'policy': \.\.\.\}"),
+        ("polcy", r"option: config=\{'policy': \.\.\.\}"),
+        ("spil_dir", r"did you mean 'spill_dir'\?"),
+        ("memory_budget", r"did you mean 'budget'\?"),
+        ("xyz", "known are model, optimizer, budget, pilot, spill_dir, config"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_what_was_meant(argument: str, remedy: str) -> None:
+    arguments: dict[str, Any] = {argument: "repeat"}
+    with pytest.raises(ConfigError, match=rf"offload\(\) has no argument '{argument}'.*{remedy}"):
+        dynoffload.offload(small(), budget="8MB", **arguments)
+
+
+def test_the_signature_stays_explicit() -> None:
+    names = ["model", "optimizer", "budget", "pilot", "spill_dir", "config"]
+    assert list(inspect.signature(dynoffload.offload).parameters) == names
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "text"),
+    [
+        ("8", ConfigError, "'8' has no unit"),
+        (1.5e9, ConfigError, "int"),
+        (-1, ConfigError, "negative"),
+        (0, BudgetError, "a budget of 0 B cannot hold .* raise the budget to at least"),
+    ],
+)
+def test_a_budget_that_is_none_names_the_remedy(
+    budget: Any, error: type[DynOffloadError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        with dynoffload.offload(small(), budget=budget, config=SMALL_PAGES):
+            pytest.fail("the block must not begin")
+
+
+# The plan line
+
+
+@pytest.mark.skipif(
+    not Path("/dev/shm").is_dir() or filesystem_of(Path("/dev/shm")) != "tmpfs",
+    reason="/dev/shm is no tmpfs here",
+)
+def test_the_plan_line_says_why_it_does_not_spill_where_temporary_files_lie(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dynoffload")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/dev/shm")
+    with block():
+        pass
+    plan = next(line for line in caplog.messages if "spilling to" in line)
+    assert "spilling to /var/tmp (as the one for temporary files, /dev/shm, is on tmpfs" in plan
+
+
+def test_the_plan_line_gives_no_reason_for_a_directory_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dynoffload")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/dev/shm")
+    model = small()
+    with dynoffload.offload(
+        model, budget=footprint_of(model), spill_dir="/var/tmp", config=SMALL_PAGES
+    ):
+        pass
+    plan = next(line for line in caplog.messages if "spilling to" in line)
+    assert "spilling to /var/tmp, policy" in plan
