@@ -6,17 +6,24 @@ copies leave fast memory before backward asks for them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from exactness import Twin, assert_same, least_budget
+from exactness import Twin, assert_same, least_budget, needs_pager
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
+
+import dynoffload
+from dynoffload.units import MiB
 
 CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "io_threads": 2}
 
@@ -246,3 +253,94 @@ def test_what_is_changed_in_place_raises(how: str) -> None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 model(x).sum().backward()
             model.zero_grad()
+
+
+def cast_twice(m: Any, x: Tensor) -> Tensor:
+    """Weights that are used again after their casts were saved, and one that is tied."""
+    y = m.a(x)
+    for _ in range(3):
+        y = m.b(m.a(y).sin())
+    return m.c(nn.functional.linear(y, m.a.weight).float().exp().bfloat16())
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward after it", "backward inside"])
+def test_what_autocast_keeps_is_paged(inside: bool) -> None:
+    """The casts of weights live on as saved tensors' bytes, until autocast's block ends."""
+
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+            again = model(x * 2).square().mean()
+            if inside:
+                (loss + again).backward()
+        if not inside:
+            loss.backward()
+            again.backward()
+        return loss.detach()
+
+    compare(cast_twice, train)
+
+
+def test_autocast_around_everything() -> None:
+    """Its casts, of old weights by then, outlast the block in which they were paged."""
+
+    def results(offloaded: bool) -> list[Tensor]:
+        twin = pair(cast_twice)
+        model, optimizer = twin.model, twin.optimizer
+        budget, _ = least_budget(model, optimizer, 48 * 1024, CONFIG)
+        block = dynoffload.offload(
+            model, optimizer, budget=budget, pilot=None, config={**CONFIG, "step_aside": False}
+        )
+        found = []
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", torch.bfloat16):
+            with block if offloaded else contextlib.nullcontext():
+                for _ in range(3):
+                    found.append(once(model, x))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(model(x).detach())
+        if not offloaded:
+            with block:
+                pass
+        return found
+
+    for one, other in zip(results(True), results(False), strict=True):
+        assert torch.equal(one, other)
+
+
+MEMORY_OF_CASTS = """
+    import os
+    import torch
+    from torch import nn
+    import dynoffload
+    from dynoffload.memory.heap import give_back
+    from dynoffload.memory.limits import resident_bytes
+
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    config = {"step_aside": False}
+    with dynoffload.offload(model, optimizer, budget="32MiB", pilot=None, config=config):
+        dynoffload.materialize(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 1024)).float().square().mean()
+            give_back()
+            kept = resident_bytes()
+            torch.clear_autocast_cache()
+            give_back()
+            print(kept - resident_bytes(), flush=True)
+        os._exit(0)  # what is printed is all there is to know
+"""
+
+
+@needs_pager
+def test_the_casts_of_weights_take_no_memory_of_their_own() -> None:
+    """48 MiB of casts, made under 32 MiB: nothing is freed when autocast forgets them."""
+    script = textwrap.dedent(MEMORY_OF_CASTS)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) < 8 * MiB

@@ -12,6 +12,11 @@ too. What is a view of a parameter stays what it is.
 which autograd sees raises, as in plain PyTorch; one that hides from autograd (through ``.data``, or
 a numpy view) reaches backward there, and does not here. What ``.data`` gives counts its own writes,
 so what is saved of it has bytes of its own.
+
+[Note: cast weights]  Autocast keeps the low-precision copy that it makes of a weight until its
+block ends: half of all weights, beside what autograd saves. The cache must stay, as it decides how
+gradients of a weight used twice are summed. So once such a copy is saved, its tensor is given the
+saved bytes as its own, and is paged with them.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from dynoffload.runtime.saved import (
     Packed,
     as_it_lies,
     bytes_held,
+    cast_that_autocast_keeps,
     is_plain,
 )
 from dynoffload.runtime.store import bytes_of, is_dense, offset_of, view_of
@@ -239,6 +245,10 @@ class Activations:
             if whole:
                 bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
                 self._entries[key] = weakref.ref(entry)
+                cast = cast_that_autocast_keeps(tensor)
+                if cast is not None:
+                    place = offset // cast.element_size() + offset_of(cast)
+                    cast.data = view_of(ours, cast, place)
             else:
                 lying = as_it_lies(tensor)
                 view_of(ours, lying, offset // tensor.element_size()).copy_(lying)

@@ -19,6 +19,8 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dynoffload.memory.places import users_of
+
 if TYPE_CHECKING:
     from dynoffload.runtime.activations import Activations
 
@@ -149,6 +151,23 @@ def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj():
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def cast_that_autocast_keeps(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the copy of a weight, as autocast makes and keeps it, that ``tensor`` is or views.
+
+    None too if others hold its storage, who would not follow to another.
+    """
+    base = tensor._base
+    cast = tensor if base is None else base
+    node = cast.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    (weight, _), *_ = node.next_functions
+    if not isinstance(getattr(weight, "variable", None), torch.nn.Parameter):
+        return None
+    holders = 1 + (base is not None)  # and the storage's own object
+    return cast if users_of(tensor.untyped_storage()) <= holders + 1 else None
 
 
 def bytes_held(tensor: torch.Tensor) -> int:
