@@ -23,7 +23,9 @@ from exactness import (
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+import dynoffload
 from dynoffload.runtime.session import Session
+from dynoffload.units import MiB
 
 LARGE = 64 << 20
 ASIDE = {"config": {"step_aside": True}}
@@ -149,6 +151,40 @@ def test_it_comes_back_for_a_larger_sample() -> None:
         assert seen[-2:] == [False, False]
         seen.handle.remove()
     pair.assert_same()
+
+
+class Deep(nn.Module):
+    """A network as deep as its sample says, in a number that looks like any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        for _ in range(depth):
+            x = torch.tanh(self.layer(x))
+        return x
+
+
+def test_it_comes_back_for_a_sample_that_turns_out_deeper() -> None:
+    """Nothing about its inputs is larger: what its forward leaves in memory tells."""
+    budget = 2 * MiB
+    model = Deep()
+    optimizer = AdamW(model.parameters())
+    x = torch.randn(64, 128)
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024}
+    with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
+        paged = []
+        for depth in (2, 2, 2, 2, 2, 2, 100, 100, 100):
+            loss = model(x, depth).square().mean()
+            paged.append(session.paging)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert paged[5:] == [False, False, True, True]
+        peaks = session.stats["peak_fast_bytes"]
+        assert peaks[6] >= 100 * x.nbytes > budget  # told as it was
+        assert max(peaks[7:]) <= budget
 
 
 def test_coming_back_leaves_the_hooks_in_order() -> None:

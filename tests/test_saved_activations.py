@@ -344,3 +344,16 @@ def test_the_casts_of_weights_take_no_memory_of_their_own() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) < 8 * MiB
+
+
+def test_disabled_hooks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """What is saved then is out of reach, which one line says; the results stay."""
+
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compare(plain, train)
+    assert caplog.text.count("saved-tensor hooks are disabled") == 1

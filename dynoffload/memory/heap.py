@@ -14,6 +14,38 @@ import functools
 from collections.abc import Callable
 
 
+class _Counts(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+@functools.cache
+def _counter() -> Callable[[], _Counts] | None:
+    try:
+        count = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return None  # another C library, or one before glibc 2.33
+    count.argtypes, count.restype = (), _Counts
+    return lambda: count()
+
+
+def live_bytes() -> int | None:
+    """Return the bytes of the heap that are in use, mapped ones too, in a few microseconds.
+
+    None where the C library does not tell.
+    """
+    count = _counter()
+    if count is None:
+        return None
+    counts = count()
+    return int(counts.uordblks + counts.hblkhd)
+
+
 @functools.cache
 def _trimmer() -> Callable[[int], int] | None:
     try:

@@ -12,6 +12,7 @@ earlier hook of the same call removes still runs: so `Hook.end` makes it do noth
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -24,6 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from dynoffload.runtime.activations import Activations
 from dynoffload.runtime.store import Slot
 from dynoffload.runtime.units import Unit
+
+logger = logging.getLogger(__name__)
 
 
 class Hook:
@@ -85,6 +88,7 @@ class Hooks:
         self._activations = activations
         self._on_begin, self._on_end = on_begin, on_end
         self._depth = 0
+        self._warned = False
         self._frame: FrameType | None = None  # that calls the root
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
         enter = Hook(self.enter, on_read)
@@ -125,6 +129,12 @@ class Hooks:
                 self._activations.pack, self._activations.unpack
             )
             self._saving.__enter__()
+        elif not self._warned:
+            self._warned = True
+            logger.warning(
+                "the model is called where saved-tensor hooks are disabled: what autograd saves "
+                "there is neither moved nor counted"
+            )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1

@@ -32,11 +32,13 @@ from dynoffload.runtime.telemetry import (
     StepStats,
     Transfer,
 )
+from dynoffload.units import KiB
 
 MOST_RECORDS = 100_000
 """Single records that a log keeps, over all tables."""
 
 _NAMES_OF_A_RECORD = 16  # names of blocks that take as much memory as one record
+_GROWN, _GROWN_BYTES = 1.25, 256 * KiB  # what the heap is used for besides
 _SAMPLE_EVERY_S = 0.05
 _KINDS = {EventKind.FETCH: "fetch", EventKind.EVICT: "evict"}
 _Record = TypeVar("_Record")
@@ -135,6 +137,18 @@ class Recording:
         self._outside = None
         self._activations = 0
 
+    def grew(self, nbytes: int) -> int:
+        """Note what a forward has left in memory while the session has stepped aside.
+
+        Returns:
+            The peak of fast memory, if nothing else is added to it.
+        """
+        if self._outside is None:
+            self._outside = self._count_outside(None)
+        if nbytes > _GROWN * self._activations + _GROWN_BYTES:
+            self._activations = nbytes
+        return self._outside + self._activations
+
     def end_step(
         self,
         device: Device | None,
@@ -183,6 +197,7 @@ class Recording:
                 self._open += (len(predicted or ()) + len(actual)) // _NAMES_OF_A_RECORD
             if device is not None and store is not None:
                 self._drain(device, store)
+            self.log.dropped += counters.events_lost - last.events_lost
             self._end_detail()
         return stats
 

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.forecast import Forecast, Predictor
+from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.hooks import Hook
 from dynoffload.runtime.materialize import Init, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.paging import Paging
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 _MEASURED_STEPS = 2  # steps watched before stepping aside
 _ASIDE = 0.9  # of the budget that may be used to step aside
-_GROWTH = 1.25  # a sample so much larger than those measured is paged again
+_GROWTH = 1.1  # a sample so much larger than those measured is paged again
+
+_ITEMS = 64  # of a list, by which the size of the rest is judged
 
 
 class Session:
@@ -85,13 +88,15 @@ class Session:
         )
         self._largest = 0
         self._measured_peak = 0
-        self._leaves = False
+        self._leaves = self._outgrown = False
         self._pid = os.getpid()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(
                 Hook(self._before_forward), with_kwargs=True, prepend=True
-            )
+            ),
+            model.register_forward_hook(Hook(self._after_forward)),
         ]
+        self._growth = Growth(model)
         self._aside_handle: RemovableHandle | None = None
         self._say_plan(spill_reason)
 
@@ -143,11 +148,18 @@ class Session:
         size = _size_of((args, kwargs))
         if self._paging is not None:
             self._largest = max(self._largest, size)
-        elif size > self._largest * _GROWTH:
+        elif self._outgrown or size > self._largest * _GROWTH:
             logger.info("a larger sample than any measured: paging again")
             paging = self._come_back()
-            self._largest = size
+            self._largest = max(size, self._largest)
             paging.enter(module, args, kwargs)
+        else:
+            self._growth.begin()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._paging is None and self._config.step_aside and torch.is_grad_enabled():
+            peak = self._recording.grew(self._growth.so_far())
+            self._outgrown = peak > self.sizing.budget
 
     def _progress(self) -> None:
         if self._paging is not None:
@@ -157,6 +169,7 @@ class Session:
     def _end_step(self) -> None:
         paging = self._paging
         if paging is None:
+            self._growth.end()
             self._recording.end_step(None, None, 0, None, (), math.nan)
             return
         forecast = self._forecast
@@ -209,6 +222,8 @@ class Session:
             self._aside_handle.remove()
             self._aside_handle = None
         self._measured_peak = 0
+        self._outgrown = False
+        self._growth.end()
         self._recording.restart()
         self._paging = paging
         return paging
@@ -294,7 +309,11 @@ def _size_of(value: Any, depth: int = 3) -> int:
     if depth and isinstance(value, dict):
         return sum(_size_of(item, depth - 1) for item in value.values())
     if depth and isinstance(value, tuple | list):
-        return max(len(value), sum(_size_of(item, depth - 1) for item in value[:64]))
+        seen = value[:_ITEMS]
+        some = sum(_size_of(item, depth - 1) for item in seen)
+        return max(len(value), some * len(value) // max(1, len(seen)))
+    if depth and is_dataclass(value):
+        return sum(_size_of(getattr(value, f.name), depth - 1) for f in fields(value))
     try:
         return len(value)
     except TypeError:

@@ -1,0 +1,41 @@
+"""What samples add to memory while a session has stepped aside, and no hook sees what is saved.
+
+What it is: a comparison of the heap's use before a step's first forward with that after each. What
+it is not: a limit; a sample that turns out too large has run by then, and the next one is paged.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dynoffload.memory.heap import live_bytes
+from dynoffload.memory.limits import resident_bytes
+
+
+class Growth:
+    """Counts what the forwards of ``model`` leave in memory until the end of a step.
+
+    Gradients are not counted: what holds them is counted elsewhere.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: int | None = None
+
+    def begin(self) -> None:
+        """A forward begins, the first of a step or another."""
+        if self._before is None:
+            self._before = self._used()
+
+    def so_far(self) -> int:
+        """Return the bytes that the step's forwards have left so far."""
+        return 0 if self._before is None else max(0, self._used() - self._before)
+
+    def end(self) -> None:
+        """The step is over."""
+        self._before = None
+
+    def _used(self) -> int:
+        live = live_bytes()
+        gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
+        return (resident_bytes() if live is None else live) - gradients
