@@ -123,7 +123,8 @@ def _print(result: dict[str, Any], variants: Sequence[Variant]) -> None:
 
     table = Table(
         title=f"MoE {result['preset']}, {result['tokens']} tokens per step, AdamW in fp32",
-        caption="medians of a step; the bound is the least time any plan could take",
+        caption="medians of a step; the bound is the least time of any plan that makes updates in "
+        "forward; spread, of any plan at all",
         title_justify="left",
         caption_justify="left",
     )
@@ -145,6 +146,7 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
         "dynoffload": format_seconds(row["offload_s"]),
         "… vs in memory": f"{row['offload_over_in_memory']:.2f}×",
         "… vs bound": f"{row['offload_over_bound']:.2f}×",
+        "… vs bound, spread": f"{row['offload_over_spread']:.2f}×",
         "… waiting": format_seconds(row["stall_s"]),
         "paged by the system": "–" if paged is None else format_seconds(paged),
         "… vs dynoffload": "–" if paged is None else f"{row['paged_over_offload']:.1f}×",

@@ -265,6 +265,7 @@ def _bound(
         "bound_overlapped_s": least.overlapped_s,
         "bound_spread_s": least.spread_s,
         "offload_over_bound": median_seconds(offload.measured) / least.seconds,
+        "offload_over_spread": median_seconds(offload.measured) / least.spread_s,
         "bound_phases": {
             "forward_and_optimizer": asdict(least.forward),
             "backward": asdict(least.backward),

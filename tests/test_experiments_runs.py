@@ -226,6 +226,10 @@ def test_demo(tmp_path: Path) -> None:
         assert runs[name]["losses_equal"] is True
         assert 0 < runs[name]["peak_fast_bytes"] <= result["budget_bytes"]
         assert runs[name]["bytes_in"] > 0
-    assert page.read_text().startswith("<!DOCTYPE html>")
+    text = page.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    for name in ("plain", "on-demand", "repeat last order", "pilot"):
+        assert f"<tr><td>{name}</td>" in text
+    assert text.count('<td class="good">yes</td>') == 3
     assert page.with_suffix(".perfetto.json.gz").exists()
     json.dumps(result, allow_nan=False)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dynoffload.reporting import ComparisonRow, comparison_table
+from dynoffload.reporting import Comparison, ComparisonRow, comparison_table
+from dynoffload.reporting.summary import Tone
+from dynoffload.units import format_bytes
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
     "synthetic_log"
@@ -82,6 +84,19 @@ def test_upright_runs_stand_in_columns_that_a_small_terminal_holds() -> None:
     assert "…" not in text
 
 
+def test_wasted_prefetch_is_told_in_bytes_and_as_a_share() -> None:
+    log = synthetic_log(12)
+    row = ComparisonRow.of("pilot", log, warmup=2)
+    wasted = sorted(step.wasted_bytes for step in log.steps[2:])
+    assert row.wasted_bytes == (wasted[4] + wasted[5]) // 2 > 0
+    comparison = Comparison("Four", (ComparisonRow("plain", 1.0), row))
+    words = dict(zip(comparison.headers(), comparison.cells(row), strict=True))
+    assert words["wasted"] == (format_bytes(row.wasted_bytes), Tone.PLAIN)
+    assert words["wasted share"] == (f"{row.wasted_share:.1%}", Tone.PLAIN)
+
+
 def test_no_rows_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         comparison_table([])
+    with pytest.raises(ValueError, match="at least one row"):
+        Comparison("nothing", ())

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dynoffload.reporting.perfetto import write_perfetto
 from dynoffload.reporting.report import ReportFiles, write_report, write_run
-from dynoffload.reporting.tables import ComparisonRow, comparison_table
+from dynoffload.reporting.tables import Comparison, ComparisonRow, comparison_table
 
 __all__ = [
+    "Comparison",
     "ComparisonRow",
     "ReportFiles",
     "comparison_table",

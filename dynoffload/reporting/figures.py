@@ -22,6 +22,7 @@ from dynoffload.reporting.canvas import (
     unit_of,
 )
 from dynoffload.reporting.columns import Columns, Spans, envelope
+from dynoffload.reporting.tables import ComparisonRow
 from dynoffload.runtime.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_seconds
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _POINTS = 700  # bins of a curve over the whole run
 _BARS = 120  # bars of a figure over steps
+_BUSY = "computing and hooks"  # nothing tells the two apart
 
 
 def memory_figure(log: RunLog, columns: Columns) -> str:
@@ -157,7 +159,7 @@ def timeline_figure(log: RunLog, columns: Columns, step: int) -> str:
 
 
 def steps_figure(steps: Sequence[StepStats]) -> str:
-    """Return seconds per step, split into computing and waiting, and bytes per step."""
+    """Return seconds per step, split into waiting and all else, and bytes per step."""
     groups = _groups(steps)
     position = np.array([_mean(group, lambda s: s.step) for group in groups])
     bar = 0.82 * (len(steps) / len(groups))
@@ -176,9 +178,9 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
         times, moved = figure.subplots(
             2, 1, sharex=True, gridspec_kw={"height_ratios": [1.25, 1], "hspace": 0.16}
         )
-        computing = np.maximum(seconds - stall, 0) * factor
-        times.bar(position, computing, bar, color=COLOR["compute"], label="computing")
-        times.bar(position, stall * factor, bar, computing, color=COLOR["stall"], label="waiting")
+        busy = np.maximum(seconds - stall, 0) * factor
+        times.bar(position, busy, bar, color=COLOR["compute"], label=_BUSY)
+        times.bar(position, stall * factor, bar, busy, color=COLOR["stall"], label="waiting")
         times.set_ylabel(time_name)
         times.set_ylim(0, float(seconds.max()) * factor * 1.22)
         legend(times)
@@ -200,6 +202,38 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
         _step_axis(moved, steps)
 
     return svg(draw, height=4.3, name="steps")
+
+
+def comparison_figure(rows: Sequence[ComparisonRow]) -> str:
+    """Return the median step of each run as a bar, split into waiting and all else."""
+    step = np.array([row.step_s for row in rows])
+    stall = np.array([row.stall_s or 0.0 for row in rows])
+    factor, time_name = (1e3, "ms") if step.max() < 1 else (1.0, "s")
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        at = np.arange(len(rows))
+        busy = np.maximum(step - stall, 0) * factor
+        axes.barh(at, busy, 0.62, color=COLOR["compute"], label=_BUSY)
+        axes.barh(at, stall * factor, 0.62, busy, color=COLOR["stall"], label="waiting")
+        for place, seconds in enumerate(step):
+            axes.annotate(
+                format_seconds(float(seconds)),
+                (seconds * factor, place),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+            )
+        axes.set_yticks(at, [row.name for row in rows])
+        axes.tick_params(axis="y", length=0, labelcolor=COLOR["ink"])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(0, float(step.max()) * factor * 1.12)
+        axes.grid(False, axis="y")
+        axes.grid(True, axis="x")
+        axes.set_xlabel(f"{time_name} per step (median)")
+        legend(axes)
+
+    return svg(draw, height=1.0 + 0.3 * len(rows), name="comparison")
 
 
 def accuracy_figure(steps: Sequence[StepStats]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from dynoffload.reporting import alignment, figures, summary
 from dynoffload.reporting.columns import Columns
 from dynoffload.reporting.perfetto import write_perfetto
+from dynoffload.reporting.tables import Comparison
 from dynoffload.runtime.telemetry import RunLog, StepBlocks, StepStats
 from dynoffload.units import format_bytes, format_seconds
 
@@ -37,10 +38,13 @@ class ReportFiles:
     log: Path
 
 
-def write_run(log: RunLog, path: str | Path) -> ReportFiles:
+def write_run(
+    log: RunLog, path: str | Path, *, comparison: Comparison | None = None
+) -> ReportFiles:
     """Write the page to ``path``, and beside it the Perfetto trace and the run log.
 
     For ``out/run.html`` these are ``out/run.perfetto.json.gz`` and ``out/run.runlog.json.gz``.
+    ``comparison`` is shown on the page alone.
     """
     page = Path(path)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -49,19 +53,21 @@ def write_run(log: RunLog, path: str | Path) -> ReportFiles:
     )
     log.save(files.log)
     write_perfetto(log, files.perfetto)
-    write_report(log, page)
+    write_report(log, page, comparison=comparison)
     return files
 
 
-def write_report(log: RunLog, path: str | Path) -> Path:
+def write_report(log: RunLog, path: str | Path, *, comparison: Comparison | None = None) -> Path:
     """Write the HTML page of ``log`` to ``path`` and return the path.
+
+    With a ``comparison`` the page also shows this run beside others.
 
     Runs of any length make a page of some 100 KiB to a few MiB: curves keep their extremes in a
     bounded number of points, bars stand for groups of steps where there are too many.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = _page(log)
+    text = _page(log, comparison)
     # A reader, or a failure half-way, never meets half a page.
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
     try:
@@ -77,7 +83,7 @@ def write_report(log: RunLog, path: str | Path) -> Path:
     return path
 
 
-def _page(log: RunLog) -> str:
+def _page(log: RunLog, comparison: Comparison | None) -> str:
     import jinja2
     from markupsafe import Markup
 
@@ -95,6 +101,8 @@ def _page(log: RunLog) -> str:
         percent=lambda share: "–" if math.isnan(share) else f"{share:.1%}",
     )
     shown: dict[str, Any] = {}
+    if comparison is not None:
+        shown["comparison"] = Markup(figures.comparison_figure(comparison.rows))
     if log.steps:
         shown["steps"] = Markup(figures.steps_figure(log.steps))
         if any(not math.isnan(step.accuracy) for step in log.steps):
@@ -117,6 +125,7 @@ def _page(log: RunLog) -> str:
         verdict=summary.verdict(log),
         missing=summary.left_out(log),
         headlines=summary.headlines(log),
+        comparison=comparison,
         figures=shown,
         timelines=timelines,
         phases=summary.phase_costs(columns),

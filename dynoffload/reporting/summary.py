@@ -167,7 +167,8 @@ def headlines(log: RunLog) -> list[Headline]:
         Headline(
             "Step time",
             format_seconds(summary.step_s),
-            f"Median of {summary.steps} steps after warm-up; half were faster.",
+            f"Computing, hooks and waiting: the median of {summary.steps} "
+            f"step{'' if summary.steps == 1 else 's'} after warm-up.",
         ),
         Headline(
             "Waiting for data",
@@ -263,8 +264,8 @@ def _waiting_meaning(summary: RunSummary) -> str:
         return "In the median step every region was there before it was needed."
     return (
         f"{format_seconds(summary.stall_s)} in {summary.stalls:.0f} "
-        f"wait{'' if summary.stalls == 1 else 's'} per median step, in which the computation stood "
-        "still."
+        f"wait{'' if summary.stalls == 1 else 's'} per median step, in which the step stood still. "
+        "Hooks and copies are not in it."
     )
 
 

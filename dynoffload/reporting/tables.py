@@ -1,7 +1,7 @@
-"""Comparison of runs as terminal tables.
+"""Comparison of runs: what a reader weighs them by, and the table of it for terminals.
 
-What it is: one row per run (plain, on-demand, repeat, pilot), the columns that a reader weighs them
-by, printed by rich. What it is not: measuring.
+What it is: one row per run (plain, on-demand, repeat, pilot), its numbers as words, and those
+printed by rich; the page of a report shows the same words. What it is not: measuring.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dynoffload.reporting.summary import summarize
+from dynoffload.reporting.summary import Tone, summarize
 from dynoffload.runtime.telemetry import RunLog
 from dynoffload.units import format_bytes, format_seconds
 
@@ -35,6 +35,7 @@ class ComparisonRow:
         accuracy: mean block-order accuracy, 0 to 1.
         peak_fast_bytes: most bytes in fast memory.
         losses_equal: whether each loss equals plain PyTorch's bit for bit.
+        wasted_bytes: median prefetched bytes of a step that nothing used.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ComparisonRow:
     accuracy: float | None = None
     peak_fast_bytes: int | None = None
     losses_equal: bool | None = None
+    wasted_bytes: int | None = None
 
     @classmethod
     def of(
@@ -70,7 +72,60 @@ class ComparisonRow:
             accuracy=None if math.isnan(summary.accuracy) else summary.accuracy,
             peak_fast_bytes=summary.peak_fast_bytes,
             losses_equal=losses_equal,
+            wasted_bytes=summary.wasted_bytes,
         )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side, as the page of one of them shows them.
+
+    Attributes:
+        title: the heading.
+        rows: the runs, the baseline first.
+        budget: bytes; a peak that passes it is marked.
+        note: how the runs were made, for the reader.
+
+    Raises:
+        ValueError: if there is no row.
+    """
+
+    title: str
+    rows: tuple[ComparisonRow, ...]
+    budget: int | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError("a comparison needs at least one row")
+
+    def headers(self) -> list[str]:
+        """Return what the numbers of a run are, in the order of `cells`."""
+        versus = f"vs {self.rows[0].name}"
+        return [
+            *("step", versus, "waiting", "waits", "read", "written", "wasted", "wasted share"),
+            *("order", "peak fast", "losses equal"),
+        ]
+
+    def cells(self, row: ComparisonRow) -> list[tuple[str, Tone]]:
+        """Return the numbers of ``row`` as words, and how each reads."""
+        base = self.rows[0]
+        # The baseline runs without a budget.
+        over = self.budget is not None and (row.peak_fast_bytes or 0) > self.budget
+        equal = {None: (NONE, Tone.PLAIN), True: ("yes", Tone.GOOD), False: ("NO", Tone.BAD)}
+        words = (
+            format_seconds(row.step_s),
+            f"{row.step_s / base.step_s:.2f}×" if base.step_s > 0 else NONE,
+            NONE if row.stall_s is None else format_seconds(row.stall_s),
+            NONE if row.stalls is None else f"{row.stalls:.0f}",
+            _bytes(row.bytes_in),
+            _bytes(row.bytes_out),
+            _bytes(row.wasted_bytes),
+            _share(row.wasted_share),
+            _share(row.accuracy),
+        )
+        peak = _bytes(row.peak_fast_bytes), Tone.BAD if over and row is not base else Tone.PLAIN
+        return [*((word, Tone.PLAIN) for word in words), peak, equal[row.losses_equal]]
 
 
 def comparison_table(
@@ -93,21 +148,19 @@ def comparison_table(
     """
     from rich.table import Table
 
-    if not rows:
-        raise ValueError("a comparison needs at least one row")
+    comparison = Comparison(title, tuple(rows), budget)
     caption = f"budget {format_bytes(budget)}; medians per step after warm-up" if budget else None
     table = Table(
         title=title or None, caption=caption, title_justify="left", caption_justify="left"
     )
-    headers = ["step", f"vs {rows[0].name}", "waiting", "waits", "read", "written", "wasted"]
-    headers += ["order", "peak fast", "losses equal"]
-    cells = [_cells(row, rows[0], budget) for row in rows]
+    headers = comparison.headers()
+    cells = [[_marked(*cell) for cell in comparison.cells(row)] for row in rows]
     if upright:
         table.add_column("a step")
         for row in rows:
             table.add_column(row.name, justify="right")
-        for header, values in zip(headers, zip(*cells, strict=True), strict=True):
-            table.add_row(header, *values)
+        for place, header in enumerate(headers):
+            table.add_row(header, *(values[place] for values in cells))
         return table
     table.add_column("run")
     for header in headers:
@@ -117,22 +170,9 @@ def comparison_table(
     return table
 
 
-def _cells(row: ComparisonRow, base: ComparisonRow, budget: int | None) -> tuple[str, ...]:
-    """Return the numbers of one run as texts, in the order of the headers."""
-    over = budget is not None and (row.peak_fast_bytes or 0) > budget and row is not base
-    peak = _bytes(row.peak_fast_bytes)
-    return (
-        format_seconds(row.step_s),
-        f"{row.step_s / base.step_s:.2f}×" if base.step_s > 0 else NONE,
-        NONE if row.stall_s is None else format_seconds(row.stall_s),
-        NONE if row.stalls is None else f"{row.stalls:.0f}",
-        _bytes(row.bytes_in),
-        _bytes(row.bytes_out),
-        _share(row.wasted_share),
-        _share(row.accuracy),
-        f"[bold red]{peak}[/]" if over else peak,
-        {None: NONE, True: "[green]yes[/]", False: "[bold red]NO[/]"}[row.losses_equal],
-    )
+def _marked(word: str, tone: Tone) -> str:
+    style = {Tone.GOOD: "green", Tone.BAD: "bold red"}.get(tone)
+    return f"[{style}]{word}[/]" if style else word
 
 
 def _bytes(count: int | None) -> str:
