@@ -1,7 +1,7 @@
 """Train a mixture-of-experts language model on Python's own source text.
 
-    python examples/train_moe.py
-    dynoffload profile examples/train_moe.py -o traces/
+    python examples/train_moe.py --budget 80MiB
+    dynoffload profile -o traces/ --steps 60 examples/train_moe.py --steps 60
     dynoffload pilot train traces/ -o moe.pilot
     dynoffload run --budget 80MiB --pilot moe.pilot examples/train_moe.py
 
@@ -28,6 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--preset", default="small", choices=sorted(moe_lm.PRESETS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=256, help="tokens per step")
+    parser.add_argument("--budget", help="such as 80MiB; by default that of `dynoffload run`")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the data")
     return parser.parse_args()
 
@@ -39,8 +40,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     samples = batches("train", length=args.tokens, seed=args.seed)
 
-    # Budget and pilot are those of the command line. Without one: offload(..., budget="80MiB").
-    with dynoffload.offload(model, optimizer):
+    # What this call leaves open, `dynoffload run` and `dynoffload profile` set.
+    with dynoffload.offload(model, optimizer, budget=args.budget):
         for step, batch in enumerate(islice(samples, args.steps), start=1):
             start = time.perf_counter()
             loss = model(batch.tokens, batch.targets).loss

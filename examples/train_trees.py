@@ -1,9 +1,9 @@
 """Train a Tree-LSTM on the syntax trees of Python's own library.
 
-    python examples/train_trees.py
-    dynoffload profile examples/train_trees.py -o traces/
+    python examples/train_trees.py --budget 16MB
+    dynoffload profile -o traces/ --steps 200 examples/train_trees.py --steps 200
     dynoffload pilot train traces/ -o trees.pilot
-    dynoffload run --budget 8MiB --pilot trees.pilot examples/train_trees.py
+    dynoffload run --budget 16MB --pilot trees.pilot examples/train_trees.py
 
 What it is: a network whose cell runs once per node, so that each tree is another program. What it
 is not: tied to the command line; `dynoffload.offload` takes budget and pilot as arguments too.
@@ -28,6 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--preset", default="small", choices=sorted(tree_lstm.PRESETS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--max-nodes", type=int, default=192, help="the largest tree")
+    parser.add_argument("--budget", help="such as 80MiB; by default that of `dynoffload run`")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the data")
     return parser.parse_args()
 
@@ -39,8 +40,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     samples = trees("train", max_nodes=args.max_nodes, seed=args.seed)
 
-    # Budget and pilot are those of the command line. Without one: offload(..., budget="8MiB").
-    with dynoffload.offload(model, optimizer):
+    # What this call leaves open, `dynoffload run` and `dynoffload profile` set.
+    with dynoffload.offload(model, optimizer, budget=args.budget):
         for step, tree in enumerate(islice(samples, args.steps), start=1):
             start = time.perf_counter()
             loss = model(tree).loss

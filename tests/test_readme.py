@@ -1,0 +1,52 @@
+"""What the README and the examples' own words tell a user to type does what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*words: str, cwd: Path) -> str:
+    """Run a Python command in ``cwd`` and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=240, check=False, cwd=cwd
+    )
+    assert done.returncode == 0, f"{words}: {done.stderr[-2000:]}"
+    return done.stdout
+
+
+def test_the_ten_lines_run_as_printed(tmp_path: Path) -> None:
+    """Twenty losses, the last of them the lowest half, the statistics, and the three files."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    printed = run("-c", block, cwd=tmp_path).splitlines()
+    losses = [float(line) for line in printed[:20]]
+    assert sum(losses[10:]) < sum(losses[:10])
+    assert "peak_fast_bytes" in printed[20]
+    peaks = [int(line.split()[-1]) for line in printed[-5:]]
+    assert max(peaks) <= 100_000_000
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"report.html", "report.perfetto.json.gz", "report.runlog.json.gz"}
+
+
+@pytest.mark.parametrize("name", ["train_moe.py", "train_trees.py"])
+def test_an_example_runs_as_its_docstring_says(name: str, tmp_path: Path) -> None:
+    """Each command in turn, with fewer steps where it takes their number."""
+    text = (ROOT / "examples" / name).read_text()
+    commands = re.findall(r"^    ((?:python|dynoffload) .*)$", text.split('"""')[1], re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        program, *words = shlex.split(command.replace("examples/", f"{ROOT}/examples/"))
+        if program == "dynoffload":
+            words = ["-m", program, *words]
+        if any(word.endswith(".py") for word in words):
+            words = ["6" if word.isdecimal() else word for word in words]
+            words += ["--steps", "6"]
+        run(*words, cwd=tmp_path)
+    assert (tmp_path / f"{'moe' if 'moe' in name else 'trees'}.pilot").exists()
