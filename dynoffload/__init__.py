@@ -30,6 +30,7 @@ _HOMES = {
     "ConfigError": "dynoffload.errors",
     "BudgetError": "dynoffload.errors",
     "SpillError": "dynoffload.errors",
+    "StepLostError": "dynoffload.errors",
     "TraceError": "dynoffload.errors",
     "PilotError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
@@ -45,6 +46,7 @@ __all__ = [
     "PilotError",
     "Session",
     "SpillError",
+    "StepLostError",
     "TraceError",
     "__version__",
     "materialize",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
         DynOffloadError,
         PilotError,
         SpillError,
+        StepLostError,
         TraceError,
     )
     from dynoffload.pilot import Pilot

@@ -33,6 +33,10 @@ class SpillError(DynOffloadError, OSError):
     """The spill directory is missing, full or in memory, or it fails to read or write."""
 
 
+class StepLostError(DynOffloadError, RuntimeError):
+    """A step was cut off where it cannot be made up for: go on from the last checkpoint."""
+
+
 class TraceError(DynOffloadError, ValueError):
     """A trace file is foreign, truncated, or of a version this release does not read."""
 

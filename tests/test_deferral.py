@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
+from dynoffload.errors import DynOffloadError, StepLostError
 from dynoffload.runtime.session import Session
 
 pytestmark = [needs_pager, pytest.mark.timeout(25)]
@@ -796,8 +797,10 @@ def test_a_failing_update_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
                 twin.model.embedding.weight.norm()
             pair.step()
 
-    with pytest.raises(RuntimeError, match="the step is lost") as caught:
+    with pytest.raises(StepLostError, match="the step is lost") as caught:
         block()
+    assert isinstance(caught.value, DynOffloadError)
+    assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, ArithmeticError)
     assert_ordinary(twin.model, twin.optimizer)
 

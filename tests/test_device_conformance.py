@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynoffload.errors import BudgetError, SpillError
+from dynoffload.memory import account
 from dynoffload.memory.device import Device, EventKind
 from dynoffload.planning import Action, Kind, LookAhead, OnDemand, Use
 from dynoffload.units import MiB
@@ -368,6 +369,27 @@ def test_events_tell_every_transfer_within_its_time(device: Device, page: int) -
     stalled = sum(e.end - e.start for e in events if e.kind is EventKind.STALL)
     assert 0 < counters.stall_s <= stalled + 1e-3
     assert device.events() == []
+
+
+@each_device(SMALL)
+def test_events_past_what_is_kept_are_counted(
+    device: Device, kind: str, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 65536 if kind == "pager" else 200
+    monkeypatch.setattr(account, "_EVENTS", most)
+    regions = [device.allocate(page) for _ in range(16)]
+    filled(device, regions)
+    assert device.events()
+    assert device.counters().events_lost == 0
+    for _ in range(most // 25):  # each time all are waited for, fetched, and evicted
+        device.acquire(regions[:8])
+        device.acquire(regions[8:])
+    assert len(device.events()) == most
+    lost = device.counters().events_lost
+    assert lost > 0
+    device.acquire(regions[:8])
+    assert device.events()
+    assert device.counters().events_lost == lost
 
 
 @each_device(SMALL)

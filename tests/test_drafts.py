@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from dynoffload.errors import SpillError
+from dynoffload.errors import SpillError, StepLostError
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.drafts import Drafts
 
@@ -389,7 +389,7 @@ def interrupted_run(
                     twin.optimizer.step()
                 except KeyboardInterrupt:
                     caught.append((step, "interrupt"))
-                except RuntimeError as error:
+                except StepLostError as error:
                     caught.append((step, "lost" if "the step is lost" in str(error) else "?"))
             twin.optimizer.zero_grad()
     return twin, caught

@@ -31,7 +31,7 @@ class Busy:
     """Counts as a device does, of which every step moves some regions and waits for some."""
 
     def __init__(self) -> None:
-        self.bytes_in = self.stalls = 0
+        self.bytes_in = self.stalls = self.lost = 0
         self.told: list[Event] = []
 
     def step(self, fetches: int, stalls: int = 0) -> None:
@@ -43,7 +43,12 @@ class Busy:
         self.told += [Event(at, at + 1, REGION_BYTES, 7, kind, Cause.PLAN) for kind in kinds]
 
     def counters(self) -> Counters:
-        return Counters(bytes_in=self.bytes_in, stalls=self.stalls, peak_bytes=64 * REGION_BYTES)
+        return Counters(
+            bytes_in=self.bytes_in,
+            stalls=self.stalls,
+            peak_bytes=64 * REGION_BYTES,
+            events_lost=self.lost,
+        )
 
     def events(self) -> list[Event]:
         told, self.told = self.told, []
@@ -133,6 +138,21 @@ def test_one_endless_step_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> Non
     run.step(fetches=1)
     assert run.log.first_detailed == 1
     assert len(run.log.transfers) == 1
+
+
+def test_what_the_device_lost_is_counted_once() -> None:
+    run = Run()
+    run.step(fetches=1)
+    run.device.lost = 700
+    run.step(fetches=1)
+    run.step(fetches=1)
+    assert run.log.dropped == 700
+    assert "700 single records" in left_out(run.log)
+    run.recording.restart()
+    run.device = Busy()
+    run.device.lost = 30
+    run.step(fetches=1)
+    assert run.log.dropped == 730, "another device counts from zero"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""The spill file: private, gone from the directory at once, refused clearly where it cannot be."""
+"""The spill file: private, under no name, its room taken; refused clearly where it cannot be."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import ctypes
 import errno
 import fcntl
 import os
@@ -10,12 +12,17 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from devices import SMALL, each_device, filled, holds, opened
+import torch
+from devices import KINDS, SMALL, each_device, filled, holds, opened
+from exactness import assert_same_training, needs_pager
+from torch import nn
 
+import dynoffload
 from dynoffload.errors import DynOffloadError, SpillError
-from dynoffload.memory import spill
+from dynoffload.memory import filesystems, spill
 from dynoffload.memory.spill import SpillFile, default_spill_dir, filesystem_of
 from dynoffload.units import GiB, MiB
 
@@ -65,13 +72,80 @@ def test_nobody_else_can_open_it(tmp_path: Path, direct: bool) -> None:
             assert not made.direct
 
 
-def test_no_descriptor_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_it_never_has_a_name(tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process killed at any moment leaves nothing behind."""
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
+    except OSError as error:
+        pytest.skip(f"no files without a name here: {error}")
+    monkeypatch.setattr("tempfile.mkstemp", lambda **_: pytest.fail("it was given a name"))
+    with file_in(tmp_path, direct=direct) as made:
+        assert stat.S_IMODE(os.fstat(made.fd).st_mode) == 0o600
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_where_every_file_has_a_name_it_loses_it_at_once(
+    tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, real = os.listdir("/proc/self/fd"), os.open
+
+    def refuse(name: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "as on NFS")
+        return real(name, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with file_in(tmp_path, direct=direct) as made:
+        assert stat.S_IMODE(os.fstat(made.fd).st_mode) == 0o600
+        assert os.fstat(made.fd).st_nlink == 0
+        assert list(tmp_path.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_no_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.listdir("/proc/self/fd")
     with file_in(tmp_path):
         pass
     with pytest.raises(SpillError):
         SpillFile(tmp_path, 1 << 60)
+    fill_up(monkeypatch)
+    with pytest.raises(SpillError, match="cannot grow to"):
+        SpillFile(tmp_path, MiB)
     assert os.listdir("/proc/self/fd") == before
+
+
+def fill_up(patch: pytest.MonkeyPatch) -> None:
+    """Let no file grow any more, as if somebody else had taken the rest of the disk."""
+
+    def full(fd: int, start: int, stop: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(spill, "take_room", full)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_needed_is_allocated_at_once(tmp_path: Path, direct: bool) -> None:
+    with file_in(tmp_path, 80 * MiB, direct=direct) as made:
+        assert made.size == os.fstat(made.fd).st_size == 80 * MiB
+        assert os.fstat(made.fd).st_blocks * 512 >= 80 * MiB
+
+
+def test_where_nothing_is_allocated_ahead_the_file_is_longer_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(filesystems, "_libc", lambda: SimpleNamespace(fallocate=refuse))
+    with file_in(tmp_path, 80 * MiB) as made:
+        made.grow(81 * MiB)
+        found = os.fstat(made.fd)
+        assert found.st_size == made.size >= 81 * MiB
+        assert found.st_blocks * 512 < MiB
+    with pytest.raises(SpillError, match="needs"):
+        SpillFile(tmp_path, 1 << 60)
 
 
 def test_growth_is_allocated_on_the_disk(tmp_path: Path) -> None:
@@ -92,7 +166,7 @@ def test_where_direct_io_is_refused_it_says_so_once(
 ) -> None:
     opened_with, real = [], os.open
 
-    def refuse(name: str, flags: int, mode: int = 0o777) -> int:
+    def refuse(name: str | Path, flags: int, mode: int = 0o777) -> int:
         opened_with.append(flags)
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "as on file systems without direct I/O")
@@ -190,3 +264,58 @@ def test_a_device_on_a_disk_that_fills_up(kind: str, page: int, small_disk: Path
         filled(device, regions)
         assert all(holds(device, region) for region in regions)
         assert device.counters().peak_bytes <= device.capacity
+
+
+@each_device(SMALL)
+def test_what_was_counted_has_its_room_whatever_comes_on_top(
+    kind: str, page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "_GROWTH", page)
+    need = 16 * MiB
+    device = KINDS[kind](8 * MiB, page, tmp_path, need=need)
+    try:
+        first = [device.allocate(MiB) for _ in range(4)]
+        extra = [device.allocate(2 * MiB, extra=True) for _ in range(3)]
+        device.release(extra.pop())
+        extra.append(device.allocate(2 * MiB, extra=True))
+        assert device._spill.size == need + 6 * MiB, "room is used again"
+        fill_up(monkeypatch)
+        rest = [device.allocate(MiB) for _ in range(12)]
+        with pytest.raises(SpillError, match="cannot grow"):
+            device.allocate(page, extra=True)
+        filled(device, first + extra + rest)
+        assert all(holds(device, region) for region in first + extra + rest)
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+@pytest.mark.parametrize("rows", [1, 512])
+def test_a_disk_that_is_full_after_the_start_loses_no_step(
+    backend: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients, state and drafts come later than the start, and find their room; what a forward
+    saves may not, but then no parameter has changed."""
+    monkeypatch.setattr(spill, "_GROWTH", SMALL)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24)))
+    paged = copy.deepcopy(plain)
+    its, mine = (torch.optim.AdamW(model.parameters()) for model in (plain, paged))
+    options = {"backend": backend, "step_aside": False}
+    with dynoffload.offload(
+        paged, mine, budget="8MB", spill_dir=tmp_path, config=options
+    ) as session:
+        for step in range(5):
+            for model, optimizer in ((plain, its), (paged, mine)):
+                torch.manual_seed(step)
+                loss = model(torch.randn(rows, 256)).square().mean()
+                with monkeypatch.context() as patch:
+                    fill_up(patch)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert session.stats["bytes_out"].iloc[-1] > 0
+        paging = session._paging
+        assert paging is not None
+        assert bool(paging.device._twins) == (backend == "pager"), "drafts are made where they can"
+    assert_same_training(paged, mine, plain, its)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import dynoffload
+from dynoffload.errors import StepLostError
 
 
 def _network() -> nn.Module:
@@ -106,5 +107,5 @@ def test_an_update_that_is_interrupted_is_made_later_or_declared_lost() -> None:
         with pytest.raises(KeyboardInterrupt):
             ours(torch.randn(8, 64))
         updates._step = step
-        with pytest.raises(RuntimeError, match="the step is lost; go on from the last checkpoint"):
+        with pytest.raises(StepLostError, match="the step is lost; go on from the last checkpoint"):
             _train(ours, mine, 2)

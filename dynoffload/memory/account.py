@@ -20,7 +20,7 @@ from enum import Enum
 from dynoffload.memory.device import Cause, Counters, Event, EventKind
 from dynoffload.memory.following import Following
 
-_EVENTS = 65536  # kept between two calls of `MappedFile.events`
+_EVENTS = 65536  # kept between two calls of `MappedFile.events`; those beyond are counted
 
 
 class State(Enum):
@@ -120,6 +120,7 @@ class Account:
         self.stall_s = 0.0
         self._record = record
         self._events: list[Event] = []
+        self._events_lost = 0
         self._clock = 0
         self._waiting = 0  # regions that somebody waits for, now
         self._waiting_since = 0.0
@@ -227,9 +228,13 @@ class Account:
 
     def note(self, kind: EventKind, cause: Cause, h: Holding, start: float, nbytes: int) -> None:
         """Keep an event that ends now."""
-        if self._record and len(self._events) < _EVENTS:
-            end = time.perf_counter()
-            self._events.append(Event(start, end, nbytes, h.region, kind, cause))
+        if not self._record:
+            return
+        if len(self._events) == _EVENTS:
+            self._events_lost += 1
+            return
+        end = time.perf_counter()
+        self._events.append(Event(start, end, nbytes, h.region, kind, cause))
 
     def take_events(self) -> list[Event]:
         """Return and forget the events."""
@@ -250,4 +255,5 @@ class Account:
             stall_s=self.stall_s,
             resident_bytes=self.used * page_bytes,
             peak_bytes=peak * page_bytes,
+            events_lost=self._events_lost,
         )

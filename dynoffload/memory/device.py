@@ -47,7 +47,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Counters:
-    """Totals since the device was opened; `peak_bytes` since the counters were last read."""
+    """Totals since the device was opened; `peak_bytes` since the counters were last read.
+
+    `events_lost` were more than a device keeps between two calls of `Device.events`.
+    """
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -59,6 +62,7 @@ class Counters:
     stall_s: float = 0.0
     resident_bytes: int = 0
     peak_bytes: int = 0
+    events_lost: int = 0
 
 
 class Device(Protocol):
@@ -76,8 +80,13 @@ class Device(Protocol):
     page_bytes: int
     capacity: int
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, *, extra: bool = False) -> int:
         """Return a new region of ``nbytes`` without content or fast memory.
+
+        Args:
+            nbytes: at least one.
+            extra: it was not counted in what the spill file will take at least, so it must not take
+                the room of what was, and the file grows.
 
         Raises:
             BudgetError: the region alone is larger than the pool.
@@ -109,7 +118,8 @@ class Device(Protocol):
         """Let go of pinned regions."""
 
     def touch(self, regions: Sequence[int]) -> None:
-        """The regions are about to be used: finish what is at hand, wait for nothing."""
+        """Make the regions usable, as many as fit together: present, or where the device serves
+        accesses to what is absent, with what is at hand finished and no wait for the rest."""
 
     def lock(self, regions: Sequence[int]) -> None:
         """Let every access to the regions wait until `unlock`; only where `guarded`."""

@@ -1,16 +1,45 @@
-"""Which file system a directory lies on, and whether that one is memory itself.
+"""Which file system a directory lies on, whether that one is memory itself, and room in its files.
 
-What it is: a reader of the mount table. What it is not: an opinion; who spills there decides.
+What it is: a reader of the mount table, and the one system call that takes room. What it is not: an
+opinion; who spills there decides.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import functools
 import os
 import tempfile
 from pathlib import Path
 
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 """File systems that keep their files in memory: spilling to them frees nothing."""
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return libc
+
+
+def take_room(fd: int, start: int, stop: int) -> None:
+    """Give the file ``fd`` room on the disk from byte ``start`` to ``stop``, where it then ends.
+
+    Where the file system cannot (NFS 3, for one) the file is only made longer. The C library's
+    ``posix_fallocate`` would write to every block there.
+
+    Raises:
+        OSError: the disk is full, or a quota reached.
+    """
+    while _libc().fallocate(fd, 0, start, stop - start):
+        error = ctypes.get_errno()
+        if error in (errno.EOPNOTSUPP, errno.ENOSYS):
+            os.ftruncate(fd, stop)
+            return
+        if error != errno.EINTR:
+            raise OSError(error, os.strerror(error))
 
 
 def mounts(root: Path = Path("/")) -> list[tuple[list[str], list[str]]]:

@@ -25,6 +25,8 @@ from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.units import format_bytes
 
 _LOST = "the step is lost, go on from the last checkpoint"
+_NO_BOOKS = "the system has no memory, beyond the pager's pool, for the bookkeeping of"
+_MORE_MEMORY = "end other programs, or lower the budget"
 
 
 def probe() -> str:
@@ -101,7 +103,7 @@ class Pager(Places):
     def _admit(self, region: int, place: Place) -> None:
         offset = place.page * self.page_bytes
         if self._native.pager_create(self._handle, region, *place, offset):
-            raise MemoryError("no memory for a region's bookkeeping")
+            raise BudgetError(f"{_NO_BOOKS} one more region: {_MORE_MEMORY}")
 
     def _dismiss(self, region: int) -> None:
         self._native.pager_release(self._handle, region)
@@ -282,7 +284,7 @@ class Pager(Places):
             len(use_region),
         )
         if error:
-            raise MemoryError("no memory for a plan")
+            raise BudgetError(f"{_NO_BOOKS} a plan of {len(actions)} transfers: {_MORE_MEMORY}")
 
     def advance(self, position: int) -> None:
         """See `Device.advance`."""
@@ -324,6 +326,7 @@ class Pager(Places):
             stall_s=native.stall_s,
             resident_bytes=native.pages_in_use * self.page_bytes,
             peak_bytes=native.peak_pages * self.page_bytes,
+            events_lost=native.events_lost,
         )
 
     def events(self) -> list[Event]:

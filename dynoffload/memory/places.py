@@ -64,6 +64,7 @@ class Places(ABC):
         self._storages: dict[int, torch.UntypedStorage] = {}
         # A twin ends with its region: the content of each may lie in the other's place of the file.
         self._twins: dict[int, int] = {}
+        self._extra: set[int] = set()  # regions on top of what the file was made for
         # Reentrant: an object that dies while a place is taken may release a region.
         self._placing = threading.RLock()
 
@@ -84,7 +85,7 @@ class Places(ABC):
         place = self._places.get(region)
         return place.pages * self.page_bytes if place else 0
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, *, extra: bool = False) -> int:
         """See `Device.allocate`."""
         if nbytes < 1:
             raise ValueError(f"a region has at least one byte, not {nbytes}")
@@ -102,12 +103,17 @@ class Places(ABC):
             place = Place(page, pages, nbytes)
             try:
                 self._spill.grow((page + pages) * self.page_bytes)
+                if extra:
+                    beyond = sum(map(self.size, self._extra)) + pages * self.page_bytes
+                    self._spill.grow(self._spill.need + beyond)
                 self._admit(region, place)
             except (SpillError, MemoryError):
                 self._extents.give(page, pages)
                 raise
             self._free_ids.pop()
             self._places[region] = place
+            if extra:
+                self._extra.add(region)
             if page + pages > len(self._owners):
                 grown = np.full(2 * (page + pages), -1, dtype=np.int32)
                 grown[: len(self._owners)] = self._owners
@@ -153,6 +159,7 @@ class Places(ABC):
         with self._placing:
             for one in ending:
                 self._storages.pop(one, None)
+                self._extra.discard(one)
                 place = self._places.pop(one)
                 self._owners[place.page : place.page + place.pages] = -1
                 self._extents.give(place.page, place.pages)

@@ -1,6 +1,8 @@
-"""The file tier: one private, already unlinked file that grows before it is needed.
+"""The file tier: one private file without a name, which has its room before it is needed.
 
-Nobody else can open it, and nothing remains of it however the process ends.
+Nobody else can open it, and nothing remains of it however the process ends. What training surely
+needs is allocated on the disk when the file is made: a disk that others fill later cannot stop what
+has begun. Where a file system allocates nothing ahead, its free space is looked at, and no more.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS as _MEMORY_FILESYSTEMS
-from dynoffload.memory.filesystems import filesystem_of
+from dynoffload.memory.filesystems import filesystem_of, take_room
 from dynoffload.units import MiB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -33,11 +35,11 @@ def default_spill_dir() -> Path:
 
 
 class SpillFile:
-    """An unlinked file of mode 0600 in ``directory``.
+    """A file of mode 0600 in ``directory``, under no name.
 
     Args:
         directory: an existing directory on a disk.
-        need: bytes it will take at least; refused at once if the disk has less.
+        need: bytes it will take at least; allocated at once, or refused.
         direct: go past the page cache where the file system can; False where the file is mapped,
             as its pages are the cache then.
 
@@ -46,7 +48,7 @@ class SpillFile:
     """
 
     def __init__(self, directory: Path, need: int, *, direct: bool = True) -> None:
-        self.directory = directory
+        self.directory, self.need = directory, need
         self.size = 0
         if not directory.is_dir():
             raise SpillError(
@@ -68,14 +70,13 @@ class SpillFile:
                 f"{format_bytes(need)}: free space there, or pass spill_dir= another disk",
             )
         try:
-            descriptor, name = tempfile.mkstemp(prefix=".dynoffload-", dir=directory)
+            self.fd = _unnamed(directory, direct)
         except OSError as error:
             raise SpillError(
                 f"cannot create a file in spill directory {directory}: {error.strerror}; make it "
                 "writable, or pass spill_dir= another directory"
             ) from error
         try:
-            self.fd = self._open(name, direct)
             self.direct = direct and bool(fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_DIRECT)
             if direct and not self.direct:
                 logger.warning(
@@ -84,16 +85,10 @@ class SpillFile:
                     directory,
                     kind,
                 )
-        finally:
-            os.unlink(name)
-            os.close(descriptor)
-
-    @staticmethod
-    def _open(name: str, direct: bool) -> int:
-        if direct:
-            with contextlib.suppress(OSError):
-                return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        return os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            self._allocate(need)
+        except BaseException:
+            os.close(self.fd)
+            raise
 
     def grow(self, size: int) -> None:
         """Make sure that ``size`` bytes are allocated on the disk.
@@ -101,11 +96,14 @@ class SpillFile:
         Raises:
             SpillError: the disk is full.
         """
-        if size <= self.size:
+        if size > self.size:
+            self._allocate(-(-size // _GROWTH) * _GROWTH)
+
+    def _allocate(self, target: int) -> None:
+        if target <= self.size:
             return
-        target = -(-size // _GROWTH) * _GROWTH
         try:
-            os.posix_fallocate(self.fd, self.size, target - self.size)
+            take_room(self.fd, self.size, target)
         except OSError as error:
             raise SpillError(
                 error.errno,
@@ -139,3 +137,25 @@ class SpillFile:
     def close(self) -> None:
         """Give the space back."""
         os.close(self.fd)
+
+
+def _unnamed(directory: Path, direct: bool) -> int:
+    """Return the descriptor of a new file that nobody else can open, past the page cache if it is
+    ``direct`` and the file system can."""
+    with contextlib.suppress(OSError):
+        return _open(directory, os.O_TMPFILE | os.O_EXCL, direct)
+    # The file system has no files without a name: this one has it for a moment.
+    descriptor, name = tempfile.mkstemp(prefix=".dynoffload-", dir=directory)
+    try:
+        return _open(name, 0, direct)
+    finally:
+        os.unlink(name)
+        os.close(descriptor)
+
+
+def _open(path: str | Path, flags: int, direct: bool) -> int:
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    if direct:
+        with contextlib.suppress(OSError):
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+    return os.open(path, flags, 0o600)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dynoffload.errors import BudgetError
+from dynoffload.errors import BudgetError, StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.saved import (
@@ -112,7 +112,7 @@ class Activations:
     def region(self, index: int) -> int:
         """Return the region of the standard chunk ``index``; made at first use."""
         while index >= len(self._regions):
-            region = self.device.allocate(self.chunk_bytes)
+            region = self.device.allocate(self.chunk_bytes, extra=True)
             self.names[region] = f"activations[{len(self._regions)}]"
             self._regions.append(region)
             self._free.insert(0, len(self._regions) - 1)
@@ -139,7 +139,7 @@ class Activations:
         self.settle()
         if nbytes > self.chunk_bytes:
             try:
-                region = self.device.allocate(nbytes)
+                region = self.device.allocate(nbytes, extra=True)
             except BudgetError as error:
                 raise BudgetError(
                     f"a tensor of {format_bytes(nbytes)} that autograd saves in or after module "
@@ -261,11 +261,11 @@ class Activations:
         """Give a saved tensor back to backward.
 
         Raises:
-            RuntimeError: it was modified in place since it was saved, as autograd raises; or the
-                session is over.
+            RuntimeError: it was modified in place since it was saved, as autograd raises.
+            StepLostError: the session is over.
         """
         if self._closed:
-            raise RuntimeError(
+            raise StepLostError(
                 "backward of a forward that was made inside an offload() block which has ended: "
                 "call backward() inside the block"
             )

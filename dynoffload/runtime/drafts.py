@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dynoffload.errors import BudgetError, SpillError
+from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.store import Slot, Store, bytes_of, offset_of, view_of
 from dynoffload.runtime.update import Group, Update, same, snapshot
@@ -120,7 +120,7 @@ class Drafts:
                     room -= need
                     try:
                         self._chosen[slot] = {region: self._twin(region) for region in regions}
-                    except (SpillError, BudgetError, MemoryError) as error:
+                    except (SpillError, BudgetError) as error:
                         logger.warning("no more updates are made in backward: %s", error)
                         self._share = 0.0
                         return self._chosen
@@ -184,7 +184,7 @@ class Drafts:
                 bytes_of(twin).copy_(bytes_of(ours))
             given, made = self._run(update, {r: device.storage(t) for r, t in twins.items()})
             if keeps and given_gradient._version != version:
-                raise RuntimeError(
+                raise StepLostError(
                     f"{type(self._optimizer).__name__} has changed the gradient of {slot.name} in "
                     "an update made ahead of step(), which it did not do before: the step is lost; "
                     "go on from the last checkpoint with config={'draft_share': 0}"

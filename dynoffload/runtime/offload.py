@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import Defaults, OffloadConfig, defaults
-from dynoffload.errors import ConfigError, NotEnteredError, ProfilingDone
+from dynoffload.errors import ConfigError, NotEnteredError
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.forecast import Predictor
 from dynoffload.runtime.materialize import Init, remember
+from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.update import check_optimizer
@@ -176,8 +177,12 @@ def _session(
     if given.policy is not None:
         options = replace(options, policy=given.policy)
     if given.profile_dir is not None:
-        with _profiling(model, optimizer, given, options) as session:
-            yield session
+        with profiled(model, optimizer, given, options) as profile:
+            session = _open[id(model)] = cast(Session, profile)  # of the same public names
+            try:
+                yield session
+            finally:
+                _open.pop(id(model), None)
         return
     limit = given.budget if budget is None else parse_bytes(budget)
     if limit is None:
@@ -301,27 +306,3 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             f"none of the optimizer's parameters belong to this {type(model).__name__}: make the "
             "optimizer from model.parameters()"
         )
-
-
-@contextlib.contextmanager
-def _profiling(
-    model: nn.Module, optimizer: Optimizer | None, given: Defaults, config: OffloadConfig
-) -> Iterator[Any]:
-    """Record traces in place of paging, as ``dynoffload profile`` asks for."""
-    from dynoffload.profiler import Recorder
-    from dynoffload.profiler.trace import Trace
-
-    assert given.profile_dir is not None
-    directory, limit = given.profile_dir, given.profile_steps
-    directory.mkdir(parents=True, exist_ok=True)
-    saved = 0
-
-    def save(trace: Trace) -> None:
-        nonlocal saved
-        trace.save(directory / f"step-{saved:06d}.parquet")
-        saved += 1
-        if limit is not None and saved >= limit:
-            raise ProfilingDone
-
-    with Recorder(model, optimizer, features=config.features, on_step=save) as recorder:
-        yield recorder

@@ -283,7 +283,7 @@ class Paging:
             Where what does not fit in memory lies now, or "".
 
         Raises:
-            RuntimeError: an update that had been put off failed; all else was done.
+            StepLostError: an update that had been put off failed; all else was done.
         """
         self._undo.close()
         return self._where

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from dynoffload.runtime.materialize import Init, give_weights, modules_on_meta, 
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.sizing import Sizing, ordinary_bytes
-from dynoffload.runtime.telemetry import RunLog, StepStats
+from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
 from dynoffload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -243,11 +243,7 @@ class Session:
     @property
     def stats(self) -> pd.DataFrame:
         """One row per step so far; columns are the fields of `StepStats`."""
-        import pandas
-
-        columns = list(StepStats.__dataclass_fields__)
-        rows = [asdict(step) for step in self.log.steps]
-        return pandas.DataFrame(rows, columns=columns).set_index("step", drop=False)
+        return table_of(self.log.steps)
 
     def flush(self) -> None:
         """Make every optimizer update that was put off."""

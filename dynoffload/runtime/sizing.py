@@ -5,6 +5,13 @@ and optimizer state, the optimizer's scalars, buffers) + small saved activations
 The pool's pages hold everything else, in flight included; a part of it, the reserve, is never
 planned away, so that an access nobody predicted finds room. What stays resident is estimated here
 and counted by `ordinary_bytes` from then on.
+
+[Note: the spill file]  What it needs is allocated before anything is touched: parameters, gradients
+and optimizer state, padded; and, where updates may be drafted in backward, the twins of as many as
+a backward drafts. How much is saved for backward nobody knows before a sample has run: chunks come
+on top when they are first opened, so a disk that is too full for them stops a forward, in which no
+parameter changes. In networks whose order varies, other updates may be drafted from step to step:
+their twins too come on top, and a disk too full for those ends drafting.
 """
 
 from __future__ import annotations
@@ -19,7 +26,9 @@ from torch.optim import Optimizer
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
+from dynoffload.memory.pager import probe
 from dynoffload.runtime.store import is_dense
+from dynoffload.runtime.updates import can_split
 from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
@@ -44,7 +53,7 @@ class Sizing:
         small_bytes: resident parameters, gradients, state and buffers.
         chunk_bytes: size of a chunk of saved activations.
         reserve_bytes: part of the pool that plans leave free.
-        spill_bytes: what the spill file will take at least: without activations and drafts.
+        spill_bytes: what the spill file will take at least; see [Note: the spill file].
         states_bytes: parameters, gradients and optimizer state together.
     """
 
@@ -165,7 +174,7 @@ def _divide(
     states = state_tensors(optimizer)
     least = config.min_paged_bytes or _least_for(model, budget, states)
     page = config.page_bytes or _page_for(model, budget, least)
-    total = padded = 0
+    total = padded = updated = widest = 0
     largest, culprit = 0, ""
     resident = list(model.buffers())
     small = 0
@@ -181,6 +190,9 @@ def _divide(
             continue
         region = -(-nbytes // page) * page
         padded += region * copies
+        if copies > 2:
+            updated += region
+            widest = max(widest, region)
         if region * copies > largest:
             largest, culprit = region * copies, name
     storages = [part.untyped_storage() for tensor in resident for part in _parts(tensor)]
@@ -203,10 +215,36 @@ def _divide(
         small_bytes=small,
         chunk_bytes=chunk,
         reserve_bytes=reserve,
-        spill_bytes=padded,
+        spill_bytes=padded + _twins(optimizer, config, updated, widest, states),
         states_bytes=total,
     )
     return sizing, need + small + kept, largest, culprit
+
+
+def _twins(
+    optimizer: Optimizer | None, config: OffloadConfig, updated: int, widest: int, states: int
+) -> int:
+    """Return the bytes of the twins on which one backward drafts updates.
+
+    Args:
+        optimizer: makes the updates.
+        config: says whether and how many are drafted.
+        updated: bytes of the paged parameters that have state.
+        widest: bytes of the largest of them.
+        states: tensors of a parameter's size that each has as state.
+    """
+    if (
+        optimizer is None
+        or not can_split(optimizer)
+        or not config.draft_share
+        or config.defer_updates == "never"
+        or config.policy == "on-demand"  # what is drafted is part of a plan
+        or config.backend == "mapped"
+        or probe()
+    ):
+        return 0
+    drafted = min(updated, int(config.draft_share * updated) + widest // 2)
+    return drafted * (1 + states) + widest  # the copy of a gradient, to see if it is written
 
 
 def _least_for(model: nn.Module, budget: int, states: int) -> int:

@@ -20,12 +20,15 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from dynoffload.errors import TraceError
 from dynoffload.units import GiB, format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FORMAT = "dynoffload-runlog"
 VERSION = 2
@@ -131,6 +134,15 @@ class StepStats:
     peak_fast_bytes: int
 
 
+def table_of(steps: Sequence[StepStats]) -> pd.DataFrame:
+    """Return one row per step; columns are the fields of `StepStats`."""
+    import pandas
+
+    columns = [field.name for field in fields(StepStats)]
+    rows = [asdict(step) for step in steps]
+    return pandas.DataFrame(rows, columns=columns).set_index("step", drop=False)
+
+
 @dataclass
 class RunLog:
     """All that one session recorded.
@@ -143,7 +155,8 @@ class RunLog:
         headroom: bytes that the ledger cannot count (operator temporaries), as measured.
         steps: every step's numbers; totals of a run are sums over these.
         transfers, stalls, phases, memory, blocks: single records, of the latest steps only.
-        dropped: how many single records were dropped to bound the memory that a log takes.
+        dropped: how many single records were dropped to bound the memory that a log takes, those
+            that the device itself had no room for included.
         first_detailed: the first step whose single records were not dropped with it.
     """
 

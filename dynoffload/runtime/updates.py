@@ -36,6 +36,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.errors import StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.drafts import Drafts
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
@@ -43,6 +44,11 @@ from dynoffload.runtime.update import Group, Update, check_optimizer, snapshot
 from dynoffload.runtime.watched import WatchedState
 
 logger = logging.getLogger(__name__)
+
+
+def can_split(optimizer: Optimizer) -> bool:
+    """Return whether the updates of ``optimizer`` are known to be made one by one like together."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 class Updates:
@@ -83,7 +89,7 @@ class Updates:
         self._step: Callable[..., Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
         )
-        self.splits = type(optimizer).__module__.startswith("torch.optim")
+        self.splits = can_split(optimizer)
         if not self.splits:
             logger.warning(
                 "%s is not one of torch.optim: its step runs whole, and its state pages on demand",
@@ -373,11 +379,11 @@ class Updates:
         """Raise what went wrong in an update made behind somebody's back.
 
         Raises:
-            RuntimeError: naming the remedy, from the first error.
+            StepLostError: naming the remedy, from the first error.
         """
         error, self._failure = self._failure, None
         if error is not None:
-            raise RuntimeError(
+            raise StepLostError(
                 "an optimizer update that was put off failed or was cut off, and its parameter "
                 "lacks it: the step is lost; go on from the last checkpoint"
             ) from error

@@ -1,0 +1,54 @@
+"""The errors a user can meet: one base, and the public names."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devices import SMALL, filled, needs_pager, opened, schedule, uses_of
+
+import dynoffload
+from dynoffload import errors
+from dynoffload.errors import BudgetError
+from dynoffload.memory.pager import Pager
+
+
+def test_every_error_is_of_one_base_and_public() -> None:
+    kinds = {
+        name: kind
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, Exception)
+    }
+    assert all(issubclass(kind, errors.DynOffloadError) for kind in kinds.values())
+    kinds.pop("NotEnteredError")  # a ConfigError that only a mistake in writing can cause
+    assert all(getattr(dynoffload, name) is kind for name, kind in kinds.items())
+    assert kinds.keys() <= set(dynoffload.__all__)
+
+
+def test_a_lost_step_is_a_runtime_error_too() -> None:
+    assert issubclass(dynoffload.StepLostError, RuntimeError)
+
+
+@needs_pager
+@pytest.mark.parametrize("call", ["pager_create", "pager_plan"])
+def test_no_memory_for_its_books_is_an_error_of_ours(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoMemory:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *_: errno.ENOMEM) if name == call else getattr(native, name)
+
+    with opened("pager", 8 * SMALL, SMALL, tmp_path) as device:
+        assert isinstance(device, Pager)
+        native = device._native
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "_native", NoMemory())
+            with pytest.raises(
+                BudgetError, match=r"bookkeeping of .*: end other programs"
+            ) as caught:
+                device.follow(uses_of(device.allocate(SMALL)), schedule())
+            assert isinstance(caught.value, MemoryError)
+        filled(device, [device.allocate(SMALL)])  # it lives on

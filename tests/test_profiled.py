@@ -1,0 +1,77 @@
+"""A script under ``dynoffload profile``: what it asks its session for is there, and is true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from exactness import SMALL_PAGES, footprint_of, small
+from torch import nn
+
+import dynoffload
+from dynoffload.config import clear_defaults, set_defaults
+from dynoffload.profiler import Trace
+from dynoffload.runtime.profiled import ProfiledSession
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Iterator[Path]:
+    """Profile, as the command does, into the directory returned."""
+    set_defaults(profile_dir=tmp_path / "traces")
+    yield tmp_path / "traces"
+    clear_defaults()
+
+
+def public(value: object) -> set[str]:
+    """Return the public names of an object."""
+    return {name for name in dir(value) if not name.startswith("_")}
+
+
+def test_it_has_the_names_of_a_session() -> None:
+    model = small()
+    with dynoffload.offload(model, budget=footprint_of(model), config=SMALL_PAGES) as session:
+        stand_in = ProfiledSession(model, None, "pilot")
+        assert public(stand_in) == public(session)
+        assert list(stand_in.stats.columns) == list(session.stats.columns)
+        assert stand_in.stats.index.name == session.stats.index.name
+
+
+def test_a_script_that_looks_at_its_session(
+    traces: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dynoffload.offload(model, optimizer, budget="1MB") as session:
+        for _ in range(2):
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.flush()
+        assert (session.backend, session.paging) == ("profile", False)
+        assert (session.model, session.optimizer) == (model, optimizer)
+        assert session.stats[["seconds", "stall_s", "bytes_in", "peak_fast_bytes"]].tail().empty
+        files = session.report(tmp_path / "run.html")
+    assert "nothing was offloaded" in caplog.text
+    assert files.page.exists()
+    assert files.log.exists()
+    assert [Trace.load(path).step for path in sorted(traces.iterdir())] == [0, 1]
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "by the session"])
+def test_a_model_on_meta_gets_its_weights(traces: Path, when: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if when == "before":
+        dynoffload.materialize(model)
+    with dynoffload.offload(model, optimizer, budget="1MB") as session:
+        if when == "inside":
+            dynoffload.materialize(model)
+        elif when == "by the session":
+            session.materialize()
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert len(list(traces.iterdir())) == 1
