@@ -13,6 +13,7 @@ import pytest
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import (
+    breakdown,
     cgroup,
     demo,
     paged,
@@ -62,6 +63,20 @@ def check_row(row: dict[str, Any]) -> None:
     parts = row["bound_phases"]
     assert parts["forward_and_optimizer"]["bytes_in"] > parts["backward"]["bytes_in"] > 0
     assert len(row["offload_steps_s"]) == len(row["in_memory_steps_s"])
+
+
+def test_breakdown() -> None:
+    result = breakdown.run(
+        preset="tiny", tokens=64, budget="400KB", steps=3, warmup=2, spill_dir=DISK
+    )
+    assert result["losses_equal"] is True
+    parts = result["parts_s"]
+    assert min(parts.values()) >= 0
+    assert parts["gradients into their regions"] > 0
+    assert parts["the optimizer's own updates"] > 0
+    assert sum(parts.values()) < 2 * result["under_budget"]["seconds"]
+    told = sum(parts.values()) - result["plain"]["optimizer_s"] + result["rest_s"]
+    assert told == pytest.approx(result["more_s"])
 
 
 def test_paged_without_limits(tmp_path: Path) -> None:
