@@ -207,6 +207,7 @@ def _print(result: dict[str, Any], names: tuple[str, ...]) -> None:
                     stalls=numbers["stalls"],
                     bytes_in=numbers["bytes_in"],
                     bytes_out=numbers["bytes_out"],
+                    wasted_bytes=int(numbers["wasted_bytes"] / numbers["steps"]),
                     wasted_share=numbers["wasted_bytes"] / fetched if fetched else None,
                     accuracy=numbers["accuracy"],
                     peak_fast_bytes=numbers["peak_fast_bytes"],
