@@ -182,6 +182,11 @@ class Activations:
         self._entries.clear()
         self.sweep()
 
+    def begin(self, chunk: Chunk) -> None:
+        """An entry of ``chunk`` begins."""
+        self._live += 1
+        chunk.live += 1
+
     def end(self, chunk: Chunk) -> None:
         """One entry of ``chunk`` has ended."""
         # Called by a destructor, in which a long call would swallow Ctrl-C: only note it.

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.memory.places import users_of
-
-if TYPE_CHECKING:
-    from dynoffload.runtime.activations import Activations
 
 _EMPTY = torch.empty(0)
 
@@ -39,6 +36,19 @@ class Chunk:
     open: bool = True
 
 
+class Owner(Protocol):
+    """Keeps the books of what stands for saved tensors."""
+
+    kept_bytes: int
+    kept_peak: int
+
+    def begin(self, chunk: Chunk) -> None:
+        """An entry of ``chunk`` begins."""
+
+    def end(self, chunk: Chunk) -> None:
+        """One ends; called by a destructor."""
+
+
 class Entry:
     """One saved storage's copy inside a chunk; ends with its last saved tensor."""
 
@@ -46,7 +56,7 @@ class Entry:
 
     def __init__(
         self,
-        owner: Activations,
+        owner: Owner,
         chunk: Chunk,
         offset: int,
         source: torch.UntypedStorage,
@@ -57,8 +67,7 @@ class Entry:
         # Shares the version counter of the original's views, and holds none of its bytes.
         self.witness = tensor.detach()
         self.witness.data = _EMPTY
-        chunk.live += 1
-        owner._live += 1
+        owner.begin(chunk)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Return whether the copy is also that of ``tensor``, which lies in the same storage."""
@@ -99,7 +108,7 @@ class Kept:
 
     __slots__ = ("nbytes", "owner", "tensor", "version")
 
-    def __init__(self, owner: Activations, tensor: torch.Tensor, nbytes: int) -> None:
+    def __init__(self, owner: Owner, tensor: torch.Tensor, nbytes: int) -> None:
         self.owner, self.nbytes = owner, nbytes
         self.tensor = tensor.detach()
         self.version = tensor._version
