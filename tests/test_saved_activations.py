@@ -90,6 +90,35 @@ def in_a_wrapper(m: Any, x: Tensor) -> Tensor:
     return m.b(y) + wrapped.a
 
 
+def own_cast_with_a_view(m: Any, x: Tensor) -> Tensor:
+    """A cast that the user made is saved by its view, and then written through."""
+    h = m.a(x).double()
+    w = m.b.weight.to(torch.float64)
+    wt = w.t()
+    gate = (h @ wt).detach().sum() * 1e-3
+    with torch.no_grad():
+        w.mul_(2)
+    return ((h @ wt) * (1 + gate)).float()
+
+
+def own_cast_written_through_its_view(m: Any, x: Tensor) -> Tensor:
+    """The other way round."""
+    h = m.a(x).double()
+    w = m.b.weight.to(torch.float64)
+    wt = w.t()
+    gate = (h @ wt).detach().sum() * 1e-3
+    with torch.no_grad():
+        wt[0].zero_()
+    return (nn.functional.linear(h, w) * (1 + gate)).float()
+
+
+def own_cast_by_address(m: Any, x: Tensor) -> Tensor:
+    """A cast that the user made is looked at from the start of its storage."""
+    w = m.b.weight.to(torch.float64)
+    y = nn.functional.linear(m.a(x).double().sin(), w)
+    return (y * torch.as_strided(w, (32,), (33,), 0)).float()
+
+
 def once(model: nn.Module, x: Tensor) -> Tensor:
     """Run one forward and backward."""
     loss = model(x).square().mean()
@@ -118,6 +147,9 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "through .data": read_through_data,
     "in a wrapper": in_a_wrapper,
     "sparse": lambda m, x: torch.sparse.mm((x * (x > 1)).to_sparse(), m.a(x)[:32]) + m.b(x),
+    "an own cast with a view": own_cast_with_a_view,
+    "an own cast, written through its view": own_cast_written_through_its_view,
+    "an own cast, by address": own_cast_by_address,
     "half of it in double": lambda m, x: (m.a(x).double().exp() * m.b(x)).float(),
     "empty": lambda m, x: m.a(x) + m.b(x[:0]).exp().sum() * m.c(x),
     "weights of another module": lambda m, x: nn.functional.linear(m.a(x).sin(), m.a.weight.t()),

@@ -37,13 +37,13 @@ def _counter() -> Callable[[], _Counts] | None:
 def live_bytes() -> int | None:
     """Return the bytes of the heap that are in use, mapped ones too, in a few microseconds.
 
-    None where the C library does not tell.
+    None where the C library does not tell, or another allocator has taken its place.
     """
     count = _counter()
     if count is None:
         return None
     counts = count()
-    return int(counts.uordblks + counts.hblkhd)
+    return int(counts.uordblks + counts.hblkhd) or None
 
 
 @functools.cache

@@ -20,20 +20,27 @@ class Growth:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: int | None = None
+        self._alive = self._depth = self._before = self._after = 0
 
     def begin(self) -> None:
-        """A forward begins, the first of a step or another."""
-        if self._before is None:
+        """A forward begins, the first of a step or another, or one within another."""
+        self._depth += 1
+        if self._depth == 1:
             self._before = self._used()
+            # What was freed since the last forward was left by it; what was added is not ours.
+            self._alive = max(0, self._alive - max(0, self._after - self._before))
 
-    def so_far(self) -> int:
-        """Return the bytes that the step's forwards have left so far."""
-        return 0 if self._before is None else max(0, self._used() - self._before)
+    def finish(self) -> int:
+        """A forward is over; return the bytes that the step's forwards have left and still hold."""
+        self._depth -= 1
+        if self._depth <= 0:
+            self._depth, self._after = 0, self._used()
+            self._alive += max(0, self._after - self._before)
+        return self._alive
 
     def end(self) -> None:
         """The step is over."""
-        self._before = None
+        self._alive = self._depth = self._before = self._after = 0
 
     def _used(self) -> int:
         live = live_bytes()

@@ -237,7 +237,7 @@ class Paging:
         self._on_progress()
 
     def _end_step(self) -> None:
-        self.activations.settle()
+        self.activations.sweep()
         self.migrator.end_step()
         self._on_step()
 

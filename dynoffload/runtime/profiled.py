@@ -48,6 +48,7 @@ class ProfiledSession:
         self.model, self.optimizer = model, optimizer
         self.sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
         self.backend = "profile"
+        self._empty = modules_on_meta(model)
         self.log = RunLog(type(model).__name__, self.backend, policy, budget=0, headroom=0)
 
     @property
@@ -64,7 +65,7 @@ class ProfiledSession:
         Raises:
             ConfigError: a module cannot initialise itself, or the file lacks a tensor.
         """
-        give_weights(self.model, init, modules_on_meta(self.model), lambda tensors: None)
+        give_weights(self.model, init, self._empty, lambda tensors: None)
 
     def report(self, path: str | Path) -> ReportFiles:
         """Write the page of a run without a step, and say why it has none."""
@@ -106,6 +107,8 @@ def profiled(
 
     session = ProfiledSession(model, optimizer, config.policy)
     recipe = recipe_of(model)
+    if recipe is None and modules_on_meta(model):
+        recipe = (None,)
     if recipe is not None:
         session.materialize(recipe[0])
     with Recorder(model, optimizer, features=config.features, on_step=save):

@@ -11,6 +11,8 @@ back: a kernel may go another way for a tensor without them.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Protocol
@@ -165,18 +167,67 @@ def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
 def cast_that_autocast_keeps(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the copy of a weight, as autocast makes and keeps it, that ``tensor`` is or views.
 
-    None too if others hold its storage, who would not follow to another.
+    None too if anybody else has hold of it, in Python or by its storage, who would not follow to
+    another: a cast that the user made stays what it is.
     """
+    if _references(tensor) != _references_of_autocast().get(tensor._base is not None):
+        return None
+    if _weight_of(tensor) is None:
+        return None
     base = tensor._base
-    cast = tensor if base is None else base
-    node = cast.grad_fn
+    holders = 1 + (base is not None)  # and the storage's own object
+    if users_of(tensor.untyped_storage()) > holders + 1:
+        return None
+    return tensor if base is None else base
+
+
+def _weight_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
+    """Return the parameter of which ``tensor`` is a cast, or a view of one."""
+    base = tensor._base
+    node = (tensor if base is None else base).grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
-    (weight, _), *_ = node.next_functions
-    if not isinstance(getattr(weight, "variable", None), torch.nn.Parameter):
-        return None
-    holders = 1 + (base is not None)  # and the storage's own object
-    return cast if users_of(tensor.untyped_storage()) <= holders + 1 else None
+    (source, _), *_ = node.next_functions
+    weight = getattr(source, "variable", None)
+    return weight if isinstance(weight, torch.nn.Parameter) else None
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how many references Python has to a tensor, and to what it views."""
+    viewed = 0 if tensor._base is None else sys.getrefcount(tensor._base)
+    return sys.getrefcount(tensor), viewed
+
+
+@functools.cache
+def _references_of_autocast() -> dict[bool, tuple[int, int]]:
+    """Return what `_references` says, as deep in calls as above, of a cast that autocast alone
+    holds, by whether it is a view that is saved: asked of autocast itself."""
+    found: dict[bool, tuple[int, int]] = {}
+
+    def ask(tensor: torch.Tensor) -> None:
+        references = _references(tensor)
+        if _weight_of(tensor) is not None:
+            found[tensor._base is not None] = references
+
+    class Hooks:
+        def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+            ask(tensor)
+            return tensor
+
+        def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+    hooks, x = Hooks(), torch.zeros(1, 2, 2, requires_grad=True)
+    matrix, stack = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(1, 2, 2))
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
+    ):
+        torch.bmm(x, stack)
+        torch.nn.functional.linear(x[0], matrix)
+    return found
 
 
 def bytes_held(tensor: torch.Tensor) -> int:

@@ -158,7 +158,7 @@ class Session:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._paging is None and self._config.step_aside and torch.is_grad_enabled():
-            peak = self._recording.grew(self._growth.so_far())
+            peak = self._recording.grew(self._growth.finish())
             self._outgrown = peak > self.sizing.budget
 
     def _progress(self) -> None:
@@ -308,8 +308,8 @@ def _size_of(value: Any, depth: int = 3) -> int:
         seen = value[:_ITEMS]
         some = sum(_size_of(item, depth - 1) for item in seen)
         return max(len(value), some * len(value) // max(1, len(seen)))
-    if depth and is_dataclass(value):
-        return sum(_size_of(getattr(value, f.name), depth - 1) for f in fields(value))
+    if depth and is_dataclass(value) and not isinstance(value, type):
+        return sum(_size_of(getattr(value, f.name, None), depth - 1) for f in fields(value))
     try:
         return len(value)
     except TypeError:
