@@ -51,6 +51,17 @@ def can_split(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
+def _without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Turn autocast off where it is on.
+
+    Only there: to leave its block takes the lock of its cache, which may be held by the thread that
+    casts the very weight whose update is being made.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        return torch.autocast("cpu", enabled=False)
+    return contextlib.nullcontext()
+
+
 class Updates:
     """Splits, defers and makes the updates of one optimizer.
 
@@ -293,7 +304,7 @@ class Updates:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
+            _without_autocast(),
         ):
             self._step(shadow)
 
