@@ -187,6 +187,25 @@ def test_it_comes_back_for_a_sample_that_turns_out_deeper() -> None:
         assert max(peaks[7:]) <= budget
 
 
+def test_a_forward_that_failed_does_not_hide_a_deeper_sample() -> None:
+    """While aside, one forward raises; the next is measured all the same."""
+    model = Deep()
+    optimizer = AdamW(model.parameters())
+    x = torch.randn(64, 128)
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024}
+    with dynoffload.offload(model, optimizer, budget=2 * MiB, config=config) as session:
+        for _ in range(6):
+            model(x, 2).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not session.paging
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(64, 100), 2)
+        model(x, 100).square().mean().backward()
+        optimizer.step()
+        assert session.log.steps[-1].peak_fast_bytes >= 100 * x.nbytes
+
+
 def test_coming_back_leaves_the_hooks_in_order() -> None:
     """The sample that brings paging back is a sample like any other: its activations page, and
     the hooks that save them are gone when its forward is over."""

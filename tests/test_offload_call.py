@@ -15,7 +15,7 @@ import pytest
 from exactness import SMALL_PAGES, footprint_of, small
 
 import dynoffload
-from dynoffload.errors import BudgetError, ConfigError, DynOffloadError
+from dynoffload.errors import BudgetError, ConfigError, DynOffloadError, NotEnteredError
 from dynoffload.memory.filesystems import filesystem_of
 
 
@@ -66,6 +66,8 @@ def test_a_block_is_entered_once_and_without_a_warning() -> None:
         once = block()
         with once as session:
             assert session.stats.empty
+        with pytest.raises(NotEnteredError, match="the session is what 'with"):
+            once.stats  # noqa: B018
         with pytest.raises(ConfigError, match="entered before: each 'with' needs"):
             with once:
                 pytest.fail("the block must not begin")

@@ -1,7 +1,8 @@
 """What samples add to memory while a session has stepped aside, and no hook sees what is saved.
 
-What it is: a comparison of the heap's use before a step's first forward with that after each. What
-it is not: a limit; a sample that turns out too large has run by then, and the next one is paged.
+What it is: a comparison of the heap's use after each forward with that before it, added up over a
+step. What it is not: a limit; a sample that turns out too large has run by then, and the next one
+is paged.
 """
 
 from __future__ import annotations

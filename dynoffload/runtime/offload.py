@@ -75,6 +75,11 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
             if name.startswith("_"):  # what Python and consoles ask any object for
                 raise AttributeError(name)
             self._forgotten.detach()  # this error says it
+            if self._entered:
+                raise NotEnteredError(
+                    f"{name!r} was asked of what offload() returned: the session is what 'with ... "
+                    "as session' gives"
+                )
             raise NotEnteredError(
                 f"{name!r} was asked of what offload() returns, which is no session yet: {_REMEDY}"
             )

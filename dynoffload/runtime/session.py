@@ -94,7 +94,7 @@ class Session:
             model.register_forward_pre_hook(
                 Hook(self._before_forward), with_kwargs=True, prepend=True
             ),
-            model.register_forward_hook(Hook(self._after_forward)),
+            model.register_forward_hook(Hook(self._after_forward), always_call=True),
         ]
         self._growth = Growth(model)
         self._aside_handle: RemovableHandle | None = None
