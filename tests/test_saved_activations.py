@@ -367,6 +367,38 @@ MEMORY_OF_CASTS = """
 """
 
 
+# Operators that save the cast of a weight itself, where a linear layer saves a view of it.
+CASTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "matmul": lambda m, x: x @ m.a.weight @ m.b.weight @ m.c.weight,
+    "matmul from the left": lambda m, x: (m.b.weight @ (m.a.weight @ x.t())).t() @ m.c.weight,
+    "matmul and layers": lambda m, x: m.c(m.b(m.a(x)) @ m.b.weight) @ m.a.weight,
+    "bmm": lambda m, x: torch.bmm(
+        torch.bmm(x[None], m.a.weight[None]), torch.stack([m.b.weight])
+    ).squeeze(0),
+    "addmm": lambda m, x: torch.addmm(m.a.bias, m.b(x), m.c.weight),
+    "convolution": lambda m, x: nn.functional.conv1d(
+        nn.functional.conv1d(x[:, :, None], m.a.weight[:, :, None], m.a.bias), m.b.weight[:, :, None]
+    ).squeeze(-1),
+    "einsum": lambda m, x: torch.einsum("bi,oi->bo", x, m.a.weight) @ m.b.weight,
+    "used again": lambda m, x: (x @ m.a.weight).sin() @ m.a.weight @ m.b.weight @ m.a.weight,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("body", CASTS)
+def test_casts_that_operators_save_themselves(body: str, dtype: torch.dtype) -> None:
+    """The cast moves to a place of its own in a chunk, and backward reads it there, once."""
+
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            loss = (model(x).float() / 64).square().mean()
+            again = (model(x * 2).float() / 64).square().mean()
+        (loss + again).backward()
+        return loss.detach()
+
+    compare(CASTS[body], train)
+
+
 @needs_pager
 def test_the_casts_of_weights_take_no_memory_of_their_own() -> None:
     """48 MiB of casts, made under 32 MiB: nothing is freed when autocast forgets them."""

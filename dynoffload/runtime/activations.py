@@ -246,6 +246,8 @@ class Activations:
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
         entry = Entry(self, chunk, offset, storage, tensor)
+        # As it lies before a cast moves: the tensor may be that cast.
+        packed = Packed(tensor, entry, offset_of(tensor) if whole else 0)
         with torch.no_grad():
             if whole:
                 bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
@@ -260,7 +262,7 @@ class Activations:
         if chunk.index < 0:
             self._shut(chunk)
         self.saved_bytes += nbytes
-        return Packed(tensor, entry, offset_of(tensor) if whole else 0)
+        return packed
 
     def unpack(self, packed: Packed | Kept | Borrowed) -> torch.Tensor:
         """Give a saved tensor back to backward.
