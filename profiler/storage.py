@@ -5,17 +5,25 @@ Parquet reader shows them; the rest of the trace (header, sample, regions, calls
 file's metadata. What it is not: a place for anything that could be executed; nothing is unpickled,
 and pyarrow is imported only when a file is read or written.
 
-[Note: what a hostile trace can do]
-Nothing but raise `TraceError`. Before a table is read, the file's size, its schema, its number of
-rows and, for each column, codec and declared sizes are compared with what this module writes. Files
-are written without compression, and columns of text or bytes are read as dictionaries: no byte in
-the file can stand for many in memory, other than by repetition that stays shared. Lists of regions
-are packed bytes, not Parquet lists, whose lengths a file could claim at will. What is decoded is
-checked again: every index in range, every number finite.
+[Note: seals]
+Some damage to a Parquet file's footer ends the process of whoever reads it with pyarrow. So a trace
+carries a digest of all its bytes, which is compared before pyarrow sees any. It stands between the
+last column and the footer, where no Parquet reader looks. It tells damage, not malice: anybody can
+make one.
+
+[Note: what a trace can claim]
+Before a table is read, the file's size, its schema, its number of rows and, for each column, codec
+and declared sizes are compared with what this module writes. Files are written without compression,
+and columns of text or bytes are read as dictionaries: no byte in the file can stand for many in
+memory, other than by repetition that stays shared. Lists of regions are packed bytes, not Parquet
+lists, whose lengths a file could claim at will. What is decoded is checked again: every index in
+range, every number finite.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import math
 import os
@@ -39,6 +47,9 @@ MAX_FILE_BYTES = 128 * 1024**2
 MAX_OPERATORS = 1_000_000
 """The most operators a file may hold."""
 
+_MAGIC = b"PAR1"
+_SEAL = b"dynoffload.seal\n"
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _VERSION_KEY = b"dynoffload.trace_version"
 _HEADER_KEY = b"dynoffload.trace"
 _PHASES = tuple(Phase)
@@ -74,9 +85,11 @@ def save_trace(trace: Trace, path: Path) -> None:
         }
     )
     table = pa.table(columns, schema=schema)
+    written = io.BytesIO()
+    pq.write_table(table, written, compression="NONE", use_dictionary=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        pq.write_table(table, partial, compression="NONE", use_dictionary=True)
+        partial.write_bytes(seal(written.getvalue()))
         os.replace(partial, path)
     except OSError as error:
         if path.parent.is_dir():
@@ -103,13 +116,38 @@ def load_trace(path: Path) -> Trace:
     if size > MAX_FILE_BYTES:
         raise TraceError(f"{path}: {size} bytes is larger than any trace ({MAX_FILE_BYTES})")
     try:
-        return _read(path)
+        return _read(path, path.read_bytes())
     except TraceError:
         raise
     except Exception as error:
         # pyarrow raises many kinds for a damaged file, OSError and ValueError among them.
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise TraceError(f"{path}: is truncated or damaged ({what}); {_AGAIN}") from error
+
+
+def seal(file: bytes) -> bytes:
+    """Return a Parquet file's bytes with a digest of them; see [Note: seals]."""
+    start = _footer(file)
+    return file[:start] + _SEAL + hashlib.sha256(file).digest() + file[start:]
+
+
+def _footer(file: bytes) -> int:
+    """Return where the footer of a Parquet file begins; a wrong place if it is damaged."""
+    length = int.from_bytes(file[-8:-4], "little")
+    return max(0, len(file) - 8 - length)
+
+
+def _check_seal(path: Path, file: bytes) -> None:
+    """Refuse a file whose bytes are not those that were written."""
+    stop = _footer(file)
+    start = max(0, stop - len(_SEAL) - _DIGEST_BYTES)
+    found = file[start:stop]
+    _require(file[:4] == file[-4:] == _MAGIC, "it is no whole Parquet file")
+    if not found.startswith(_SEAL):
+        raise TraceError(f"{path}: is not a dynoffload trace, or is truncated or damaged; {_AGAIN}")
+    digest = hashlib.sha256(memoryview(file)[:start])
+    digest.update(memoryview(file)[stop:])
+    _require(digest.digest() == found[len(_SEAL) :], "its bytes are not those that were written")
 
 
 def _schema() -> pa.Schema:
@@ -164,14 +202,16 @@ def _header(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> Trace:
+def _read(path: Path, data: bytes) -> Trace:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
+    _check_seal(path, data)
     limits = {
         "thrift_string_size_limit": MAX_FILE_BYTES,
         "thrift_container_size_limit": _MAX_CONTAINER,
     }
-    with pq.ParquetFile(path, **limits) as file:
+    with pq.ParquetFile(pa.BufferReader(data), **limits) as file:
         metadata = file.metadata.metadata or {}
         version = metadata.get(_VERSION_KEY)
         if version is None:
@@ -183,7 +223,8 @@ def _read(path: Path) -> Trace:
             )
         _require(len(metadata[_HEADER_KEY]) <= _MAX_HEADER_BYTES, "its header is too long")
         _check_layout(file, path)
-    with pq.ParquetFile(path, read_dictionary=list(_TEXT), **limits) as file:
+    columns = {"read_dictionary": list(_TEXT)}
+    with pq.ParquetFile(pa.BufferReader(data), **columns, **limits) as file:
         table = file.read(use_threads=False)
     header = json.loads(metadata[_HEADER_KEY])
     regions = _regions(header["regions"], table.num_rows)

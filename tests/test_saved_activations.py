@@ -377,7 +377,8 @@ CASTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ).squeeze(0),
     "addmm": lambda m, x: torch.addmm(m.a.bias, m.b(x), m.c.weight),
     "convolution": lambda m, x: nn.functional.conv1d(
-        nn.functional.conv1d(x[:, :, None], m.a.weight[:, :, None], m.a.bias), m.b.weight[:, :, None]
+        nn.functional.conv1d(x[:, :, None], m.a.weight[:, :, None], m.a.bias),
+        m.b.weight[:, :, None],
     ).squeeze(-1),
     "einsum": lambda m, x: torch.einsum("bi,oi->bo", x, m.a.weight) @ m.b.weight,
     "used again": lambda m, x: (x @ m.a.weight).sin() @ m.a.weight @ m.b.weight @ m.a.weight,
