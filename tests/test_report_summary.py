@@ -86,13 +86,13 @@ def test_one_wait_is_one_wait() -> None:
     assert "1 wait per" in card.meaning
 
 
-def test_a_wait_belongs_to_the_phase_it_began_in() -> None:
+def test_waits_count_where_they_begin_and_their_time_where_it_passes_once() -> None:
     log = log_of(step(0))
     log.phases += [PhaseSpan(0, 1, 0, "forward"), PhaseSpan(1, 3, 0, "backward")]
     log.stalls += [Stall(0.5, 1.5, "a"), Stall(1.0, 1.25, "b"), Stall(5.0, 6.0, "outside")]
     costs = {cost.name: cost for cost in phase_costs(Columns.of(log))}
-    assert (costs["forward"].stall_s, costs["forward"].stalls) == (1.0, 1)
-    assert (costs["backward"].stall_s, costs["backward"].stalls) == (0.25, 1)
+    assert (costs["forward"].stall_s, costs["forward"].stalls) == (0.5, 1)
+    assert (costs["backward"].stall_s, costs["backward"].stalls) == (0.5, 1)
     assert costs["optimizer"].seconds == 0.0
 
 

@@ -50,9 +50,17 @@ class Spans:
 
     def share(self, edges: Floats) -> Floats:
         """Return the share of each bin of ``edges`` [m + 1] that the spans cover, 0 to 1."""
+        return np.clip(np.diff(self.covered(edges)) / np.diff(edges), 0.0, 1.0)
+
+    def covered(self, times: Floats) -> Floats:
+        """Return how many seconds until each of ``times`` [n] the spans cover; overlaps once."""
         whole = self.merged(0.0)
-        covered = _binned(whole.start, whole.end, whole.end - whole.start, edges)
-        return np.clip(covered / np.diff(edges), 0.0, 1.0)
+        if len(whole.start) == 0:
+            return np.zeros(len(times))
+        at = np.stack([whole.start, whole.end], axis=1).reshape(-1)
+        seconds = np.cumsum(whole.end - whole.start)
+        before = np.concatenate(([0.0], seconds[:-1]))
+        return np.interp(times, at, np.stack([before, seconds], axis=1).reshape(-1))
 
 
 @dataclass(frozen=True)

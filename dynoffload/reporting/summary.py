@@ -229,7 +229,8 @@ def left_out(log: RunLog) -> str:
 
 
 def phase_costs(columns: Columns) -> list[PhaseCost]:
-    """Return seconds and waits of each phase; a wait belongs to the phase in which it began."""
+    """Return seconds and waits of each phase: waits where they begin, their time where it passes,
+    once where several wait together."""
     costs = []
     for name in PHASES:
         phase = columns.phases[name]
@@ -237,7 +238,8 @@ def phase_costs(columns: Columns) -> list[PhaseCost]:
         if len(phase.start):
             at = np.searchsorted(phase.start, columns.stalls.start, side="right") - 1
             inside = (at >= 0) & (columns.stalls.start < phase.end[np.maximum(at, 0)])
-        waited = float((columns.stalls.end - columns.stalls.start)[inside].sum())
+        covered = columns.stalls.covered(phase.end) - columns.stalls.covered(phase.start)
+        waited = float(covered.sum())
         seconds = float((phase.end - phase.start).sum())
         costs.append(PhaseCost(name, seconds, waited, int(inside.sum())))
     return costs
