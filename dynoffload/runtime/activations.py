@@ -31,6 +31,7 @@ import torch
 from dynoffload.errors import BudgetError, StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.saved import (
     Borrowed,
     Chunk,
@@ -162,6 +163,7 @@ class Activations:
         chunk_or_none = self._current
         if chunk_or_none is None or chunk_or_none.filled + nbytes > chunk_or_none.size:
             if chunk_or_none is not None:
+                self._current = None
                 self._shut(chunk_or_none)
             chunk_or_none = self._current = self._open(nbytes)
         offset = chunk_or_none.filled
@@ -174,6 +176,7 @@ class Activations:
         if chunk.live == 0:
             self._drop(chunk)
 
+    @uninterrupted
     def end_forward(self) -> None:
         """The forward is over: the next one starts a chunk of its own."""
         if self._current is not None:
@@ -197,7 +200,12 @@ class Activations:
 
     def settle(self) -> None:
         """Drop the chunks that have ended since the last call."""
-        while self._ended and not self._closed:
+        if self._ended and not self._closed:
+            self._settle()
+
+    @uninterrupted
+    def _settle(self) -> None:
+        while self._ended:
             self._drop(self._ended.pop())
 
     def _drop(self, chunk: Chunk) -> None:
@@ -212,6 +220,7 @@ class Activations:
             if len(self._free) > 1 and self._free[-2] < chunk.index:
                 self._free.sort(reverse=True)
 
+    @uninterrupted
     def sweep(self) -> None:
         """Drop chunks that users have let go of since."""
         self.settle()
@@ -221,6 +230,7 @@ class Activations:
 
     # Hooks
 
+    @uninterrupted
     def pack(self, tensor: torch.Tensor) -> Packed | Kept | Borrowed:
         """Take over a tensor that autograd saves."""
         if not is_plain(tensor):

@@ -29,6 +29,7 @@ from dynoffload.runtime.activations import Activations
 from dynoffload.runtime.drafts import Drafts
 from dynoffload.runtime.forecast import Forecast
 from dynoffload.runtime.hooks import Hooks
+from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
@@ -210,6 +211,7 @@ class Paging:
         if self.updates is not None:
             self.updates.keep_order()
 
+    @uninterrupted
     def _collect(self, slot: Slot) -> None:
         self.activations.settle()
         self.store.adopt_gradient(slot)
@@ -276,6 +278,7 @@ class Paging:
                 own += 1
         return users_of(self.device.storage(region)) > own
 
+    @uninterrupted
     def close(self) -> str:
         """Make all tensors ordinary again, and give the pool and the spill file back.
 

@@ -22,6 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.interrupts import uninterrupted
 
 _EMPTY = torch.empty(0)
 
@@ -210,6 +211,7 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
             found[tensor._base is not None] = references
 
     class Hooks:
+        @uninterrupted  # as the hook is that asks: it refers to the tensor too
         def pack(self, tensor: torch.Tensor) -> torch.Tensor:
             ask(tensor)
             return tensor

@@ -21,6 +21,10 @@ adopted ones (``p.grad = mine``, ``p.data = mine``), the sub-step runs inside ``
 a put-off update will change counts as changed at once, so that a backward which still needs the
 old value raises as it does in plain PyTorch. What the user replaces while an update waits was
 replaced after the update: it is made on the old tensors, and the new ones stay.
+
+[Note: interrupts]  Ctrl-C in the middle would leave regions locked for an update that is not noted,
+an update half made, or an optimizer without parameters. So signals wait until what was begun is
+done; see `interrupts`.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from torch.optim import Optimizer
 from dynoffload.errors import StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.drafts import Drafts
+from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.update import Group, Update, check_optimizer, snapshot
 from dynoffload.runtime.watched import WatchedState
@@ -168,8 +173,14 @@ class Updates:
         scaled = any(
             getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")
         )
+        self._commit(optimizer, at_once=scaled or not self._defer, redo=scaled)
+        return answer
+
+    @uninterrupted
+    def _commit(self, optimizer: Optimizer, *, at_once: bool, redo: bool) -> None:
+        """Make or put off all updates of a step: ``at_once``, and drafts too if ``redo``."""
         with self._mutex:
-            if scaled and self.drafts is not None:
+            if redo and self.drafts is not None:
                 self.drafts.drop_all()
             self._flush_used(optimizer.param_groups)
             try:
@@ -184,13 +195,14 @@ class Updates:
                 raise
             finally:
                 self._begun = False
-            if scaled or not self._defer:
+            if at_once:
                 self.flush_all()
-        # The optimizer's own code now finds nothing left to do.
+        # The optimizer's own code now finds nothing left to do. Nobody else may find that.
+        hold()
         self._groups = optimizer.param_groups
         optimizer.param_groups = [{**group, "params": []} for group in self._groups]
-        return answer
 
+    @uninterrupted
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_groups()
         if not self.splits:
@@ -204,6 +216,7 @@ class Updates:
         if self._groups is not None:
             self.optimizer.param_groups = self._groups
             self._groups = None
+            admit()
 
     def _flush_used(self, groups: list[Group]) -> None:
         """Make the pending updates that a step over ``groups`` meets: its own parameters', and
@@ -282,6 +295,7 @@ class Updates:
             )
         )
 
+    @uninterrupted
     def draft(self, slot: Slot) -> None:
         """The gradient of ``slot`` is complete: make its update ahead of ``step()``, if it may be.
 
@@ -321,8 +335,11 @@ class Updates:
 
     def flush(self, slot: Slot) -> None:
         """Make the update of ``slot``'s parameter now, if one is pending."""
-        if slot not in self.pending and self._making is not slot:
-            return
+        if slot in self.pending or self._making is slot:
+            self._flush(slot)
+
+    @uninterrupted
+    def _flush(self, slot: Slot) -> None:
         with self._taken(slot) as update:
             if update is None:
                 return
@@ -349,6 +366,7 @@ class Updates:
         self._end(slot, update)
         self._store.end_gradient(slot)
 
+    @uninterrupted
     def flush_all(self) -> None:
         """Make every pending update now, in the order of the parameters."""
         with self._mutex:

@@ -1,0 +1,202 @@
+"""Ctrl-C anywhere in a step: what was begun is done, or was not begun.
+
+A signal is sent at points spread over all lines that the runtime executes in one training step. The
+graph is the smallest that has updates put off, updates made in backward, and tensors too small to
+be paged. After the interrupt the network must be in the state before the step or in that after it,
+bit for bit, and training goes on from there as it does plainly.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dynoffload.runtime.interrupts import uninterrupted
+
+SCRIPT = r"""
+import random, signal, sys
+sys.path.insert(0, sys.argv[3])
+from exactness import *
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+backend, where = sys.argv[1], sys.argv[2]
+ROOT = str(Path(dynoffload.__file__).parent / "runtime")
+
+
+class At:
+    # Sends the signal at the n-th line of the runtime; n < 0 only counts.
+    def __init__(self, n):
+        self.left, self.lines = n, 0
+
+    def __call__(self, frame, event, arg):
+        if not frame.f_code.co_filename.startswith(ROOT):
+            return None
+        return self.line
+
+    def line(self, frame, event, arg):
+        if event == "line":
+            self.lines += 1
+            if self.left == 0:
+                sys.settrace(None)
+                self.left = -1
+                signal.raise_signal(signal.SIGINT)
+            self.left -= self.left > 0
+        return self.line
+
+
+def step(model, optimizer, sample, traced=None):
+    torch.manual_seed(0)
+    if traced is not None:
+        sys.settrace(traced)
+    try:
+        small_loss(model, sample).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if where == "clipping" else None
+        optimizer.step()
+        optimizer.zero_grad()
+    finally:
+        sys.settrace(None)
+
+
+def of(model, optimizer):
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    return {"parameters": [p.detach().clone() for p in model.parameters()], "state": state}
+
+
+samples = small_samples(4)
+plain = small()
+theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+states = [None]
+for index in range(4):
+    step(plain, theirs, samples[index])
+    states.append(of(plain, theirs))
+
+
+def interrupted_at(n):
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False, "draft_share": 1.0}
+    budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
+    at = At(n)
+    came = False
+    with dynoffload.offload(model, optimizer, budget=budget, config=config):
+        step(model, optimizer, samples[0])
+        step(model, optimizer, samples[1])
+        try:
+            step(model, optimizer, samples[2], at)
+        except KeyboardInterrupt:
+            came = True
+        optimizer.zero_grad()
+        now = of(model, optimizer)
+        made = all(map(torch.equal, now["parameters"], states[3]["parameters"]))
+        assert_same(now, states[3 if made else 2], f"interrupted at {n}")
+        assert came or made or n < 0
+        if not made:
+            step(model, optimizer, samples[2])
+        step(model, optimizer, samples[3])
+    assert_same(of(model, optimizer), states[4], f"gone on after {n}")
+    assert_ordinary(model, optimizer)
+    return at.lines, came, made
+
+
+lines, _, _ = interrupted_at(-1)
+chance = random.Random(int(sys.argv[4]))
+points = [chance.randrange(start, start + lines // 40) for start in range(0, lines, lines // 40)]
+outcomes = [interrupted_at(n)[1:] for n in points]
+print(len(points), sum(came for came, _ in outcomes), sum(came and made for came, made in outcomes))
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "where"), [("pager", "plainly"), ("pager", "clipping"), ("mapped", "plainly")]
+)
+def test_a_step_is_made_or_is_not(backend: str, where: str) -> None:
+    """Wherever the signal comes, the state is that of one whole step, and training goes on."""
+    arguments = [backend, where, str(Path(__file__).parent), "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    points, came, made = map(int, done.stdout.split())
+    assert came > points // 2
+    assert 0 < made < came
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Let Ctrl-C interrupt, also where the test runner was started without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_waits_for_the_outermost_call() -> None:
+    """And is passed on once, with the result lost, as when it comes right after the call."""
+    done: list[str] = []
+
+    @uninterrupted
+    def inner() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("inner")
+
+    @uninterrupted
+    def outer() -> None:
+        inner()
+        done.append("outer")
+
+    with interrupting():
+        with pytest.raises(KeyboardInterrupt):
+            outer()
+        assert done == ["inner", "outer"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_error_of_the_call_is_the_interrupts_context() -> None:
+    """Nothing of either is lost."""
+
+    @uninterrupted
+    def fails() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("mine")
+
+    with interrupting(), pytest.raises(KeyboardInterrupt) as caught:
+        fails()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_handlers_of_the_users_are_kept() -> None:
+    """One that returns, and one that the call itself sets."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+
+        @uninterrupted
+        def call() -> str:
+            signal.raise_signal(signal.SIGTERM)
+            assert not came
+            return "result"
+
+        assert call() == "result"
+        assert came == [signal.SIGTERM]
+
+        @uninterrupted
+        def sets() -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+        sets()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
