@@ -106,7 +106,7 @@ def interrupted_at(n):
 
 lines, _, _ = interrupted_at(-1)
 chance = random.Random(int(sys.argv[4]))
-points = [chance.randrange(start, start + lines // 40) for start in range(0, lines, lines // 40)]
+points = [chance.randrange(start, start + lines // 24) for start in range(0, lines, lines // 24)]
 outcomes = [interrupted_at(n)[1:] for n in points]
 print(len(points), sum(came for came, _ in outcomes), sum(came and made for came, made in outcomes))
 """

@@ -103,6 +103,14 @@ def test_an_unknown_argument_is_named_with_what_was_meant(argument: str, remedy:
         dynoffload.offload(small(), budget="8MB", **arguments)
 
 
+def test_a_budget_by_position_is_told_its_name() -> None:
+    """What others take third."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match="by position: write budget='12MB'"):
+        dynoffload.offload(model, optimizer, "12MB")  # type: ignore[misc]
+
+
 def test_the_signature_stays_explicit() -> None:
     names = ["model", "optimizer", "budget", "pilot", "spill_dir", "config"]
     assert list(inspect.signature(dynoffload.offload).parameters) == names

@@ -60,7 +60,8 @@ class Spans:
         at = np.stack([whole.start, whole.end], axis=1).reshape(-1)
         seconds = np.cumsum(whole.end - whole.start)
         before = np.concatenate(([0.0], seconds[:-1]))
-        return np.interp(times, at, np.stack([before, seconds], axis=1).reshape(-1))
+        until: Floats = np.interp(times, at, np.stack([before, seconds], axis=1).reshape(-1))
+        return until
 
 
 @dataclass(frozen=True)

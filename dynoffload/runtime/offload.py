@@ -106,7 +106,10 @@ def _names_the_nearest(
     function: Callable[_Arguments, _Result],
 ) -> Callable[_Arguments, _Result]:
     """Let ``function`` refuse an unknown keyword by naming what was probably meant."""
-    known = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    known = tuple(parameters)
+    by_place = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    by_name = [name for name in known if name not in by_place]
     options = tuple(field.name for field in fields(OffloadConfig))
 
     @functools.wraps(function)
@@ -121,6 +124,11 @@ def _names_the_nearest(
                 else:
                     remedy = f"pass it as an option: config={{{near[0]!r}: ...}}"
                 raise ConfigError(f"{function.__name__}() has no argument {name!r}; {remedy}")
+        if by_name and len(args) > len(by_place):
+            raise ConfigError(
+                f"{function.__name__}() takes only {' and '.join(by_place)} by position: write "
+                f"{by_name[0]}={args[len(by_place)]!r:.80}"
+            )
         return function(*args, **kwargs)
 
     return call
