@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from exactness import SMALL_PAGES, footprint_of, small
+from torch.optim import SGD
 
 import dynoffload
 from dynoffload.errors import BudgetError, ConfigError, DynOffloadError, NotEnteredError
@@ -105,8 +106,8 @@ def test_an_unknown_argument_is_named_with_what_was_meant(argument: str, remedy:
 
 def test_a_budget_by_position_is_told_its_name() -> None:
     """What others take third."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
+    model = small()
+    optimizer = SGD(model.parameters())
     with pytest.raises(ConfigError, match="by position: write budget='12MB'"):
         dynoffload.offload(model, optimizer, "12MB")  # type: ignore[misc]
 
