@@ -25,6 +25,7 @@ EXPERIMENTS: dict[str, str] = {
     "demo": "dynoffload.experiments.demo:run",
     "paged": "dynoffload.experiments.paged:run",
     "breakdown": "dynoffload.experiments.breakdown:run",
+    "exactness": "dynoffload.experiments.exactness:run",
     "resident": "dynoffload.experiments.resident:run",
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:run",
     "pilot-stalls": "dynoffload.experiments.pilot_stalls:run",

@@ -1,0 +1,66 @@
+"""Comparison of two states of training, bit for bit.
+
+What it is: `state_of`, all that training leaves behind, and `first_difference` between two of them.
+Bits are compared, not values: -0 is not +0, and a NaN equals itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return copies of parameters, gradients, buffers, optimizer state and random numbers."""
+    return {
+        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "gradients": {
+            name: None if p.grad is None else p.grad.detach().clone()
+            for name, p in model.named_parameters()
+        },
+        "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
+        "optimizer": _copied(optimizer.state_dict()),
+        "random numbers": torch.get_rng_state(),
+    }
+
+
+def first_difference(found: Any, expected: Any, what: str = "") -> str:
+    """Return where two nests of tensors and plain values first differ, "" if nowhere."""
+    if isinstance(expected, Tensor):
+        if not isinstance(found, Tensor):
+            return f"{what} is no tensor"
+        if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+            return f"{what}: {found.dtype} {list(found.shape)}, not {expected.dtype} "
+        count = int((_bytes(found) != _bytes(expected)).sum()) if expected.numel() else 0
+        return f"{what}: {count} bytes of {_bytes(expected).numel()} differ" if count else ""
+    if isinstance(expected, Mapping):
+        if not isinstance(found, Mapping) or found.keys() != expected.keys():
+            return f"{what} has other keys"
+        pairs = ((found[key], expected[key], f"{what}.{key}") for key in expected)
+        return next(filter(None, (first_difference(*pair) for pair in pairs)), "")
+    if isinstance(expected, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(expected):
+            return f"{what} is of another length"
+        pairs = ((found[i], expected[i], f"{what}[{i}]") for i in range(len(expected)))
+        return next(filter(None, (first_difference(*pair) for pair in pairs)), "")
+    same = type(found) is type(expected) and (found == expected or expected != expected)
+    return "" if same else f"{what}: {found!r:.60} is not {expected!r:.60}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value

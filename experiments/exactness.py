@@ -1,0 +1,280 @@
+"""Whether training under a quarter of the memory gives the bits of plain PyTorch.
+
+What it is: some fifty architectures of transformers times rotating training loops, each trained
+plainly and inside a block, and compared after every step: losses, parameters, gradients, buffers,
+optimizer state, random numbers. What it is not: a measure of time. Each case runs in a process that
+the next one may share; one that dies or hangs is a failed case, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.experiments import write_json
+from dynoffload.experiments.architectures import ARCHITECTURES
+from dynoffload.experiments.loops import Loop, loops
+from dynoffload.pilot.progress import progress_bar
+from dynoffload.units import format_bytes
+
+_PATIENCE = 600.0  # seconds for one case
+_CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture trained by one loop.
+
+    Attributes:
+        architecture: a key of `ARCHITECTURES`.
+        loop: how it is trained.
+        backend: ``"auto"`` or ``"mapped"``.
+    """
+
+    architecture: str
+    loop: Loop
+    backend: str = "auto"
+
+
+def run(
+    json_path: Path | None = None,
+    *,
+    architectures: Sequence[str] = (),
+    rounds: int = 3,
+    steps: int = 5,
+    spill_dir: Path | None = None,
+) -> dict[str, Any]:
+    """Train and compare.
+
+    Args:
+        json_path: what there is so far is written here after each case.
+        architectures: names; all by default.
+        rounds: loops per architecture; the last of them on the mapped-file backend.
+        steps: optimizer steps of each.
+        spill_dir: where the spill files lie.
+    """
+    unknown = [name for name in architectures if name not in ARCHITECTURES]
+    if unknown:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"no architecture is named {', '.join(unknown)}; there are {known}")
+    names = list(architectures or ARCHITECTURES)
+    rotating = loops(rounds * len(names))
+    cases = [
+        Case(name, Loop(**{**vars(rotating[number + index * len(names)]), "steps": steps}), backend)
+        for index, backend in enumerate(_backends(rounds))
+        for number, name in enumerate(names)
+    ]
+    results: list[dict[str, Any]] = []
+    with progress_bar(True) as report, _Child(spill_dir) as child:
+        for number, case in enumerate(cases):
+            report(f"{case.architecture}: {case.loop.describe()}", number, len(cases))
+            results.append(child.train(case))
+            if json_path is not None:
+                write_json(json_path, _summary(results))
+    result = _summary(results)
+    _print(result)
+    return result
+
+
+def _backends(rounds: int) -> list[str]:
+    return ["mapped" if rounds > 1 and index == rounds - 1 else "auto" for index in range(rounds)]
+
+
+def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    exact = [row for row in results if row["exact"]]
+    return {
+        "architectures": len({row["architecture"] for row in results}),
+        "cases": len(results),
+        "exact": len(exact),
+        "failed": [row for row in results if not row["exact"]],
+        "within_a_quarter": sum(row.get("budget_share", 1.0) <= 0.25 for row in results),
+        "paged": sum(row.get("bytes_in", 0) > 0 for row in results),
+        "results": results,
+    }
+
+
+def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
+    """Train one case in this process and return what was found.
+
+    The budget is a quarter of parameters, gradients and optimizer state, or three times the largest
+    parameter, or the least that is accepted, whichever is most.
+    """
+    import copy
+
+    import torch
+
+    import dynoffload
+    from dynoffload.experiments.bits import first_difference, state_of
+
+    architecture, loop = ARCHITECTURES[case.architecture], case.loop
+    torch.manual_seed(0)
+    model = architecture.build()
+    loop.prepare(model)
+    reference = copy.deepcopy(model)
+    optimizer, its = loop.make_optimizer(model), loop.make_optimizer(reference)
+    config = {**_CONFIG, "backend": case.backend}
+    whole, budget = _budget(model, optimizer, config)
+
+    def loss_of(network: torch.nn.Module, number: int) -> torch.Tensor:
+        torch.manual_seed(number)
+        return architecture.loss(network(**architecture.sample(network, number)))
+
+    difference = ""
+    with dynoffload.offload(
+        model, optimizer, budget=budget, config=config, spill_dir=spill_dir
+    ) as session:
+        expected = loop.train(reference, its, loss_of)
+        for step, losses in enumerate(loop.train(model, optimizer, loss_of)):
+            found = {"losses": losses, **state_of(model, optimizer)}
+            wanted = {"losses": next(expected), **state_of(reference, its)}
+            difference = first_difference(found, wanted, f"step {step}")
+            if difference:
+                break
+        stats = session.stats
+        backend = session.backend
+    if not difference:
+        difference = first_difference(state_of(model, optimizer), state_of(reference, its), "after")
+    peak = int(stats["peak_fast_bytes"].max())
+    if peak > budget:
+        difference = difference or f"{peak} bytes in fast memory are more than {budget}"
+    return {
+        "exact": not difference,
+        "why": difference,
+        "backend": backend,
+        "budget": budget,
+        "budget_share": round(budget / whole, 4),
+        "peak_fast_bytes": peak,
+        "bytes_in": int(stats["bytes_in"].sum()),
+    }
+
+
+def _budget(model: Any, optimizer: Any, config: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes of parameters, gradients and state, and those to train within."""
+    from dynoffload.config import OffloadConfig
+    from dynoffload.runtime.sizing import sizing_of
+    from dynoffload.units import parse_bytes
+
+    options = OffloadConfig.of(config)
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    whole = sizing_of(model, optimizer, 1 << 40, options).states_bytes
+    budget = max(whole // 4, 3 * max(sizes))
+    try:
+        sizing_of(model, optimizer, budget, options)
+    except BudgetError as error:
+        import re
+
+        named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", str(error))
+        if named is None:
+            raise
+        budget = parse_bytes(named.group(1))
+    return whole, budget
+
+
+class _Child:
+    """A process that trains cases one after the other, and is replaced if it dies or hangs."""
+
+    def __init__(self, spill_dir: Path | None) -> None:
+        self._spill_dir = None if spill_dir is None else str(spill_dir)
+        self._context = multiprocessing.get_context("spawn")
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def train(self, case: Case) -> dict[str, Any]:
+        """Return the row of one case."""
+        row = {"architecture": case.architecture, "loop": asdict(case.loop)}
+        if self._process is None:
+            self._pipe, theirs = self._context.Pipe()
+            self._process = self._context.Process(
+                target=_serve, args=(theirs, self._spill_dir), daemon=True
+            )
+            self._process.start()
+            theirs.close()
+        pipe = self._pipe
+        assert pipe is not None
+        try:
+            pipe.send(case)
+            if pipe.poll(_PATIENCE):
+                return {**row, **pipe.recv()}
+            why = f"no answer within {_PATIENCE:.0f} s"
+        except (EOFError, OSError):
+            self._process.join(10)
+            why = f"the process ended with code {self._process.exitcode}"
+        self._end()
+        return {**row, "exact": False, "why": why}
+
+    def _end(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._process is not None:
+            self._process.join(5)
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
+            self._process = None
+
+
+def _serve(pipe: Connection, spill_dir: str | None) -> None:
+    """Train the cases that come through ``pipe`` until it is closed."""
+    import warnings
+
+    import torch
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            case = pipe.recv()
+            try:
+                answer = train_case(case, spill_dir)
+            except Exception as error:
+                where = traceback.format_exc().strip().splitlines()[-8:]
+                answer = {
+                    "exact": False,
+                    "why": f"{type(error).__name__}: {error}",
+                    "where": where,
+                }
+            pipe.send(answer)
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console()
+    table = Table("architecture", "loops", "exact", "least budget", "share of its need", box=None)
+    rows = result["results"]
+    for name in dict.fromkeys(row["architecture"] for row in rows):
+        mine = [row for row in rows if row["architecture"] == name]
+        budgets = [row for row in mine if "budget" in row]
+        least = min(budgets, key=lambda row: row["budget"], default=None)
+        table.add_row(
+            name,
+            str(len(mine)),
+            str(sum(row["exact"] for row in mine)),
+            "-" if least is None else format_bytes(least["budget"]),
+            "-" if least is None else f"{least['budget_share']:.0%}",
+        )
+    console.print(table)
+    for row in result["failed"]:
+        loop = Loop(**row["loop"]).describe()
+        console.print(f"{row['architecture']}, {loop}: {row['why']}", markup=False)
+    console.print(
+        f"{result['exact']} of {result['cases']} cases of {result['architectures']} architectures "
+        "are exact"
+    )

@@ -1,0 +1,157 @@
+"""Training loops as users write them, each with other habits.
+
+What it is: `Loop`, a loop by its habits, and `loops`, which lays optimizers, accumulation,
+clipping, autocast, checkpointing and frozen parts out so that each meets many of the others. What
+it is not: aware of offloading; the same loop trains plainly and inside a block.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW foreach": {"lr": 1e-3, "foreach": True},
+    "AdamW fused": {"lr": 1e-3, "fused": True},
+    "AdamW amsgrad": {"lr": 1e-3, "amsgrad": True, "foreach": False},
+    "Adam foreach": {"lr": 1e-3, "weight_decay": 0.01, "foreach": True},
+    "SGD momentum": {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
+    "SGD fused": {"lr": 1e-2, "momentum": 0.9, "fused": True},
+    "RMSprop centered": {"lr": 1e-3, "centered": True, "momentum": 0.5},
+    "Adagrad plain": {"lr": 1e-2},
+    "Adadelta plain": {"lr": 0.5},
+    "Adamax plain": {"lr": 1e-3},
+    "NAdam decoupled": {"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.01},
+    "RAdam plain": {"lr": 1e-3},
+    "Rprop plain": {"lr": 1e-3},
+    "ASGD plain": {"lr": 1e-2, "t0": 2},
+    "Adafactor plain": {"lr": 1e-2},
+    "transformers.Adafactor relative": {},
+}
+"""Class in `torch.optim`, unless another module is named, and how it is set -> its arguments."""
+
+_ACCUMULATE = (1, 1, 2)
+_CLIP = ("", "norm", "value", "")
+_AUTOCAST = ("", "bfloat16", "", "", "float16")
+_CHECKPOINTING = ("", "", "reentrant", "", "", "", "not reentrant")
+_FROZEN = ("", "", "", "half", "", "embeddings", "", "", "", "", "")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop.
+
+    Attributes:
+        optimizer: a key of `OPTIMIZERS`.
+        accumulate: backward passes per step.
+        clip: gradients by ``"norm"``, by ``"value"`` or not at all.
+        autocast: name of its dtype, or ""; with float16 there is a GradScaler.
+        checkpointing: ``"reentrant"``, ``"not reentrant"`` or "", where the network offers it.
+        frozen: ``"half"`` of the parameters, the ``"embeddings"`` or "".
+        steps: optimizer steps.
+    """
+
+    optimizer: str
+    accumulate: int = 1
+    clip: str = ""
+    autocast: str = ""
+    checkpointing: str = ""
+    frozen: str = ""
+    steps: int = 5
+
+    def describe(self) -> str:
+        """Return its habits in a few words."""
+        habits = [
+            self.optimizer,
+            f"accumulating {self.accumulate}" if self.accumulate > 1 else "",
+            f"clipping by {self.clip}" if self.clip else "",
+            self.autocast,
+            f"checkpointing, {self.checkpointing}" if self.checkpointing else "",
+            f"{self.frozen} frozen" if self.frozen else "",
+        ]
+        return ", ".join(filter(None, habits))
+
+    def prepare(self, model: Any) -> None:
+        """Freeze what is frozen, and turn on checkpointing."""
+        if self.checkpointing and getattr(model, "supports_gradient_checkpointing", False):
+            kwargs = {"use_reentrant": self.checkpointing == "reentrant"}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            if kwargs["use_reentrant"] and hasattr(model, "enable_input_require_grads"):
+                model.enable_input_require_grads()
+        if self.frozen == "half":
+            for parameter in list(model.parameters())[::2]:
+                parameter.requires_grad_(False)
+        elif self.frozen == "embeddings":
+            for module in model.modules():
+                if isinstance(module, nn.Embedding):
+                    module.requires_grad_(False)
+
+    def make_optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of what is not frozen."""
+        name = self.optimizer.split()[0]
+        home = "torch.optim"
+        if name.startswith("transformers."):
+            home, name = "transformers.optimization", name.partition(".")[2]
+        make = getattr(importlib.import_module(home), name)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer: Optimizer = make(trained, **OPTIMIZERS[self.optimizer])
+        return optimizer
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_of: Callable[[nn.Module, int], Tensor],
+    ) -> Iterator[list[Tensor]]:
+        """Train, and yield after each step its losses and the norm of its gradients."""
+        dtype = getattr(torch, self.autocast) if self.autocast else None
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16, init_scale=64.0)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        samples = itertools.count()
+        for _ in range(self.steps):
+            losses = []
+            for _ in range(self.accumulate):
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                    loss = loss_of(model, next(samples)) / self.accumulate
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach().clone())
+            scaler.unscale_(optimizer)
+            if self.clip == "norm":
+                losses.append(nn.utils.clip_grad_norm_(trained, 0.5).detach().clone())
+            elif self.clip == "value":
+                nn.utils.clip_grad_value_(trained, 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            yield losses
+
+
+def loops(count: int, first: int = 0) -> list[Loop]:
+    """Return ``count`` loops, from the ``first`` of an endless row on.
+
+    The lengths of the rows of habits have no common divisor but that of optimizers and clipping, so
+    all combinations come round.
+    """
+
+    def habit(row: tuple[Any, ...], number: int) -> Any:
+        return row[number % len(row)]
+
+    names = tuple(OPTIMIZERS)
+    return [
+        Loop(
+            optimizer=habit(names, number),
+            accumulate=habit(_ACCUMULATE, number),
+            clip=habit(_CLIP, number + number // len(names)),
+            autocast=habit(_AUTOCAST, number),
+            checkpointing=habit(_CHECKPOINTING, number),
+            frozen=habit(_FROZEN, number),
+        )
+        for number in range(first, first + count)
+    ]
