@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import dynoffload
 from dynoffload.units import MiB
 
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "io_threads": 2}
 
 
@@ -165,6 +166,31 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_gradients_are_the_same(body: str) -> None:
     """One forward, one backward."""
     compare(BODIES[body], once)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_saved_tensor_that_takes_the_whole_pool(backend: str) -> None:
+    """The chunk that is being filled makes room for it."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        small = torch.cat([m.a(part).exp() for part in x.split(16)])
+        large = m.b(x).tanh().repeat(rows // 64 + 1, 1)[:rows].clone().sin()
+        return m.c(small) + large[:64].cos()
+
+    rows = 64
+    twin = pair(body)
+    budget, _ = least_budget(twin.model, twin.optimizer, 48 * 1024, CONFIG)
+    with twin.paged(budget, pilot=None, config={"backend": backend}) as session:
+        paging = session._paging
+        assert paging is not None
+        rows = paging.device.capacity // (32 * 4)
+        for _ in range(3):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                model(torch.ones(64, 32)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert paging.activations.saved_bytes >= paging.device.capacity
+    twin.assert_same()
 
 
 def test_several_forwards_before_a_backward() -> None:

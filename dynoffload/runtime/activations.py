@@ -159,16 +159,21 @@ class Activations:
 
     def _place(self, nbytes: int) -> tuple[Chunk, int]:
         if nbytes > self.chunk_bytes:
+            if self.device.padded(nbytes) + self.chunk_bytes > self.device.capacity:
+                self._shut_current()  # it may need all there is
             return self._open(nbytes), 0
         chunk_or_none = self._current
         if chunk_or_none is None or chunk_or_none.filled + nbytes > chunk_or_none.size:
-            if chunk_or_none is not None:
-                self._current = None
-                self._shut(chunk_or_none)
+            self._shut_current()
             chunk_or_none = self._current = self._open(nbytes)
         offset = chunk_or_none.filled
         chunk_or_none.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return chunk_or_none, offset
+
+    def _shut_current(self) -> None:
+        if self._current is not None:
+            chunk, self._current = self._current, None
+            self._shut(chunk)
 
     def _shut(self, chunk: Chunk) -> None:
         chunk.open = False
@@ -179,9 +184,7 @@ class Activations:
     @uninterrupted
     def end_forward(self) -> None:
         """The forward is over: the next one starts a chunk of its own."""
-        if self._current is not None:
-            chunk, self._current = self._current, None
-            self._shut(chunk)
+        self._shut_current()
         self._entries.clear()
         self.sweep()
 
