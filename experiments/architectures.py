@@ -98,7 +98,7 @@ def _image_and_text(generator: torch.Generator, config: Any) -> dict[str, Any]:
 
 
 def _wave(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    length = int(torch.randint(600, 900, (), generator=generator))
+    length = int(torch.randint(300, 450, (), generator=generator))
     return {
         "input_values": torch.randn(2, length, generator=generator),
         "labels": torch.randint(1, 20, (2, 3), generator=generator),
@@ -457,7 +457,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _image,
         {
             "image_size": 32,
-            "patch_size": 2,
+            "patch_size": 4,
             "embed_dim": 16,
             "depths": [1, 2],
             "num_heads": [2, 4],

@@ -23,7 +23,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW amsgrad": {"lr": 1e-3, "amsgrad": True, "foreach": False},
     "Adam foreach": {"lr": 1e-3, "weight_decay": 0.01, "foreach": True},
     "SGD momentum": {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
-    "SGD fused": {"lr": 1e-2, "momentum": 0.9, "fused": True},
+    # With momentum it fails in torch itself once a parameter gets its first gradient later.
+    "SGD fused": {"lr": 1e-2, "weight_decay": 0.01, "fused": True},
     "RMSprop centered": {"lr": 1e-3, "centered": True, "momentum": 0.5},
     "Adagrad plain": {"lr": 1e-2},
     "Adadelta plain": {"lr": 0.5},

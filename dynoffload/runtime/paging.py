@@ -26,6 +26,7 @@ from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.pager import Pager, probe
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.activations import Activations
+from dynoffload.runtime.buffers import Buffers
 from dynoffload.runtime.drafts import Drafts
 from dynoffload.runtime.forecast import Forecast
 from dynoffload.runtime.hooks import Hooks
@@ -130,6 +131,7 @@ class Paging:
     def _start(self, config: OffloadConfig) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
         self._undo.callback(self.activations.close)
+        self.buffers = Buffers(model, self.device, sizing.min_paged_bytes, self.store.names)
         self._undo.callback(self._restore)
         for name, parameter in model.named_parameters():
             if self.store.pages(parameter):
@@ -240,6 +242,7 @@ class Paging:
 
     def _end_step(self) -> None:
         self.activations.sweep()
+        self.buffers.sweep()
         self.migrator.end_step()
         self._on_step()
 
@@ -258,7 +261,7 @@ class Paging:
     def is_held_outside(self) -> bool:
         """Return whether somebody holds memory of the device beyond what is restored at the end:
         a view of a parameter, an old gradient, a graph whose backward is still to come."""
-        held = self.activations.are_held()
+        held = self.activations.are_held() or self.buffers.are_held()
         return held or any(
             self._others(region)
             for slot in self.store.slots.values()
@@ -334,6 +337,7 @@ class Paging:
                 storages[region] = storage
             return view_of(storage, tensor, offset_of(tensor))
 
+        self.buffers.restore(ordinary)
         for parameter, slot in self.store.slots.items():
             self._restore_slot(parameter, slot, ordinary)
             for region in slot.update_regions():

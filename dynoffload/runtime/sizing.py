@@ -16,6 +16,7 @@ their twins too come on top, and a disk too full for those ends drafting.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -74,10 +75,25 @@ def state_tensors(optimizer: Optimizer | None) -> int:
     """Return how many tensors of a parameter's size the optimizer keeps for it, at most."""
     if optimizer is None:
         return 0
+    if type(optimizer).__name__ == "Adafactor":
+        return int(any(group.get("beta1") is not None for group in optimizer.param_groups))
     count = _STATES.get(type(optimizer).__name__, _STATES_OF_ADAM)
     if any(group.get("amsgrad") or group.get("centered") for group in optimizer.param_groups):
         count += 1
     return count
+
+
+def _small_state(optimizer: Optimizer | None, parameter: nn.Parameter) -> int:
+    """Return the bytes that the optimizer keeps for ``parameter`` in tensors of other sizes."""
+    if optimizer is None:
+        return 0
+    if type(optimizer).__name__ != "Adafactor":
+        return _SCALARS
+    # Means over rows and over columns, or of a vector all of it, in single precision.
+    *outer, inner = parameter.shape or (1,)
+    rows = math.prod(outer)
+    columns = math.prod(outer[:-1]) * inner if outer else 0
+    return _SCALARS + 4 * (rows + columns if outer else inner)
 
 
 def ordinary_bytes(
@@ -182,8 +198,8 @@ def _divide(
         nbytes = parameter.numel() * parameter.element_size()
         copies = 2 + states if parameter.requires_grad else 1
         total += nbytes * copies
-        if copies > 2:
-            small += _SCALARS
+        if parameter.requires_grad:
+            small += _small_state(optimizer, parameter)
         if nbytes < least or parameter.layout != torch.strided or not is_dense(parameter):
             resident.append(parameter)
             small += nbytes * (copies - 1)

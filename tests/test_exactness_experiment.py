@@ -1,0 +1,107 @@
+"""The experiment on exactness: its networks, its loops, and that it can find a difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import exactness
+from dynoffload.experiments.architectures import ARCHITECTURES
+from dynoffload.experiments.bits import first_difference, state_of
+from dynoffload.experiments.exactness import Case, train_case
+from dynoffload.experiments.loops import OPTIMIZERS, Loop, loops
+
+pytest.importorskip("transformers")
+
+FEW = {
+    "gpt2": Loop("AdamW foreach", accumulate=2, clip="norm"),
+    "qwen3-moe": Loop("RMSprop centered", clip="value", autocast="bfloat16"),
+    "jamba": Loop("AdamW fused", checkpointing="not reentrant"),
+    "bart": Loop("SGD momentum", frozen="half"),
+    "beit": Loop("Adafactor plain", clip="norm"),
+    "wav2vec2": Loop("NAdam decoupled", autocast="float16"),
+    "esmfold": Loop("transformers.Adafactor relative", frozen="embeddings"),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_one_architecture_of_each_family(name: str) -> None:
+    """Trained by one loop, under a quarter or the least that is accepted."""
+    loop = Loop(**{**vars(FEW[name]), "steps": 3})
+    row = train_case(Case(name, loop))
+    assert row["exact"], row["why"]
+    assert row["peak_fast_bytes"] <= row["budget"]
+    assert row["bytes_in"] > 0, "nothing was paged"
+
+
+def test_there_is_enough_of_every_kind() -> None:
+    families = {architecture.family for architecture in ARCHITECTURES.values()}
+    assert len(ARCHITECTURES) >= 30
+    assert families >= {
+        *("dense", "mixture of experts", "encoder-decoder", "state space"),
+        *("vision", "speech", "folding"),
+    }
+
+
+def test_the_loops_rotate_through_all_habits() -> None:
+    row = loops(160)
+    assert {loop.optimizer for loop in row} == set(OPTIMIZERS)
+    for habit in ("accumulate", "clip", "autocast", "checkpointing", "frozen"):
+        for optimizer in ("AdamW foreach", "SGD momentum"):
+            met = {getattr(loop, habit) for loop in row if loop.optimizer == optimizer}
+            assert len(met) > 1, f"{optimizer} always has the same {habit}"
+    assert loops(5, first=7) == row[7:12]
+
+
+def test_a_difference_of_one_bit_is_found() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    before = state_of(model, optimizer)
+    assert first_difference(before, state_of(model, optimizer)) == ""
+    with torch.no_grad():
+        model.bias[1] = 0.0
+    zero = state_of(model, optimizer)
+    assert "parameters.bias" in first_difference(zero, before)
+    with torch.no_grad():
+        model.bias[1] = -0.0
+    assert "1 bytes" in first_difference(state_of(model, optimizer), zero)
+    assert first_difference({"a": [1.0]}, {"a": [1]}) == ".a[0]: 1.0 is not 1"
+    assert first_difference({"a": float("nan")}, {"a": float("nan")}) == ""
+
+
+def test_a_wrong_result_is_a_failed_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The network inside the block is told from the other by its hooks, and disturbed."""
+    architecture = ARCHITECTURES["gpt2"]
+    sample = type(architecture).sample
+
+    def disturbed(self: object, model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+        inputs = sample(architecture, model, seed)
+        if model._forward_pre_hooks and seed == 2:
+            inputs["input_ids"] = inputs["input_ids"].flip(0)
+        return inputs
+
+    monkeypatch.setattr(type(architecture), "sample", disturbed)
+    row = train_case(Case("gpt2", Loop("AdamW foreach", steps=3)))
+    assert not row["exact"]
+    assert "step 2" in row["why"]
+
+
+def test_it_runs_by_name_and_writes_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "exactness.json"
+    result = exactness.run(path, architectures=["llama"], rounds=2, steps=2)
+    assert json.loads(path.read_text()) == result
+    assert (result["cases"], result["exact"], result["failed"]) == (2, 2, [])
+    assert [row["backend"] for row in result["results"]][-1] == "mapped"
+    assert "2 of 2 cases of 1 architectures are exact" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no architecture is named nothing"):
+        exactness.run(architectures=["nothing"])
