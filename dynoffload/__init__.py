@@ -34,11 +34,13 @@ _HOMES = {
     "TraceError": "dynoffload.errors",
     "PilotError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
+    "ClientError": "dynoffload.errors",
 }
 
 __all__ = [
     "BackendError",
     "BudgetError",
+    "ClientError",
     "ConfigError",
     "DynOffloadError",
     "OffloadConfig",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from dynoffload.errors import (
         BackendError,
         BudgetError,
+        ClientError,
         ConfigError,
         DynOffloadError,
         PilotError,

@@ -45,6 +45,10 @@ class PilotError(DynOffloadError, ValueError):
     """A pilot file is corrupt, or was trained for another network."""
 
 
+class ClientError(DynOffloadError, ImportError):
+    """The library that an integration serves is not installed."""
+
+
 class BackendError(DynOffloadError, RuntimeError):
     """A device backend cannot work on this system, or broke while it worked."""
 

@@ -24,6 +24,7 @@ from dynoffload.errors import ConfigError, ProfilingDone
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from dynoffload.integrations.wrap import Wrap
     from dynoffload.reporting import ReportFiles
     from dynoffload.runtime.session import Session
     from dynoffload.runtime.telemetry import RunLog
@@ -31,6 +32,18 @@ if TYPE_CHECKING:
 TRACES = "*.parquet"
 # All that follows SCRIPT is the script's, also what looks like an option of ours.
 _SCRIPT_LAST = {"allow_interspersed_args": False}
+# What a script lacked that offloaded nothing, and the remedy; without and with --wrap.
+_MISSING = {
+    False: (
+        "an offload() block",
+        "it must train inside 'with dynoffload.offload(model, optimizer):', or be run with --wrap",
+    ),
+    True: (
+        "a training call that --wrap could see",
+        "it must make an optimizer, then call a module that holds its parameters"
+        " with gradients enabled",
+    ),
+}
 
 Script = Annotated[
     Path,
@@ -39,6 +52,18 @@ Script = Annotated[
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="ARGS", help="The script's own arguments.", show_default=False),
+]
+Wrapped = Annotated[
+    bool,
+    typer.Option("--wrap", help="Put offload() around a script that does not call it."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="With --wrap: the script's variable that holds the model, if that is not clear.",
+        show_default=False,
+    ),
 ]
 
 
@@ -63,19 +88,28 @@ def run(
     report: Annotated[
         Path | None, typer.Option(help="Write the HTML page here, trace and run log beside it.")
     ] = None,
+    wrap: Wrapped = False,
+    model: Model = None,
 ) -> None:
-    """Run an unmodified script that calls `dynoffload.offload(model, optimizer)`.
+    """Run a script that calls `dynoffload.offload(model, optimizer)`.
 
     What that call leaves open is taken from these options. They stand before SCRIPT; all that
     follows SCRIPT is the script's own. At the end the steps are summed up in a line.
+
+    With `--wrap` the script is one that knows nothing of dynoffload: the block is entered before
+    the first training call of the module whose parameters its optimizer has, and left at the end.
 
     Examples:
 
     ```
     $ dynoffload run --budget 8GiB train.py --epochs 3
     $ dynoffload run --budget 8GiB --pilot moe.pilot --report out/run.html train.py
+    $ dynoffload run --wrap --budget 8GiB plain.py
     ```
     """
+    _check_wrap(wrap, model)
+    if wrap and budget is None:
+        raise typer.BadParameter("--wrap needs one", param_hint="'--budget'")
     summaries: list[str] = []
     written: list[Path] = []
 
@@ -89,7 +123,7 @@ def run(
     )
     code: object = 1
     try:
-        with log_lines():
+        with log_lines(), _wrapped(script, model, wanted=wrap):
             run_script(script, arguments or [])
         code = 0
     except SystemExit as end:
@@ -101,10 +135,8 @@ def run(
             say_note(line)
         say_wrote(*written)
         if not summaries and code in (None, 0):
-            say_note(
-                f"{script} ended without an offload() block, so nothing was offloaded: it must "
-                "train inside 'with dynoffload.offload(model, optimizer):'"
-            )
+            what, remedy = _MISSING[wrap]
+            say_note(f"{script} ended without {what}, so nothing was offloaded: {remedy}")
 
 
 @app.command(context_settings=_SCRIPT_LAST)
@@ -125,11 +157,13 @@ def profile(
         int | None,
         typer.Option(min=1, help="Steps to record, then stop the script.  [default: 20]"),
     ] = None,
+    wrap: Wrapped = False,
+    model: Model = None,
 ) -> None:
     """Record what a training script does, step by step, as traces for the pilot.
 
-    The script is unmodified and calls `dynoffload.offload(model, optimizer)`; here that
-    call records and moves nothing.
+    The script calls `dynoffload.offload(model, optimizer)`; here that call records and moves
+    nothing. With `--wrap` it need not call it; see `dynoffload run`.
 
     Options stand before SCRIPT. As the last words, `-o DIR` or `-o DIR --steps N`
     are understood too, if no -o stands in front; all else after SCRIPT is the script's own.
@@ -141,6 +175,7 @@ def profile(
     $ dynoffload profile -o traces/ --steps 50 train.py --steps 1000
     ```
     """
+    _check_wrap(wrap, model)
     own = arguments or []
     if out is None:
         own, out, steps = split_tail(own, steps)
@@ -155,7 +190,11 @@ def profile(
     code: object = None
     set_defaults(profile_dir=out, profile_steps=wanted)
     try:
-        with log_lines(), _steps_shown(out, set(before), wanted):
+        with (
+            log_lines(),
+            _steps_shown(out, set(before), wanted),
+            _wrapped(script, model, wanted=wrap),
+        ):
             run_script(script, own)
     except ProfilingDone:
         pass
@@ -167,10 +206,7 @@ def profile(
     if code not in (None, 0):
         raise SystemExit(code)  # the script failed, and said why
     if not made:
-        raise ConfigError(
-            f"{script} finished without one recorded step: it must train inside "
-            "'with dynoffload.offload(model, optimizer):'"
-        )
+        raise ConfigError(f"{script} finished without one recorded step: {_MISSING[wrap][1]}")
     table = Table(show_header=False, box=None)
     table.add_row("traces", f"{len(made)} in {out}")
     table.add_row("size", format_bytes(sum(made.values())))
@@ -220,6 +256,22 @@ def split_tail(
     if not tail[1].isdigit() or int(tail[1]) < 1:
         raise typer.BadParameter(f"{tail[1]!r} is not a count of steps", param_hint="'--steps'")
     return own, Path(tail[0]), int(tail[1])
+
+
+def _check_wrap(wrap: bool, model: str | None) -> None:
+    if model is not None and not wrap:
+        raise typer.BadParameter("it says what to --wrap", param_hint="'--model'")
+
+
+def _wrapped(
+    script: Path, model: str | None, *, wanted: bool
+) -> contextlib.AbstractContextManager[Wrap | None]:
+    """Return what puts an offload() block around the script, if that is wanted."""
+    if not wanted:
+        return contextlib.nullcontext()
+    from dynoffload.integrations.wrap import Wrap
+
+    return Wrap(script, model)
 
 
 def _traces(directory: Path) -> dict[Path, int]:

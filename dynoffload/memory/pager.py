@@ -29,6 +29,9 @@ _NO_BOOKS = "the system has no memory, beyond the pager's pool, for the bookkeep
 _MORE_MEMORY = "end other programs, or lower the budget"
 
 
+_USER_MODE = 2  # as `pager_probe` answers
+
+
 def probe() -> str:
     """Return "" if the pager can work on this system, else the reason why not."""
     try:
@@ -40,6 +43,11 @@ def probe() -> str:
     if answer < 0:
         return f"userfaultfd with UFFDIO_MOVE is refused here: {os.strerror(-answer)}"
     return ""
+
+
+def in_user_mode() -> bool:
+    """Return whether system calls on absent memory fail here with EFAULT, and do not wait."""
+    return bool(native_pager.load().pager_probe() == _USER_MODE)
 
 
 class Pager(Places):

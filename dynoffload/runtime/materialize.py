@@ -2,12 +2,18 @@
 
 Each module's parameters are brought in, given their values, and left to the pager: the whole model
 is never in memory at once.
+
+[Note: models that stay]  Trainers place a model by ``model.to(device)`` before any of their
+callbacks can page it, and a model on the meta device cannot be moved. One whose weights are noted
+needs no move, as they will be given on the CPU: until then its ``to`` and ``cpu`` answer for that.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +29,38 @@ _RECIPE = "_dynoffload_init"
 def remember(model: nn.Module, init: Init) -> None:
     """Note how ``model`` is to be given its weights once a session pages it."""
     model.__dict__[_RECIPE] = (init,)
+    if modules_on_meta(model):
+        model.__dict__["to"] = functools.partial(_stay, model)
+        model.__dict__["cpu"] = functools.partial(_stay, model, "cpu")
+
+
+def _stay(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Be ``to`` and ``cpu`` of a model whose weights are noted; see [Note: models that stay]."""
+    parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, memory_format = parsed
+    if device is not None and device.type not in ("cpu", "meta"):
+        raise ConfigError(
+            f"this {type(model).__name__} gets its weights on the CPU, under offload(), and cannot "
+            f"be moved to {device}: leave it there (transformers: TrainingArguments(use_cpu=True), "
+            "Lightning: Trainer(accelerator='cpu'), accelerate: Accelerator(cpu=True))"
+        )
+    if dtype is not None or memory_format is not None:
+        move: Callable[..., nn.Module] = type(model).to
+        move(model, dtype=dtype, memory_format=memory_format)
+    return model
+
+
+def recipe_is_noted(model: nn.Module) -> bool:
+    """Return whether `remember` noted how ``model`` is to be given its weights."""
+    return _RECIPE in model.__dict__
 
 
 def recipe_of(model: nn.Module) -> tuple[Init] | None:
     """Return and forget what `remember` noted, as a tuple of one; None if nothing was."""
     recipe: tuple[Init] | None = model.__dict__.pop(_RECIPE, None)
+    if recipe is not None:
+        for name in ("to", "cpu"):
+            model.__dict__.pop(name, None)
     return recipe
 
 

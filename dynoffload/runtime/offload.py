@@ -29,7 +29,7 @@ from dynoffload.runtime.materialize import Init, remember
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
-from dynoffload.runtime.update import check_optimizer
+from dynoffload.runtime.update import check_optimizer, innermost
 from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,8 @@ def offload(
 
     Args:
         model: the root module; its call marks a sample. It may be on the meta device.
-        optimizer: any dense optimizer of `torch.optim` with state per parameter.
+        optimizer: any dense optimizer of `torch.optim` with state per parameter; what wraps it, as
+            accelerate's ``prepare`` does, is unwrapped.
         budget: bytes, or a text such as ``"8GiB"``; a hard cap on parameters, gradients, optimizer
             state and saved activations in fast memory. ``None`` takes the command line's.
         pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` (repeat the last order, learn during
@@ -185,6 +186,8 @@ def _session(
             "offload(model, optimizer) takes a torch.nn.Module and a torch.optim.Optimizer or "
             f"None, not {type(model).__name__} and {type(optimizer).__name__}"
         )
+    _check_model(model)
+    optimizer = None if optimizer is None else innermost(optimizer)
     given = defaults()
     options = OffloadConfig.of(config)
     if given.policy is not None:
@@ -291,6 +294,28 @@ def _say_overruled(
         overruled.append((f"spill_dir={str(spill_dir)!r}", f"--spill-dir {given.spill_dir}"))
     for argument, option in overruled:
         logger.warning("the script's own offload(%s) counts, and %s does not", argument, option)
+
+
+def is_managed(model: nn.Module) -> bool:
+    """Return whether parameters of ``model`` are inside an offload() block."""
+    mine = {id(parameter) for parameter in model.parameters()}
+    return any(id(p) in mine for session in _open.values() for p in session.model.parameters())
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse what is spread over devices or processes."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ConfigError(
+            f"the {type(model.module).__name__} is wrapped in {type(model).__name__}: offload() "
+            "serves one process on the CPU; start one process and pass the model itself"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"parameter {name!r} is on {parameter.device}, and offload() serves models on the "
+                "CPU: leave the model there (transformers: TrainingArguments(use_cpu=True), "
+                "Lightning: Trainer(accelerator='cpu'), accelerate: Accelerator(cpu=True))"
+            )
 
 
 def _check_open(model: nn.Module, optimizer: Optimizer | None) -> None:

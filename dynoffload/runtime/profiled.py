@@ -37,12 +37,14 @@ class ProfiledSession:
         model: the root module.
         optimizer: its optimizer, or None.
         sizing: no budget was divided: all is 0.
+        spill_dir: None, as nothing is spilled.
         log: of no step; the traces have them.
         backend: ``"profile"``.
         paging: False.
     """
 
     paging = False
+    spill_dir = None
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, policy: str) -> None:
         self.model, self.optimizer = model, optimizer

@@ -49,6 +49,7 @@ class Session:
         model: the root module.
         optimizer: its optimizer, or None.
         sizing: how the budget is divided.
+        spill_dir: where the spill file lies.
         log: all that was recorded so far.
     """
 
@@ -63,7 +64,7 @@ class Session:
         spill_reason: str = "",
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
-        self._config, self._spill_dir = config, spill_dir
+        self._config, self.spill_dir = config, spill_dir
         self._forecast = Forecast(model, config.policy, pilot, config.features)
         before = resident_bytes()
         recipe = recipe_of(model)
@@ -106,7 +107,7 @@ class Session:
             self.optimizer,
             self.sizing,
             self._config,
-            self._spill_dir,
+            self.spill_dir,
             self._forecast,
             on_progress=self._progress,
             on_phase=lambda name: self._recording.phase(name),
@@ -129,7 +130,7 @@ class Session:
             format_bytes(sizing.pool_bytes),
             format_bytes(sizing.page_bytes),
             format_bytes(sizing.reserve_bytes),
-            self._spill_dir,
+            self.spill_dir,
             f" ({spill_reason})" if spill_reason else "",
             self._config.policy,
         )

@@ -40,6 +40,17 @@ class Update:
     begun: bool = False
 
 
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that makes the updates, where ``optimizer`` wraps it.
+
+    Wrappers such as accelerate's and Lightning's are optimizers by type, hold another one as
+    ``optimizer``, and have no step hooks of their own.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse optimizers whose step cannot be split by parameter.
 

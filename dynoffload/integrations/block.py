@@ -1,0 +1,66 @@
+"""An offload() block that is entered and left by a trainer's events and not by ``with``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.config import OffloadConfig
+from dynoffload.runtime.offload import offload
+
+if TYPE_CHECKING:
+    from dynoffload.runtime.forecast import Predictor
+    from dynoffload.runtime.offload import OffloadBlock
+    from dynoffload.runtime.session import Session
+
+
+class EventBlock:
+    """Enters one block after the other, each with the same arguments.
+
+    Args:
+        budget, pilot, spill_dir, config: as `dynoffload.offload` takes them.
+
+    Attributes:
+        session: of the block that is open, else of the last one; None before the first.
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        pilot: Predictor | str | Path | None = "auto",
+        spill_dir: str | Path | None = None,
+        config: OffloadConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._budget, self._pilot, self._spill_dir = budget, pilot, spill_dir
+        self._config = OffloadConfig.of(config)
+        self._open: OffloadBlock | None = None
+        self.session: Session | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a block was entered and not left."""
+        return self._open is not None
+
+    def enter(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Enter a block; one that is still open is left first."""
+        self.leave()
+        block = offload(
+            model,
+            optimizer,
+            budget=self._budget,
+            pilot=self._pilot,
+            spill_dir=self._spill_dir,
+            config=self._config,
+        )
+        self.session = block.__enter__()
+        self._open = block
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leave the block, if one is open, because of ``error`` or at the end of the loop."""
+        block, self._open = self._open, None
+        if block is not None:
+            block.__exit__(None if error is None else type(error), error, None)

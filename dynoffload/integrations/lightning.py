@@ -1,0 +1,145 @@
+"""Lightning's `Trainer` under a budget: a callback.
+
+    from dynoffload.integrations.lightning import OffloadCallback
+
+    trainer = lightning.Trainer(accelerator="cpu", callbacks=[OffloadCallback(budget="8GiB")])
+    trainer.fit(module, loader)
+
+The block is entered when the optimizer is there and before a checkpoint's state is loaded into it,
+and left when ``fit()`` ends or fails.
+
+[Note: the sample]  Lightning calls ``module.training_step(batch)`` and not ``module(batch)``, but
+the call of the managed root is what marks a sample and lets activations be paged. So, inside the
+block, ``training_step`` is called through the module's own call, as Lightning itself does where a
+strategy wraps the module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import ConfigError
+from dynoffload.integrations.block import EventBlock
+from dynoffload.integrations.imports import importing
+from dynoffload.runtime.materialize import modules_on_meta, recipe_is_noted
+from dynoffload.runtime.offload import materialize
+
+with importing("lightning", extra="lightning"):
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback
+
+if TYPE_CHECKING:
+    from dynoffload.runtime.forecast import Predictor
+    from dynoffload.runtime.session import Session
+
+
+class OffloadCallback(Callback):  # type: ignore[misc]
+    """Trains a LightningModule within ``budget`` bytes of fast memory, to the same bits.
+
+    Args:
+        budget, pilot, spill_dir, config: as `dynoffload.offload` takes them.
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        *,
+        pilot: Predictor | str | Path | None = "auto",
+        spill_dir: str | Path | None = None,
+        config: OffloadConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._block = EventBlock(budget, pilot, spill_dir, config)
+        self._module: nn.Module | None = None
+
+    @property
+    def session(self) -> Session | None:
+        """The session of the training that runs, else of the last one; None before the first."""
+        return self._block.session
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot work; note that a module on the meta device needs its weights.
+
+        Raises:
+            ConfigError: the Trainer has two of these callbacks, or spreads the module over devices.
+        """
+        if stage != "fit":
+            return
+        ours = [c for c in trainer.callbacks if isinstance(c, OffloadCallback)]
+        if len(ours) > 1:
+            raise ConfigError(f"this Trainer has {len(ours)} OffloadCallbacks: pass it one")
+        if trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu":
+            raise ConfigError(
+                f"the {type(pl_module).__name__} trains on {trainer.world_size} device(s) of type "
+                f"{trainer.strategy.root_device.type}: offload() serves one process on the CPU; "
+                "pass Trainer(accelerator='cpu', devices=1)"
+            )
+        if modules_on_meta(pl_module) and not recipe_is_noted(pl_module):
+            materialize(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Enter the block.
+
+        Raises:
+            ConfigError: there is not one optimizer, or a checkpoint was to be loaded into a module
+                on the meta device; or as `dynoffload.offload` raises.
+        """
+        if trainer.ckpt_path is not None and modules_on_meta(pl_module):
+            raise ConfigError(
+                f"the weights of {trainer.ckpt_path} were not loaded, as the "
+                f"{type(pl_module).__name__} is on the meta device: build it in memory"
+            )
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                f"configure_optimizers() of {type(pl_module).__name__} returned "
+                f"{len(trainer.optimizers)} optimizers, and offload() takes one: give it one with "
+                "a parameter group for each part"
+            )
+        self._block.enter(pl_module, trainer.optimizers[0])
+        self._module = pl_module
+        pl_module.__dict__["training_step"] = functools.partial(
+            _through_the_call, pl_module, pl_module.training_step
+        )
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave the block: training failed, or was interrupted."""
+        self._leave(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the block: training has ended."""
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        module, self._module = self._module, None
+        if module is not None:
+            module.__dict__.pop("training_step", None)
+        self._block.leave(error)
+
+
+def _through_the_call(
+    module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``step``, a method of ``module``, as its forward; see [Note: the sample]."""
+    own = module.__dict__.get("forward")
+
+    def restore() -> None:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        restore()  # the step itself may call the module
+        return step(*args, **kwargs)
+
+    module.__dict__["forward"] = forward
+    try:
+        return module(*args, **kwargs)
+    finally:
+        restore()

@@ -1,0 +1,71 @@
+"""Saving by a client's own code while a model is managed.
+
+[Note: EFAULT]  Where the pager works in user mode, a system call on absent memory fails with EFAULT
+and does not wait. Writers of files pass tensors' memory straight to the kernel: safetensors, and
+`torch.save` to a path. So, while a client saves, ``state_dict()`` of the model and of the optimizer
+gives copies that are mapped from a file: the kernel may read them, and takes their memory back when
+it needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dynoffload.memory.outside import mapped_copy
+from dynoffload.memory.pager import in_user_mode
+from dynoffload.runtime.session import Session
+from dynoffload.runtime.store import offset_of, view_of
+
+
+class ReadableState:
+    """Lets system calls read what ``state_dict()`` gives while a client saves; [Note: EFAULT]."""
+
+    def __init__(self) -> None:
+        self._saving = False
+
+    @contextlib.contextmanager
+    def of(self, session: Session) -> Iterator[None]:
+        """Around a client's saving of the session's model and optimizer; may be nested.
+
+        Raises:
+            SpillError: in ``state_dict()``, if the spill directory has no room for a copy.
+        """
+        if self._saving or session.backend != "pager" or not session.paging or not in_user_mode():
+            yield
+            return
+        copies: dict[int, torch.UntypedStorage] = {}
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                return value
+            storage = value.untyped_storage()
+            if storage._cdata not in copies:  # tied parameters stay tied
+                copies[storage._cdata] = mapped_copy(storage, session.spill_dir)
+            return view_of(copies[storage._cdata], value, offset_of(value))
+
+        def model_state(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name, value in state.items():
+                state[name] = copied(value)
+
+        def optimizer_state(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+            parts = {
+                index: {key: copied(value) for key, value in part.items()}
+                for index, part in state["state"].items()
+            }
+            return {**state, "state": parts}
+
+        register: Any = session.model.register_state_dict_post_hook
+        handles = [register(model_state)]
+        if session.optimizer is not None:
+            handles.append(session.optimizer.register_state_dict_post_hook(optimizer_state))
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
+            for handle in handles:
+                handle.remove()

@@ -1,0 +1,156 @@
+"""transformers' `Trainer` under a budget: a callback.
+
+    from dynoffload.integrations.transformers import OffloadCallback
+
+    trainer = Trainer(model, args, ..., callbacks=[OffloadCallback(budget="8GiB")])
+    trainer.train()
+
+The block is entered when training begins, with the model and the optimizer that the Trainer made,
+and left when ``train()`` returns or raises. In between the Trainer accumulates, clips, schedules,
+evaluates and saves as ever.
+
+[Note: leaving]  A Trainer tells its callbacks when training ends, and not when it fails. So, when
+the Trainer is made, the callback puts a ``train`` around that Trainer's own one, which leaves the
+block in any case. It finds the Trainer as the ``self`` of the frame that calls it, as callbacks are
+told of the model but not of the Trainer. One that is added later would come too late for that. In
+the same way it comes around what saves; see `saving`.
+
+[Note: meta]  The Trainer moves the model to its device before any callback is called, which torch
+refuses for a model on the meta device. After ``dynoffload.materialize(model, init)`` it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import ConfigError
+from dynoffload.integrations.block import EventBlock
+from dynoffload.integrations.imports import importing
+from dynoffload.integrations.saving import ReadableState
+from dynoffload.runtime.materialize import modules_on_meta
+
+with importing("transformers", extra="transformers"):
+    from transformers import Trainer, TrainerCallback
+
+if TYPE_CHECKING:
+    from dynoffload.runtime.forecast import Predictor
+    from dynoffload.runtime.session import Session
+
+
+class OffloadCallback(TrainerCallback):  # type: ignore[misc]
+    """Trains a Trainer's model within ``budget`` bytes of fast memory, to the same bits.
+
+    Args:
+        budget, pilot, spill_dir, config: as `dynoffload.offload` takes them.
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        *,
+        pilot: Predictor | str | Path | None = "auto",
+        spill_dir: str | Path | None = None,
+        config: OffloadConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._block = EventBlock(budget, pilot, spill_dir, config)
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # Trainers; see [Note: leaving]
+        self._resumes = False
+        self._readable = ReadableState()
+
+    @property
+    def session(self) -> Session | None:
+        """The session of the training that runs, else of the last one; None before the first."""
+        return self._block.session
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See to it that the block is left whenever the Trainer's ``train()`` ends, and that the
+        Trainer can save."""
+        trainer = _trainer_that_calls()
+        if trainer not in self._watched:
+            self._watched.add(trainer)
+            trainer.train = functools.wraps(trainer.train)(
+                functools.partial(self._train, trainer.train)
+            )
+            for name in ("save_model", "_save_checkpoint"):
+                save = getattr(trainer, name)
+                setattr(trainer, name, functools.wraps(save)(functools.partial(self._save, save)))
+
+    def _train(
+        self,
+        train: Callable[..., Any],
+        resume_from_checkpoint: str | bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._resumes = bool(resume_from_checkpoint)
+        try:
+            result = train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            self._block.leave(error)
+            raise
+        self._block.leave()
+        return result
+
+    def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        session = self._block.session
+        if session is None or not self._block.is_open:
+            return save(*args, **kwargs)
+        with self._readable.of(session):
+            return save(*args, **kwargs)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, optimizer: Optimizer, **kwargs: Any
+    ) -> None:
+        """Enter the block; the Trainer has made and loaded all it needs.
+
+        Raises:
+            ConfigError: the Trainer has two of these callbacks, got this one too late, or spreads
+                the model over processes; or as `dynoffload.offload` raises.
+        """
+        trainer = _trainer_that_calls()
+        model = trainer.model
+        ours = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
+        if len(ours) > 1:
+            raise ConfigError(
+                f"this {type(trainer).__name__} has {len(ours)} OffloadCallbacks: pass it one"
+            )
+        if trainer not in self._watched:
+            raise ConfigError(
+                f"this OffloadCallback was added after the {type(trainer).__name__} was made, "
+                "which is too late to leave the block if training fails: pass it as "
+                f"{type(trainer).__name__}(callbacks=[OffloadCallback(...)])"
+            )
+        if args.world_size > 1 or args.n_gpu > 1:
+            raise ConfigError(
+                f"the {type(model).__name__} trains on {max(args.world_size, args.n_gpu)} devices "
+                f"({args.parallel_mode}): offload() serves one process on the CPU; start one "
+                "process, with TrainingArguments(use_cpu=True)"
+            )
+        if self._resumes and modules_on_meta(model):
+            raise ConfigError(
+                f"the checkpoint's weights were not loaded, as the {type(model).__name__} is on "
+                "the meta device: build it in memory, or leave the callback out and write 'with "
+                "dynoffload.offload(model, optimizer, budget=...)' around Trainer(model, "
+                "optimizers=(optimizer, None)), with dynoffload.materialize(model, ...) first"
+            )
+        self._block.enter(model, optimizer)
+
+
+def _trainer_that_calls() -> Any:
+    """Return the Trainer in whose event this is called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise ConfigError("OffloadCallback is called by a Trainer: pass it as Trainer(callbacks=[...])")

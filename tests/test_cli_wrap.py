@@ -1,0 +1,295 @@
+"""``run --wrap`` and ``profile --wrap``: a script that knows nothing of dynoffload, same bits.
+
+Each test runs a script plainly and wrapped and compares what it prints, which tells every bit.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+from torch.optim import Optimizer
+from typer.testing import CliRunner
+
+from dynoffload import config
+from dynoffload.cli import app
+from dynoffload.runtime import offload
+
+INIT, CALL = Optimizer.__init__, nn.Module.__call__
+
+NETWORK = """
+import hashlib, io, sys, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Linear(width, width) for _ in range(6)])
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.head(self.dropout(self.body(x).relu()))
+
+def tell(*models, optimizer):
+    text = io.BytesIO()
+    state = optimizer.state_dict()["state"]
+    parts = [p.detach() for model in models for p in model.parameters()]
+    for part in parts + [v for key in sorted(state) for _, v in sorted(state[key].items())]:
+        text.write(part.numpy().tobytes())
+    print(hashlib.sha256(text.getvalue()).hexdigest())
+
+torch.manual_seed(0)
+"""
+
+PLAIN = (
+    NETWORK
+    + """
+def main():
+    net = Net()
+    with torch.no_grad():
+        net(torch.randn(2, 32))
+    frozen = Net().requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in range(6):
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step > 2):
+                x = torch.randn(4, 32)
+                loss = (net(x) - frozen(x)).square().mean()
+            (loss / 2).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item().hex())
+        if len(sys.argv) > 1 and step == 2:
+            raise SystemExit(int(sys.argv[1]))
+    net.eval()
+    print(net(torch.ones(1, 32)).sum().item().hex())
+    tell(net, optimizer=optimizer)
+
+main()
+"""
+)
+
+PARTS = (
+    NETWORK
+    + """
+holder = type("Holder", (), {})()
+net = holder.net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for step in range(5):
+    loss = net.head(net.body(torch.randn(4, 32))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+tell(net, optimizer=optimizer)
+"""
+)
+
+ADVERSARIES = (
+    NETWORK
+    + """
+maker, judge = Net(), Net()
+ours = torch.optim.Adam(maker.parameters(), lr=1e-3)
+theirs = torch.optim.SGD(judge.parameters(), lr=1e-3, momentum=0.9)
+for step in range(5):
+    fake = maker(torch.randn(4, 32))
+    loss = (judge(torch.randn(4, 32)) - judge(fake.detach())).mean()
+    theirs.zero_grad()
+    loss.backward()
+    theirs.step()
+    score = judge(fake).mean()
+    ours.zero_grad()
+    score.backward()
+    ours.step()
+    print(loss.item().hex(), score.item().hex())
+tell(maker, judge, optimizer=ours)
+"""
+)
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> object:
+    """Whatever a script does, nothing is watched or offloaded after it."""
+    yield
+    assert Optimizer.__init__ is INIT
+    assert nn.Module.__call__ is CALL
+    assert not offload._open
+    assert config.defaults() == config.Defaults()
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "train.py"
+    path.write_text(text)
+    return path
+
+
+def plainly(script: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the script prints by itself."""
+    capsys.readouterr()
+    argv, sys.argv = sys.argv, [str(script)]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = argv
+    return capsys.readouterr().out
+
+
+WRAP = ["run", "--wrap", "--budget", "100KiB"]
+
+
+def test_an_unmodified_loop_is_offloaded(
+    runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Accumulation, clipping, autocast, a frozen model beside it, and use after training."""
+    script = write(tmp_path, PLAIN)
+    result = runner.invoke(app, [*WRAP, str(script)])
+    assert result.exit_code == 0, result.output
+    assert "Net, 6 steps: median step" in result.stderr
+    assert "of the budget of 100.00 KiB" in result.stderr
+    assert result.stdout == plainly(script, capsys)
+
+
+def test_an_unmodified_loop_is_profiled(runner: CliRunner, tmp_path: Path) -> None:
+    script, traces = write(tmp_path, PLAIN), tmp_path / "traces"
+    result = runner.invoke(
+        app, ["profile", "--wrap", "-o", str(traces), "--steps", "2", str(script)]
+    )
+    assert result.exit_code == 0, result.output
+    assert len(list(traces.iterdir())) == 2
+
+
+def test_a_script_that_ends_early_ends_the_block(runner: CliRunner, tmp_path: Path) -> None:
+    script = write(tmp_path, PLAIN)
+    result = runner.invoke(app, [*WRAP, str(script), "7"])
+    assert result.exit_code == 7
+    assert "Net, 3 steps" in result.stderr
+    script.write_text(PLAIN.replace("raise SystemExit", "raise ValueError"))
+    result = runner.invoke(app, [*WRAP, str(script), "7"])
+    assert result.exit_code == 1
+    assert "Net, 3 steps" in result.stderr
+
+
+# What is ambiguous, and the remedy
+
+
+def test_a_model_that_is_called_in_parts_is_named(
+    runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = write(tmp_path, PARTS)
+    result = runner.invoke(app, [*WRAP, str(script)])
+    assert result.exit_code == 1
+    assert "is a Sequential, which lacks 2 of the 14 parameters of its AdamW" in result.stderr
+    assert "--model net" in result.stderr
+    assert f"({script}:" in result.stderr
+    expected = plainly(script, capsys)
+    for name in ("net", "holder.net"):
+        result = runner.invoke(app, [*WRAP, "--model", name, str(script)])
+        assert result.exit_code == 0, result.output
+        assert "Net, 5 steps" in result.stderr
+        assert result.stdout == expected
+
+
+@pytest.mark.parametrize("name", ["maker", "judge"])
+def test_one_of_two_models_is_named(
+    runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    script = write(tmp_path, ADVERSARIES)
+    result = runner.invoke(app, [*WRAP, str(script)])
+    assert result.exit_code == 1
+    assert "makes 2 optimizers (Adam, SGD)" in result.stderr
+    assert "--model maker (such as maker, judge)" in result.stderr
+    result = runner.invoke(app, [*WRAP, "--model", name, str(script)])
+    assert result.exit_code == 0, result.output
+    assert "Net, 5 steps" in result.stderr
+    assert result.stdout == plainly(script, capsys)
+
+
+def test_a_local_variable_is_found_and_a_wrong_name_is_told(
+    runner: CliRunner, tmp_path: Path
+) -> None:
+    script = write(tmp_path, PLAIN)
+    result = runner.invoke(app, [*WRAP, "--model", "net", str(script)])
+    assert result.exit_code == 0, result.output
+    result = runner.invoke(app, [*WRAP, "--model", "modell", str(script)])
+    assert result.exit_code == 1
+    assert "--model modell: no variable of that name holds a module" in result.stderr
+    assert "known are net" in result.stderr
+
+
+def test_two_optimizers_of_one_model_are_refused(runner: CliRunner, tmp_path: Path) -> None:
+    text = PARTS.replace("for step", "other = torch.optim.SGD(net.head.parameters())\nfor step", 1)
+    result = runner.invoke(app, [*WRAP, "--model", "net", str(write(tmp_path, text))])
+    assert result.exit_code == 1
+    assert "--model net: 2 optimizers have parameters of this Net" in result.stderr
+
+
+def test_an_optimizer_that_is_gone_does_not_count(
+    runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = PLAIN.replace(
+        "    for step", "    optimizer = torch.optim.SGD(net.parameters())\n    for step", 1
+    )
+    script = write(tmp_path, text)
+    result = runner.invoke(app, [*WRAP, str(script)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == plainly(script, capsys)
+
+
+def test_a_script_that_offloads_by_itself_is_told(runner: CliRunner, tmp_path: Path) -> None:
+    text = f"{NETWORK}\nimport dynoffload\nnet = Net()\n" + (
+        "optimizer = torch.optim.AdamW(net.parameters())\n"
+        "with dynoffload.offload(net, optimizer):\n"
+        "    net(torch.randn(4, 32)).sum().backward()\n"
+    )
+    result = runner.invoke(app, [*WRAP, str(write(tmp_path, text))])
+    assert result.exit_code == 1
+    assert "the script offloads its Net by itself: run it without --wrap" in result.stderr
+
+
+def test_what_offload_refuses_is_refused_with_its_place(runner: CliRunner, tmp_path: Path) -> None:
+    script = write(
+        tmp_path, PLAIN.replace("AdamW(net.parameters(), lr=1e-2)", "LBFGS(net.parameters())")
+    )
+    result = runner.invoke(app, [*WRAP, str(script)])
+    assert result.exit_code == 1
+    assert "LBFGS updates all parameters together" in result.stderr
+    assert f"({script}:" in result.stderr
+    result = runner.invoke(app, ["run", "--wrap", "--budget", "8KiB", str(write(tmp_path, PLAIN))])
+    assert result.exit_code == 1
+    assert "a budget of 8.00 KiB cannot hold" in result.stderr
+
+
+def test_a_script_that_trains_nothing_is_told(runner: CliRunner, tmp_path: Path) -> None:
+    script = write(tmp_path, "import torch\ntorch.nn.Linear(2, 2)(torch.ones(2))\n")
+    result = runner.invoke(app, [*WRAP, str(script)])
+    assert result.exit_code == 0
+    assert f"{script} ended without a training call that --wrap could see" in result.stderr
+    result = runner.invoke(app, ["profile", "--wrap", "-o", str(tmp_path / "t"), str(script)])
+    assert result.exit_code == 1
+    assert "it must make an optimizer, then call a module" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--wrap"],
+        ["run", "--budget", "1MB", "--model", "net"],
+        ["profile", "--model", "net"],
+    ],
+)
+def test_options_that_lack_another_are_misspelt(
+    runner: CliRunner, tmp_path: Path, words: list[str]
+) -> None:
+    script = write(tmp_path, "raise AssertionError")
+    assert runner.invoke(app, [*words, str(script)]).exit_code == 2
