@@ -6,6 +6,7 @@ the middle and loaded into new objects made of another seed.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 import dynoffload
+from dynoffload.errors import CheckpointError, ConfigError
 from dynoffload.runtime.session import Session
 
 SAMPLES = small_samples(16)
@@ -184,3 +186,105 @@ def test_every_scheduler_resumes(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS["sgd-momentum"]
     save_in_the_middle(tmp_path / "run", make, "plain", name)
     assert_resumed(resume(tmp_path / "run", make, "plain", name), uninterrupted(make, name))
+
+
+# In the middle of things
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rolling_back_in_a_session_drops_updates_and_gradients(
+    backend: str, tmp_path: Path
+) -> None:
+    """Saved with updates pending, which it makes; loaded with others pending, which it forgets."""
+    make = OPTIMIZERS["adamw"]
+    reference = uninterrupted(make)
+    seed_all(1)
+    run = Run(make)
+    with run.paged(backend) as session:
+        run.steps(0, SAVED_AT)
+        session.save(tmp_path / "run", extra=run.extra)
+        run.steps(0, 3)
+        small_loss(run.model, SAMPLES[0]).backward()
+        run.optimizer.step()
+        small_loss(run.model, SAMPLES[1]).backward()
+        session.load(tmp_path / "run", extra=run.extra)
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+        run.losses, run.drawn = [], []
+        run.steps(SAVED_AT, STEPS)
+    assert_resumed(run, reference)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_saving_in_the_middle_of_a_step_changes_nothing(backend: str, tmp_path: Path) -> None:
+    """Between backward and step gradients stay, and are not saved."""
+    make = OPTIMIZERS["sgd-momentum"]
+    plain, run = Run(make), Run(make)
+    for one in (plain, run):
+        seed_all(1)
+        with one.paged("plain" if one is plain else backend) as session:
+            one.steps(0, 3)
+            small_loss(one.model, SAMPLES[3]).backward()
+            if session is not None:
+                session.save(tmp_path / "run", extra=one.extra)
+                assert any(parameter.grad is not None for parameter in one.model.parameters())
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+            one.steps(4, 6)
+    assert_same_training(run.model, run.optimizer, plain.model, plain.optimizer)
+    dynoffload.load_checkpoint(run.model, run.optimizer, tmp_path / "run", extra=run.extra)
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+def test_a_session_that_has_stepped_aside_saves_and_loads(tmp_path: Path) -> None:
+    make = OPTIMIZERS["adamw"]
+    reference = uninterrupted(make)
+    seed_all(1)
+    run = Run(make)
+    with run.paged("auto", share=20, step_aside=True) as session:
+        run.steps(0, SAVED_AT)
+        assert not session.paging
+        session.save(tmp_path / "run", extra=run.extra)
+        run.steps(0, 2)
+        session.load(tmp_path / "run", extra=run.extra)
+        run.losses, run.drawn = [], []
+        run.steps(SAVED_AT, STEPS)
+    assert_resumed(run, reference)
+
+
+def test_nested_sessions_save_their_own(tmp_path: Path) -> None:
+    """Of a model, its own optimizer; the other is not in it, and another's optimizer is refused."""
+    runs = [Run(OPTIMIZERS["adamw"], seed=seed) for seed in (1, 2)]
+    for at, run in enumerate(runs):
+        seed_all(at)
+        run.steps(0, 2)
+    references = copy.deepcopy([(run.model, run.optimizer.state_dict()) for run in runs])
+    with runs[0].paged("auto") as first, runs[1].paged("auto") as second:
+        first.save(tmp_path / "first")
+        second.save(tmp_path / "second")
+        with pytest.raises(ConfigError, match="not the optimizer of the offload"):
+            dynoffload.save_checkpoint(runs[0].model, runs[1].optimizer, tmp_path / "third")
+        for run in runs:
+            run.steps(2, 4)
+        first.load(tmp_path / "first")
+        dynoffload.load_checkpoint(runs[1].model, runs[1].optimizer, tmp_path / "second")
+    for run, (model, state) in zip(runs, references, strict=True):
+        assert_same(run.model.state_dict(), model.state_dict(), "model")
+        assert_same(run.optimizer.state_dict(), state, "optimizer")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_model_alone_inside_a_block(backend: str, tmp_path: Path) -> None:
+    """Saved and loaded without the optimizer: its state, and updates under way, stay."""
+    make = OPTIMIZERS["adamw"]
+    plain, run = Run(make), Run(make)
+    for one in (plain, run):
+        seed_all(1)
+        with one.paged("plain" if one is plain else backend):
+            one.steps(0, 2)
+            dynoffload.save_checkpoint(one.model, None, tmp_path / "run")
+            one.steps(2, 4)
+            dynoffload.load_checkpoint(one.model, None, tmp_path / "run")
+            one.steps(4, 6)
+    assert_same_training(run.model, run.optimizer, plain.model, plain.optimizer)
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        dynoffload.load_checkpoint(run.model, run.optimizer, tmp_path / "run")

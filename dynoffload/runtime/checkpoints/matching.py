@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dynoffload.errors import CheckpointError
 from dynoffload.runtime.checkpoints.contents import (
     groups_of,
+    hyperparameters,
     names_of,
     stateful_modules,
     tensors_of,
@@ -154,7 +155,10 @@ def match_optimizer(checkpoint: Opened, model: nn.Module, optimizer: Optimizer) 
     if foreign := said["state"].keys() - known:
         raise ValueError(f"state of {min(foreign)!r}, which is in no group")
     return OptimizerPlan(
-        [dict(checkpoint.decode("optimizer", group["values"])) for group in said["groups"]],
+        [
+            hyperparameters(checkpoint.decode("optimizer", group["values"]))
+            for group in said["groups"]
+        ],
         {
             name: {
                 key: checkpoint.stored("optimizer", item)
