@@ -285,8 +285,13 @@ class Paging:
 
     # The end
 
+    def lose(self, error: BaseException) -> None:
+        """A load was cut off: until another, this is no state to save."""
+        if self.updates is not None:
+            self.updates.lost = error
+
     def is_lost(self) -> bool:
-        """Return whether a step was lost, and nothing was loaded since."""
+        """Return whether a step, or a load, was cut off, and nothing was loaded since."""
         return self.updates is not None and self.updates.lost is not None
 
     def is_held_outside(self) -> bool:

@@ -336,7 +336,11 @@ class Session:
         directory: str | os.PathLike[str],
         extra: Mapping[str, Any] | None,
     ) -> None:
+        touched = False
+
         def prepare() -> None:
+            nonlocal touched
+            touched = True
             if self._init is not None:
                 self.materialize(blank if self._init[0] is None else self._init[0])
             if self._paging is None:
@@ -346,14 +350,19 @@ class Session:
             else:
                 self._paging.abandon()
 
-        load(
-            self.model,
-            optimizer,
-            directory,
-            extra=extra,
-            memory=self._paging or Ordinary(),
-            prepare=prepare,
-        )
+        try:
+            load(
+                self.model,
+                optimizer,
+                directory,
+                extra=extra,
+                memory=self._paging or Ordinary(),
+                prepare=prepare,
+            )
+        except BaseException as error:
+            if touched and self._paging is not None:
+                self._paging.lose(error)
+            raise
 
     def report(self, path: str | Path) -> ReportFiles:
         """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it.

@@ -101,7 +101,7 @@ class Updates:
         self._begun = False  # whether a step has changed something and is not over
         self.behind = 0  # updates made because of an unannounced access
         self._failure: BaseException | None = None  # of an update made behind somebody's back
-        self.lost: BaseException | None = None  # what cut a step off, until a load makes up for it
+        self.lost: BaseException | None = None  # what cut a step off; a load makes up for it
         step = type(optimizer).step
         self._step: Callable[..., Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
@@ -412,15 +412,16 @@ class Updates:
         """Make every pending update, so that all tensors are those of a finished step.
 
         Raises:
-            StepLostError: there was a step that cannot be finished, and nothing was loaded since.
+            StepLostError: a step, or a load, was cut off, and nothing was loaded since.
         """
         self.flush_all()
         if self.lost is not None:
             raise StepLostError(
-                "a step was lost, so this is no state to save: load the last checkpoint first, or "
-                "begin anew"
+                "a step or a load was cut off, so this is no state to save: load the last "
+                "checkpoint first"
             ) from self.lost
 
+    @uninterrupted
     def abandon(self) -> None:
         """Forget every pending update and any loss: all tensors are about to be replaced."""
         with self._mutex:

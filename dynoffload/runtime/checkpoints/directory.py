@@ -70,6 +70,7 @@ def replacing(target: Path, need: int) -> Iterator[Path]:
             old checkpoint is what it was.
     """
     new: Path | None = None
+    old: Path | None = None
     lock = -1
     try:
         try:
@@ -81,20 +82,26 @@ def replacing(target: Path, need: int) -> Iterator[Path]:
             yield new
             sync(new)
             _swap(new, target)
+            old, new = new, None  # what was there before stays until the disk knows of the swap
             sync(target.parent)
+            new = old
         except OSError as error:
             if isinstance(error, DynOffloadError):
                 raise
             raise CheckpointError(
                 error.errno or errno.EIO,
                 f"cannot save checkpoint {target} ({error.strerror or error}; {_free(target)} "
-                f"free): {_remedy(error)}; what was saved there before is as it was",
+                f"free): {_remedy(error)}; what was saved there before is as it was"
+                if old is None
+                else f"checkpoint {target} is saved, but the disk may forget it if power fails now "
+                f"({error.strerror or error}): check that disk, and save again",
             ) from error
     finally:
         if new is not None:
             _remove(new)  # the old checkpoint after the swap; before it the new one, which failed
             if target.exists():
                 _remove(_replaced(target))
+        if lock >= 0:
             os.close(lock)
 
 
