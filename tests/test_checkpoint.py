@@ -35,7 +35,7 @@ from dynoffload.errors import CheckpointError, ConfigError
 from dynoffload.runtime.session import Session
 
 SAMPLES = small_samples(16)
-STEPS, SAVED_AT = 8, 4
+STEPS, SAVED_AT = 7, 4
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -51,8 +51,6 @@ OPTIMIZERS: dict[str, Make] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
 }
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
@@ -102,7 +100,7 @@ class Run:
         wished = int(footprint_of(self.model) * share)
         budget, _ = least_budget(self.model, self.optimizer, wished, SMALL_PAGES)
         with dynoffload.offload(
-            self.model, self.optimizer, budget=budget, config=options
+            self.model, self.optimizer, budget=budget, pilot=None, config=options
         ) as session:
             yield session
         for step in session.log.steps:
@@ -172,13 +170,12 @@ def test_saved_and_resumed_anywhere(saved: str, resumed: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_resumes(name: str, tmp_path: Path) -> None:
-    """Saved under a budget, resumed without dynoffload, and the other way round."""
-    make, backend = OPTIMIZERS[name], "auto"
+    """Saved under a budget, resumed under another, and without dynoffload."""
+    make = OPTIMIZERS[name]
     reference = uninterrupted(make)
-    save_in_the_middle(tmp_path / "run", make, backend)
+    save_in_the_middle(tmp_path / "run", make, "auto")
+    assert_resumed(resume(tmp_path / "run", make, "auto", share=0.5), reference)
     assert_resumed(resume(tmp_path / "run", make, "plain"), reference)
-    save_in_the_middle(tmp_path / "run", make, "plain")
-    assert_resumed(resume(tmp_path / "run", make, backend), reference)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
