@@ -22,6 +22,8 @@ if not (_root / "profiler").exists() and (_root.parent / "profiler").is_dir():
 _HOMES = {
     "offload": "dynoffload.runtime.offload",
     "materialize": "dynoffload.runtime.offload",
+    "save_checkpoint": "dynoffload.runtime.checkpoints.calls",
+    "load_checkpoint": "dynoffload.runtime.checkpoints.calls",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
     "profile": "dynoffload.profiler",
@@ -31,6 +33,7 @@ _HOMES = {
     "BudgetError": "dynoffload.errors",
     "SpillError": "dynoffload.errors",
     "StepLostError": "dynoffload.errors",
+    "CheckpointError": "dynoffload.errors",
     "TraceError": "dynoffload.errors",
     "PilotError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
@@ -40,6 +43,7 @@ _HOMES = {
 __all__ = [
     "BackendError",
     "BudgetError",
+    "CheckpointError",
     "ClientError",
     "ConfigError",
     "DynOffloadError",
@@ -51,9 +55,11 @@ __all__ = [
     "StepLostError",
     "TraceError",
     "__version__",
+    "load_checkpoint",
     "materialize",
     "offload",
     "profile",
+    "save_checkpoint",
 ]
 
 if TYPE_CHECKING:
@@ -61,6 +67,7 @@ if TYPE_CHECKING:
     from dynoffload.errors import (
         BackendError,
         BudgetError,
+        CheckpointError,
         ClientError,
         ConfigError,
         DynOffloadError,
@@ -71,6 +78,7 @@ if TYPE_CHECKING:
     )
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
+    from dynoffload.runtime.checkpoints.calls import load_checkpoint, save_checkpoint
     from dynoffload.runtime.offload import materialize, offload
     from dynoffload.runtime.session import Session
 

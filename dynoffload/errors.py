@@ -37,6 +37,10 @@ class StepLostError(DynOffloadError, RuntimeError):
     """A step was cut off where it cannot be made up for: go on from the last checkpoint."""
 
 
+class CheckpointError(DynOffloadError, OSError, ValueError):
+    """A checkpoint cannot be written or read, is damaged, or is not of this model."""
+
+
 class TraceError(DynOffloadError, ValueError):
     """A trace file is foreign, truncated, or of a version this release does not read."""
 

@@ -135,6 +135,17 @@ def give_weights(model: nn.Module, init: Init, empty: Collection[str], bring: Br
                 )
 
 
+def blank(module: nn.Module) -> None:
+    """Initialise a module of whose tensors a checkpoint will replace all that are saved."""
+    transient = module._non_persistent_buffers_set
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset) and any(module._buffers.get(name) is not None for name in transient):
+        reset()
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in transient:
+            buffer.zero_()
+
+
 def _load(model: nn.Module, path: Path, bring: Bring) -> None:
     from safetensors import SafetensorError, safe_open
 

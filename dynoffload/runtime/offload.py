@@ -264,6 +264,12 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
     return model
 
 
+def session_of(model: nn.Module) -> Session | None:
+    """Return the session of the open block that manages ``model``, if one does."""
+    session = _open.get(id(model))
+    return session if isinstance(session, Session) else None
+
+
 def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
     if pilot is None or pilot == "auto":
         return pilot

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,36 @@ class Paging:
         known = (t for t in tensors if isinstance(t, nn.Parameter) and t in slots)
         self.device.touch([slots[parameter].region for parameter in known])
 
+    @contextlib.contextmanager
+    def held(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Keep the regions under a small tensor, or under a piece of one, at hand."""
+        regions = self.store.regions_under(tensor)
+        self.device.acquire(regions, pin=True)
+        try:
+            yield
+        finally:
+            self.device.unpin(regions)
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """The parameter has got optimizer state: move it into regions."""
+        slot = self.store.slots.get(parameter)
+        if slot is not None and self.optimizer is not None:
+            self.store.adopt_state(slot, self.optimizer.state[parameter])
+
+    def settle(self) -> None:
+        """Make every update that was put off.
+
+        Raises:
+            StepLostError: a step was lost, and nothing was loaded since.
+        """
+        if self.updates is not None:
+            self.updates.settle()
+
+    def abandon(self) -> None:
+        """Forget every update that was put off, and any loss: all is about to be replaced."""
+        if self.updates is not None:
+            self.updates.abandon()
+
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open the sample in whose call this began, too late for a hook of its own."""
         self._hooks.enter(module, args, kwargs)
@@ -257,6 +287,15 @@ class Paging:
                 return
 
     # The end
+
+    def lose(self, error: BaseException) -> None:
+        """A load was cut off: until another, this is no state to save."""
+        if self.updates is not None:
+            self.updates.lost = error
+
+    def is_lost(self) -> bool:
+        """Return whether a step, or a load, was cut off, and nothing was loaded since."""
+        return self.updates is not None and self.updates.lost is not None
 
     def is_held_outside(self) -> bool:
         """Return whether somebody holds memory of the device beyond what is restored at the end:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import Defaults, OffloadConfig
 from dynoffload.errors import ProfilingDone
+from dynoffload.runtime.checkpoints.loading import load
+from dynoffload.runtime.checkpoints.saving import save
+from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.materialize import Init, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.telemetry import RunLog, table_of
@@ -68,6 +71,34 @@ class ProfiledSession:
             ConfigError: a module cannot initialise itself, or the file lacks a tensor.
         """
         give_weights(self.model, init, self._empty, lambda tensors: None)
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Save the run; see `Session.save`."""
+        save(
+            self.model,
+            self.optimizer,
+            directory,
+            extra=extra,
+            max_shard_size=max_shard_size,
+            memory=Ordinary(),
+        )
+
+    def load(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None) -> None:
+        """Load a checkpoint; see `Session.load`."""
+        load(
+            self.model,
+            self.optimizer,
+            directory,
+            extra=extra,
+            memory=Ordinary(),
+            prepare=lambda: None,
+        )
 
     def report(self, path: str | Path) -> ReportFiles:
         """Write the page of a run without a step, and say why it has none."""

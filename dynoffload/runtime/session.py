@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
+from dynoffload.runtime.checkpoints.loading import load
+from dynoffload.runtime.checkpoints.saving import save
+from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.forecast import Forecast, Predictor
 from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.hooks import Hook
-from dynoffload.runtime.materialize import Init, give_weights, modules_on_meta, recipe_of
+from dynoffload.runtime.materialize import Init, blank, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.sizing import Sizing, ordinary_bytes
@@ -197,8 +200,8 @@ class Session:
             return
         paging = self._paging
         assert paging is not None
-        if paging.is_held_outside():
-            return  # somebody looks at our memory, which would end
+        if paging.is_held_outside() or paging.is_lost():
+            return  # somebody looks at our memory, which would end; or a loss would be forgotten
         if self._measured_peak <= _ASIDE * self.sizing.budget and stats.step >= _MEASURED_STEPS:
             logger.info(
                 "a step takes %s of the budget of %s: paging steps aside",
@@ -268,6 +271,99 @@ class Session:
     def _bring(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._paging is not None:
             self._paging.bring(tensors)
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Save the run to ``directory``, which is replaced at once; see `save_checkpoint`.
+
+        Updates that were put off are made first. Tensors are written piece by piece, from where
+        they are, so no more memory is taken than the budget and a megabyte. Call it between steps:
+        gradients are not saved, and those that there are stay as they are.
+
+            with dynoffload.offload(model, optimizer, budget="8GiB") as session:
+                if Path("run/last").exists():
+                    session.load("run/last", extra={"scheduler": scheduler})
+                for batch in loader:
+                    ...  # forward, backward, step, zero_grad
+                session.save("run/last", extra={"scheduler": scheduler})
+
+        Raises:
+            CheckpointError: a value cannot be kept, the disk is full or read-only, or the directory
+                is something else. Training can go on.
+            StepLostError: a step was lost, and nothing was loaded since.
+        """
+        self._save(self.optimizer, directory, extra, max_shard_size)
+
+    def load(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None) -> None:
+        """Load a checkpoint, saved under whatever budget or none; see `load_checkpoint`.
+
+        A model on the meta device gets its weights by it. Gradients, updates that were put off and
+        a lost step are gone afterwards.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, foreign or of a newer version, or it is
+                not of this model; names what differs, and has touched nothing.
+        """
+        self._load(self.optimizer, directory, extra)
+
+    def _save(
+        self,
+        optimizer: Optimizer | None,
+        directory: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None,
+        max_shard_size: int | str,
+    ) -> None:
+        if self._init is not None:
+            self.materialize(self._init[0])
+        if self._paging is not None:
+            self._paging.settle()
+        save(
+            self.model,
+            optimizer,
+            directory,
+            extra=extra,
+            max_shard_size=max_shard_size,
+            memory=self._paging or Ordinary(),
+        )
+
+    def _load(
+        self,
+        optimizer: Optimizer | None,
+        directory: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None,
+    ) -> None:
+        touched = False
+
+        def prepare() -> None:
+            nonlocal touched
+            touched = True
+            if self._init is not None:
+                self.materialize(blank if self._init[0] is None else self._init[0])
+            if self._paging is None:
+                return
+            if optimizer is None:
+                self._paging.flush()
+            else:
+                self._paging.abandon()
+
+        try:
+            load(
+                self.model,
+                optimizer,
+                directory,
+                extra=extra,
+                memory=self._paging or Ordinary(),
+                prepare=prepare,
+            )
+        except BaseException as error:
+            if touched and self._paging is not None:
+                self._paging.lose(error)
+            raise
 
     def report(self, path: str | Path) -> ReportFiles:
         """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it.

@@ -116,6 +116,19 @@ class Store:
         """Return the slot that owns ``region``."""
         return self._by_region.get(region)
 
+    def regions_under(self, tensor: torch.Tensor) -> list[int]:
+        """Return the regions that have bytes between the first and the last of ``tensor``."""
+        if not tensor.numel():
+            return []
+        owner, first = self._device.owner, tensor.data_ptr()
+        each = zip(tensor.stride(), tensor.shape, strict=True)
+        elements = 1 + sum(step * (size - 1) for step, size in each)
+        last = first + elements * tensor.element_size() - 1
+        if owner(first) < 0 and owner(last) < 0:
+            return []
+        found = {owner(address) for address in range(first, last, self._device.page_bytes)}
+        return sorted((found | {owner(last)}) - {-1})
+
     def name_of(self, region: int) -> str:
         """Return what reports call ``region``."""
         return self.names.get(region, f"region {region}")

@@ -101,6 +101,7 @@ class Updates:
         self._begun = False  # whether a step has changed something and is not over
         self.behind = 0  # updates made because of an unannounced access
         self._failure: BaseException | None = None  # of an update made behind somebody's back
+        self.lost: BaseException | None = None  # what cut a step off; a load makes up for it
         step = type(optimizer).step
         self._step: Callable[..., Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
@@ -191,7 +192,7 @@ class Updates:
                 self._put_off(paged)
             except BaseException as error:
                 if self._begun:
-                    self._failure = error
+                    self._lose(error)
                 raise
             finally:
                 self._begun = False
@@ -349,7 +350,7 @@ class Updates:
                 self._make(slot, update)
             except BaseException as error:
                 if update.begun:
-                    self._failure = error
+                    self._lose(error)
                 else:  # nothing was touched: the update is still to be made
                     self.pending[slot] = update
                     if self._defer:
@@ -399,10 +400,39 @@ class Updates:
                     self._device.hide(update.regions)
                 self._end(slot, update)
             except BaseException as error:  # the thread that waits must not wait for ever
-                self._failure = error
+                self._lose(error)
             finally:
                 self._device.unlock(update.regions)
             self._store.end_gradient(slot)
+
+    def _lose(self, error: BaseException) -> None:
+        self._failure = self.lost = error
+
+    def settle(self) -> None:
+        """Make every pending update, so that all tensors are those of a finished step.
+
+        Raises:
+            StepLostError: a step, or a load, was cut off, and nothing was loaded since.
+        """
+        self.flush_all()
+        if self.lost is not None:
+            raise StepLostError(
+                "a step or a load was cut off, so this is no state to save: load the last "
+                "checkpoint first"
+            ) from self.lost
+
+    @uninterrupted
+    def abandon(self) -> None:
+        """Forget every pending update and any loss: all tensors are about to be replaced."""
+        with self._mutex:
+            for slot in list(self.pending):
+                update = self.pending.pop(slot)
+                if self._defer:
+                    self._device.unlock(update.regions)
+                self._store.end_gradient(slot)
+            if self.drafts is not None:
+                self.drafts.drop_all()
+            self._failure = self.lost = None
 
     def check(self) -> None:
         """Raise what went wrong in an update made behind somebody's back.

@@ -1,0 +1,139 @@
+"""What a model and an optimizer hold, by the names under which a checkpoint keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.errors import CheckpointError
+from dynoffload.runtime.checkpoints.tensors import check_savable
+from dynoffload.runtime.checkpoints.values import KIND, TENSOR, Put, encode
+from dynoffload.runtime.store import is_dense
+
+_PARAM_NAMES = "param_names"  # of a group: torch's own record, which the model's names replace
+
+
+def tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return parameters and persistent buffers, in the order of ``state_dict``.
+
+    Returns:
+        Each tensor under the first of its names, and each further name with the first.
+
+    Raises:
+        CheckpointError: a tensor cannot be saved or loaded.
+    """
+    found: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        transient = module._non_persistent_buffers_set
+        buffers = {n: b for n, b in module._buffers.items() if n not in transient}
+        for own, tensor in (*module._parameters.items(), *buffers.items()):
+            if tensor is None:
+                continue
+            name = f"{path}.{own}" if path else own
+            known = first.setdefault(_memory(name, tensor), name)
+            if known == name:
+                found[name] = tensor
+            else:
+                tied[name] = known
+    return found, tied
+
+
+def _memory(name: str, tensor: torch.Tensor) -> object:
+    """Return what two tensors have in common if and only if they are one."""
+    if tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    check_savable(name, tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Return each parameter's first name."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def stateful_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that keep more than tensors, by the name that ``state_dict`` gives it."""
+    return {
+        f"{path}._extra_state" if path else "_extra_state": module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def groups_of(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> list[list[str]]:
+    """Return the names of the parameters of each group.
+
+    Raises:
+        CheckpointError: one is not the model's.
+    """
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise CheckpointError(
+                    f"group {number} of the optimizer has a parameter of shape "
+                    f"{list(parameter.shape)} that is not of this model, so it would not be in the "
+                    "checkpoint: pass one module that holds all parameters of the optimizer"
+                )
+        groups.append([names[parameter] for parameter in group["params"]])
+    return groups
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group has beside its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", _PARAM_NAMES)}
+
+
+def encode_optimizer(
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str], put: Put
+) -> dict[str, Any]:
+    """Return an optimizer's type, groups and state as `values` say them.
+
+    Raises:
+        CheckpointError: a value cannot be said, or a parameter has no name.
+    """
+    groups = [
+        {
+            "parameters": parameters,
+            "values": encode(hyperparameters(group), f"group {number}", put),
+        }
+        for number, (group, parameters) in enumerate(
+            zip(optimizer.param_groups, groups_of(optimizer, names), strict=True)
+        )
+    ]
+    state = {}
+    for parameter in _parameters(optimizer):
+        if parameter in optimizer.state:
+            name, entry = names[parameter], optimizer.state[parameter]
+            state[name] = {key: encode(item, f"{name}.{key}", put) for key, item in entry.items()}
+    return {"type": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class Kept(dict[str, torch.Tensor]):
+    """Tensors found among values, by the names that they are given."""
+
+    def put(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        """Keep ``tensor``; see `values.Put`."""
+        check_savable(path, tensor)
+        name = path
+        while name in self:
+            name += "'"
+        self[name] = tensor
+        said: dict[str, Any] = {KIND: TENSOR, "name": name}
+        if not tensor.is_contiguous() and is_dense(tensor):
+            said["stride"] = list(tensor.stride())
+        if tensor.dtype == torch.complex128:
+            said["pairs"] = True
+        if tensor.device.type != "cpu":
+            said["device"] = tensor.device.type
+        return said

@@ -1,0 +1,145 @@
+"""Loading: from a directory, verified as a whole, into live tensors in place.
+
+Everything that can be wrong with a checkpoint, or between it and the run that asks for it, is found
+before any training state is touched: sizes and checksums of all files by `opened`, names, shapes,
+dtypes, groups and values by `matching`. What can fail from then on is the disk, or an object of the
+user's that does not take its state.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.runtime.checkpoints import randomness
+from dynoffload.runtime.checkpoints.contents import names_of, stateful_modules, tensors_of
+from dynoffload.runtime.checkpoints.matching import (
+    OptimizerPlan,
+    is_tensor_like,
+    match_extra,
+    match_model,
+    match_optimizer,
+    place_of,
+)
+from dynoffload.runtime.checkpoints.opened import Opened, Stored, opened
+from dynoffload.runtime.checkpoints.saving import state_of
+from dynoffload.runtime.checkpoints.tensors import Memory
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    directory: str | os.PathLike[str],
+    *,
+    extra: Mapping[str, Any] | None,
+    memory: Memory,
+    prepare: Callable[[], None],
+) -> None:
+    """Load; see `calls.load_checkpoint`.
+
+    Args:
+        model, optimizer, directory, extra: as there.
+        memory: where their tensors live.
+        prepare: called when all is verified, before anything is touched: from then on tensors have
+            memory, and no update is pending.
+    """
+    extra = extra or {}
+    for name, thing in extra.items():
+        state_of(name, thing)  # refuses what has none
+    with opened(directory) as checkpoint:
+        with checkpoint.sound("content"):
+            match_model(checkpoint, model)
+            plan = None if optimizer is None else match_optimizer(checkpoint, model, optimizer)
+            states = match_extra(checkpoint, extra)
+            of_modules = checkpoint.decode("extra", checkpoint.said.module_state)
+            random = {k: checkpoint.decode("extra", v) for k, v in checkpoint.said.random.items()}
+            randomness.check(random)
+        if optimizer is not None and (unused := checkpoint.said.extra.keys() - extra.keys()):
+            logger.warning(
+                "checkpoint %s also has the state of %s, which is not loaded: pass extra= to go on "
+                "as the run would have",
+                checkpoint.path,
+                ", ".join(sorted(unused)),
+            )
+        prepare()
+        try:
+            for name, thing in extra.items():
+                if isinstance(thing, torch.Generator):
+                    thing.set_state(states[name])
+                else:
+                    thing.load_state_dict(states[name])
+            for name, module in stateful_modules(model).items():
+                module.set_extra_state(of_modules[name])
+            _fill_model(checkpoint, model, memory)
+            if optimizer is not None and plan is not None:
+                _fill_optimizer(checkpoint, plan, model, optimizer, memory)
+            randomness.restore(random)
+        except (OSError, EOFError) as error:
+            if isinstance(error, DynOffloadError):
+                raise
+            raise CheckpointError(
+                getattr(error, "errno", None) or errno.EIO,
+                f"reading checkpoint {checkpoint.path} has failed half-way ({error}): the model is "
+                "partly loaded; load it again, or another, before training goes on",
+            ) from error
+    logger.info("loaded checkpoint %s", checkpoint.path)
+
+
+def _fill_model(checkpoint: Opened, model: nn.Module, memory: Memory) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    for name, tensor in tensors_of(model)[0].items():
+        checkpoint.read(place_of(checkpoint, name), tensor, memory)
+
+
+@torch.no_grad()
+def _fill_optimizer(
+    checkpoint: Opened, plan: OptimizerPlan, model: nn.Module, optimizer: Optimizer, memory: Memory
+) -> None:
+    names = names_of(model)
+    for group, values in zip(optimizer.param_groups, plan.groups, strict=True):
+        for key, value in values.items():
+            if is_tensor_like(group.get(key), value):
+                group[key].copy_(value)  # a scheduler, or a compiled step, may hold it
+            else:
+                group[key] = value
+        for parameter in group["params"]:
+            entry = plan.state.get(names[parameter])
+            if entry is None:
+                optimizer.state.pop(parameter, None)
+            else:
+                _fill_state(checkpoint, entry, parameter, optimizer, memory)
+
+
+def _fill_state(
+    checkpoint: Opened,
+    entry: dict[str, Any],
+    parameter: nn.Parameter,
+    optimizer: Optimizer,
+    memory: Memory,
+) -> None:
+    live = optimizer.state.get(parameter, {})
+    state = {}
+    for key, item in entry.items():
+        if not isinstance(item, Stored):
+            state[key] = item
+        elif item.fits(live.get(key)):
+            state[key] = live[key]
+        else:
+            state[key] = item.empty(parameter.device)
+    del live
+    optimizer.state[parameter] = state
+    memory.adopt(parameter)  # before it has content, so that no more than a piece is outside
+    for key, item in entry.items():
+        if isinstance(item, Stored):
+            checkpoint.read(item.place, state[key], memory)

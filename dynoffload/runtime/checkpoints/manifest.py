@@ -1,0 +1,122 @@
+"""``checkpoint.json``: what a checkpoint is, and every other file with its size and checksum.
+
+A directory without it is no checkpoint. The checksums find what disks and copies damage; they are
+no signature.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynoffload.errors import CheckpointError
+
+NAME = "checkpoint.json"
+_FORMAT = "dynoffload checkpoint"
+_VERSION = 1
+_MAGIC = f'{{\n "format": "{_FORMAT}"'.encode()
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file must be: its bytes and their CRC-32."""
+
+    nbytes: int
+    crc32: int
+
+    @staticmethod
+    def of(data: bytes) -> File:
+        """Return what a file of these bytes must be."""
+        return File(len(data), zlib.crc32(data))
+
+
+@dataclass
+class Manifest:
+    """What `checkpoint.json` says; values are encoded by `values`.
+
+    Attributes:
+        files: every other file of the checkpoint, by name.
+        tied: further names of tensors -> the name under which they are kept.
+        module_state: names of ``get_extra_state`` -> its value.
+        optimizer: type, groups and state; None if there is no optimizer.
+        extra: what else was given to keep: name -> type and state.
+        random: the state of the random number generators.
+        written_by: versions, for people.
+    """
+
+    files: dict[str, File] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    module_state: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
+    written_by: dict[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content."""
+        content = {
+            "written_by": self.written_by,
+            "files": {
+                name: {"bytes": file.nbytes, "crc32": file.crc32}
+                for name, file in self.files.items()
+            },
+            "tied": self.tied,
+            "module_state": self.module_state,
+            "optimizer": self.optimizer,
+            "extra": self.extra,
+            "random": self.random,
+        }
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "crc32": _checksum(content),
+            "content": content,
+        }
+        return json.dumps(document, indent=1, allow_nan=False).encode()
+
+    @staticmethod
+    def of(data: bytes, place: str) -> Manifest:
+        """Read the content of the file at ``place``.
+
+        Raises:
+            CheckpointError: it is foreign, damaged, or of a newer version.
+        """
+        remedy = "load another checkpoint"
+        try:
+            document = json.loads(data)
+            form, version = document["format"], document["version"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{place} is damaged or foreign ({error}): {remedy}") from error
+        if form != _FORMAT:
+            raise CheckpointError(f"{place} is not of dynoffload: {remedy}")
+        if version != _VERSION:
+            raise CheckpointError(
+                f"{place} is of format {version!r:.20} and this dynoffload reads {_VERSION}: read "
+                "it with the version that wrote it, or a later one"
+            )
+        try:
+            content = document["content"]
+            if document["crc32"] != _checksum(content):
+                raise ValueError("its checksum differs")
+            files = {
+                name: File(int(file["bytes"]), int(file["crc32"]))
+                for name, file in content["files"].items()
+            }
+            manifest = Manifest(files=files, **{k: v for k, v in content.items() if k != "files"})
+            for name in ("tied", "module_state", "extra", "random", "written_by"):
+                if not isinstance(getattr(manifest, name), dict):
+                    raise TypeError(f"{name} is no object")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{place} is damaged ({error}): {remedy}") from error
+        return manifest
+
+
+def is_manifest(first_bytes: bytes) -> bool:
+    """Return whether a file that begins so was written here, whole or not."""
+    return first_bytes.startswith(_MAGIC)
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content).encode())

@@ -1,0 +1,197 @@
+"""A checkpoint that is open for reading: every file whole, none unpickled.
+
+Files are opened by way of one directory and stay open, so a save that replaces that directory
+meanwhile changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.runtime.checkpoints import manifest, shards
+from dynoffload.runtime.checkpoints.directory import OURS, located, target_of
+from dynoffload.runtime.checkpoints.manifest import File, Manifest
+from dynoffload.runtime.checkpoints.shards import Place
+from dynoffload.runtime.checkpoints.tensors import Buffer, Memory, Ordinary
+from dynoffload.runtime.checkpoints.values import decode
+from dynoffload.runtime.store import is_dense
+
+_MALFORMED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,  # torch's, and of recursion
+    EOFError,
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor among values: where its bytes are, and how it lay in memory."""
+
+    place: Place
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: str
+
+    def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return a tensor like it, without content; on ``device`` if it was not on the CPU."""
+        place = "cpu" if self.device == "cpu" else device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
+
+    def fits(self, tensor: Any) -> bool:
+        """Return whether its bytes may be read into ``tensor``."""
+        return (
+            isinstance(tensor, torch.Tensor)
+            and (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape)
+            and tensor.stride() == self.stride
+            and (tensor.device.type == "cpu") == (self.device == "cpu")
+        )
+
+
+class Opened:
+    """A checkpoint whose files have the sizes and checksums that its manifest says.
+
+    Attributes:
+        path: of the directory.
+        said: the manifest.
+        tensors: of each set (``model``, ``optimizer``, ``extra``), by name.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], stack: contextlib.ExitStack) -> None:
+        self.path = target_of(directory)
+        self.tensors: dict[str, dict[str, Place]] = {"model": {}, "optimizer": {}, "extra": {}}
+        self._stack, self._buffer = stack, Buffer()
+        place = located(self.path)
+        try:
+            self._directory = self._open(str(place), os.O_DIRECTORY, None)
+            data = self._content(manifest.NAME)
+            self.said = Manifest.of(data, str(self.path / manifest.NAME))
+            for name, file in self.said.files.items():
+                self._check(name, file)
+        except OSError as error:
+            if isinstance(error, DynOffloadError):
+                raise
+            raise CheckpointError(
+                error.errno or errno.EIO, f"cannot read checkpoint {self.path}: {self._why(error)}"
+            ) from error
+
+    def _open(self, name: str, flags: int, directory: int | None) -> int:
+        flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(name, flags, dir_fd=directory)
+        self._stack.callback(os.close, fd)
+        return fd
+
+    def _content(self, name: str) -> bytes:
+        fd = self._open(name, 0, self._directory)
+        data = bytearray(os.fstat(fd).st_size)
+        with self.sound(name):
+            shards.read_exactly(fd, memoryview(data), 0)
+        return bytes(data)
+
+    def _why(self, error: OSError) -> str:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR) and self.path.is_dir():
+            if (self.path / manifest.NAME).exists():
+                return f"it lacks file {error.filename!r}; load another"
+            return (
+                f"it has no {manifest.NAME}, so no save of dynoffload made it; weights alone are "
+                "read by model.load_state_dict or dynoffload.materialize"
+            )
+        if error.errno == errno.ENOENT:
+            return "there is none; name the directory that was saved to"
+        return f"{error.strerror or error}; check that disk, or load another"
+
+    def _check(self, name: str, file: File) -> None:
+        if not OURS.fullmatch(name):
+            raise CheckpointError(f"checkpoint {self.path} names a foreign file {name!r}")
+        fd = self._open(name, 0, self._directory)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != file.nbytes:
+            raise CheckpointError(
+                f"{self.path / name} has {found.st_size} bytes, and {file.nbytes} were saved: "
+                "load another checkpoint"
+            )
+        with self.sound(name):
+            if shards.checksum_of(fd, file.nbytes, self._buffer) != file.crc32:
+                raise ValueError("its checksum is not that of what was saved")
+            if name.endswith(".safetensors"):
+                known = self.tensors[name.split("-")[0].split(".")[0]]
+                head = shards.read_head(fd, name, file.nbytes)
+                if twice := known.keys() & head.keys():
+                    raise ValueError(f"tensor {min(twice)!r} is in two files")
+                known.update(head)
+
+    @contextlib.contextmanager
+    def sound(self, what: str) -> Iterator[None]:
+        """Say of what is malformed in ``what`` that it is.
+
+        Raises:
+            CheckpointError: in place of what was raised.
+        """
+        try:
+            yield
+        except DynOffloadError:
+            raise
+        except _MALFORMED as error:
+            raise CheckpointError(
+                f"{what} of checkpoint {self.path} is damaged ({error}): load another checkpoint"
+            ) from error
+
+    def stored(self, family: str, said: dict[str, Any]) -> Stored:
+        """Return the tensor that a value stands for.
+
+        Raises:
+            ValueError, KeyError, TypeError, RuntimeError: there is none like that.
+        """
+        place = self.tensors[family][said["name"]]
+        dtype, shape = shards.dtype_of(place.kind), place.kind.shape
+        if said.get("pairs", False):
+            if dtype != torch.float64 or shape[-1:] != (2,):
+                raise ValueError(f"tensor {said['name']!r} is of no complex numbers")
+            dtype, shape = torch.complex128, shape[:-1]
+        usual = torch.empty(shape, dtype=dtype, device="meta")
+        stride = tuple(said.get("stride", usual.stride()))
+        if stride != usual.stride():
+            if len(stride) != len(shape):
+                raise ValueError(f"tensor {said['name']!r} has {len(stride)} strides")
+            if not is_dense(torch.empty_strided(shape, stride, device="meta")):
+                raise ValueError(f"tensor {said['name']!r} has gaps")
+        return Stored(place, dtype, shape, stride, str(said.get("device", "cpu")))
+
+    def read(self, place: Place, tensor: torch.Tensor, memory: Memory) -> None:
+        """Fill ``tensor`` in place."""
+        shards.read(place, tensor, memory, self._buffer)
+
+    def decode(self, family: str, value: Any) -> Any:
+        """Return what was encoded, with its tensors."""
+
+        def get(said: dict[str, Any]) -> torch.Tensor:
+            stored = self.stored(family, said)
+            tensor = stored.empty()
+            self.read(stored.place, tensor, Ordinary())
+            return tensor
+
+        return decode(value, get)
+
+
+@contextlib.contextmanager
+def opened(directory: str | os.PathLike[str]) -> Iterator[Opened]:
+    """Open a checkpoint and verify its files.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing, damaged, foreign or of a new version.
+    """
+    with contextlib.ExitStack() as stack:
+        yield Opened(directory, stack)

@@ -1,0 +1,237 @@
+"""Safetensors files, written and read as a stream.
+
+A file is eight bytes with the length of the header, the header in JSON, and the bytes of the
+tensors without a gap (https://huggingface.co/docs/safetensors). A set of tensors that is larger
+than a shard may be goes to several, as Hugging Face names and fills them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from dynoffload.errors import CheckpointError
+from dynoffload.runtime.checkpoints.tensors import Buffer, Memory, pieces
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_LENGTH = 8  # bytes that say how long the header is
+_LONGEST_HEADER = 100_000_000  # what safetensors reads
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is compared of a tensor: its dtype, as safetensors names it, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of content."""
+        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def kind_of(name: str, tensor: torch.Tensor) -> Kind:
+    """Return the kind under which ``tensor`` is kept.
+
+    Raises:
+        CheckpointError: safetensors has no such dtype.
+    """
+    shape = tuple(tensor.shape)
+    if tensor.dtype == torch.complex128:  # safetensors has no name for it: pairs, of the same bytes
+        return Kind("F64", (*shape, 2))
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"tensor {name!r} is of {tensor.dtype}, for which safetensors has no name: convert it "
+            "to another dtype"
+        )
+    return Kind(dtype, shape)
+
+
+def dtype_of(kind: Kind) -> torch.dtype:
+    """Return torch's dtype of a tensor of ``kind``."""
+    return _DTYPES[kind.dtype]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file to be written: its name, its tensors in their order, and its first bytes."""
+
+    file: str
+    tensors: dict[str, torch.Tensor]
+    head: bytes
+    nbytes: int
+
+
+def shards_of(stem: str, tensors: Mapping[str, torch.Tensor], limit: int) -> list[Shard]:
+    """Divide ``tensors`` over files of about ``limit`` bytes of content; a larger tensor has one of
+    its own."""
+    kinds = {name: kind_of(name, tensor) for name, tensor in tensors.items()}
+    parts: list[list[str]] = []
+    filled = 0
+    for name, kind in kinds.items():
+        if not parts or (filled + kind.nbytes > limit and filled):
+            parts.append([])
+            filled = 0
+        parts[-1].append(name)
+        filled += kind.nbytes
+    shards = []
+    for at, names in enumerate(parts):
+        file = f"{stem}.safetensors"
+        if len(parts) > 1:
+            file = f"{stem}-{at + 1:05d}-of-{len(parts):05d}.safetensors"
+        # The widest elements first: so each tensor lies at a multiple of the size of its elements.
+        names.sort(key=lambda name: -_DTYPES[kinds[name].dtype].itemsize)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            begin, end = end, end + kinds[name].nbytes
+            header[name] = {
+                "dtype": kinds[name].dtype,
+                "shape": kinds[name].shape,
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _LENGTH)
+        if len(text) > _LONGEST_HEADER:
+            raise CheckpointError(
+                f"{file} would need a header of {len(text)} bytes, and safetensors reads at most "
+                f"{_LONGEST_HEADER}: pass a smaller max_shard_size"
+            )
+        head = len(text).to_bytes(_LENGTH, "little") + text
+        shards.append(Shard(file, {name: tensors[name] for name in names}, head, len(head) + end))
+    return shards
+
+
+def index_of(shards: list[Shard]) -> bytes:
+    """Return the file that says which shard has which tensor."""
+    total = sum(shard.nbytes - len(shard.head) for shard in shards)
+    weights = {name: shard.file for shard in shards for name in shard.tensors}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data``, in as many calls as it takes."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+@torch.no_grad()
+def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer) -> int:
+    """Write ``shard``, and return the checksum of its bytes."""
+    write_all(fd, shard.head)
+    checksum = zlib.crc32(shard.head)
+    for tensor in shard.tensors.values():
+        for piece in pieces(tensor.detach()):
+            with memory.held(piece):
+                buffer.like(piece).copy_(piece)
+            data = buffer.bytes(piece.numel() * piece.element_size())
+            checksum = zlib.crc32(data, checksum)
+            write_all(fd, data)
+    return checksum
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a file has a tensor's bytes, and what they are."""
+
+    fd: int
+    file: str
+    start: int
+    kind: Kind
+
+
+def read_head(fd: int, file: str, size: int) -> dict[str, Place]:
+    """Return the tensors of a safetensors file.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is malformed.
+    """
+    length = int.from_bytes(os.pread(fd, _LENGTH, 0), "little")
+    if size < _LENGTH + length or length > _LONGEST_HEADER:
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    header = json.loads(os.pread(fd, length, _LENGTH))
+    header.pop("__metadata__", None)
+    found, end = {}, 0
+    for name, said in header.items():
+        kind = Kind(str(said["dtype"]), tuple(said["shape"]))
+        if kind.dtype not in _DTYPES or any(type(n) is not int or n < 0 for n in kind.shape):
+            raise ValueError(f"tensor {name!r} of unknown dtype or shape")
+        if said["data_offsets"] != [end, end + kind.nbytes]:
+            raise ValueError(f"tensor {name!r} is not where it should be")
+        found[name] = Place(fd, file, _LENGTH + length + end, kind)
+        end += kind.nbytes
+    if _LENGTH + length + end != size:
+        raise ValueError(f"its tensors end at byte {_LENGTH + length + end} of {size}")
+    return found
+
+
+def read_exactly(fd: int, into: memoryview, start: int) -> None:
+    """Fill ``into`` from byte ``start`` of a file on.
+
+    Raises:
+        EOFError: the file is shorter.
+    """
+    while into:
+        count = os.preadv(fd, [into], start)
+        if not count:
+            raise EOFError("the file is shorter than it was")
+        into, start = into[count:], start + count
+
+
+@torch.no_grad()
+def read(place: Place, tensor: torch.Tensor, memory: Memory, buffer: Buffer) -> None:
+    """Fill ``tensor``, of the kind at ``place``, in place."""
+    start = place.start
+    for piece in pieces(tensor.detach()):
+        data = buffer.bytes(piece.numel() * piece.element_size())
+        read_exactly(place.fd, data, start)
+        start += len(data)
+        with memory.held(piece):
+            piece.copy_(buffer.like(piece))
+
+
+def checksum_of(fd: int, size: int, buffer: Buffer) -> int:
+    """Return the checksum of the first ``size`` bytes of a file.
+
+    Raises:
+        EOFError: the file is shorter.
+    """
+    checksum = start = 0
+    while start < size:
+        data = buffer.bytes(size - start)
+        read_exactly(fd, data, start)
+        checksum = zlib.crc32(data, checksum)
+        start += len(data)
+    return checksum

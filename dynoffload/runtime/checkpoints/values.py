@@ -1,0 +1,165 @@
+"""What is not a tensor, as JSON: hyperparameters, step counts, the state of a scheduler.
+
+Every type comes back as itself, every float bit for bit. Tensors within a nest of values go to
+whoever keeps them and leave their name behind. A value that JSON cannot say is refused: the way out
+would be pickle, and what is unpickled can run code.
+
+What JSON has no word for is an object with a key ``"$"``, its kind.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynoffload.errors import CheckpointError
+
+Put = Callable[[str, torch.Tensor], dict[str, Any]]
+Get = Callable[[dict[str, Any]], torch.Tensor]
+
+KIND = "$"
+TENSOR = "tensor"
+_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "tuple": tuple,
+    "size": torch.Size,
+    "set": set,
+}
+_MAPPINGS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda pairs: Counter(dict(pairs)),
+}
+_KINDS: dict[type, str] = {
+    tuple: "tuple",
+    torch.Size: "size",
+    set: "set",
+    OrderedDict: "ordered",
+    Counter: "counter",
+}
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether an encoded value stands for a tensor."""
+    return isinstance(value, dict) and value.get(KIND) == TENSOR
+
+
+def encode(value: Any, path: str, put: Put) -> Any:
+    """Return ``value`` as what JSON can say.
+
+    Args:
+        value: numbers, texts, tensors, numpy's, and lists, tuples, sets and dicts of such.
+        path: what an error calls it.
+        put: keeps a tensor found at a path, and returns its object of kind ``"tensor"``.
+
+    Raises:
+        CheckpointError: naming what cannot be said.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {KIND: "float", "value": str(value)}
+    if kind is complex:
+        parts = [encode(part, path, put) for part in (value.real, value.imag)]
+        return {KIND: "complex", "parts": parts}
+    if kind is bytes:
+        return {KIND: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        return put(path, value)
+    if kind is torch.dtype:
+        return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {KIND: "device", "name": str(value)}
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
+        raw = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)
+        kept = put(path, raw[: value.nbytes])
+        scalar = isinstance(value, np.generic)
+        return {
+            KIND: "numpy",
+            "dtype": value.dtype.str,
+            "shape": None if scalar else list(value.shape),
+            "bytes": kept,
+        }
+    if kind is list:
+        return [encode(item, f"{path}.{at}", put) for at, item in enumerate(value)]
+    if kind in (tuple, torch.Size, set):
+        items = [encode(item, f"{path}.{at}", put) for at, item in enumerate(value)]
+        return {KIND: _KINDS[kind], "items": items}
+    if kind is dict and KIND not in value and all(type(key) is str for key in value):
+        return {key: encode(item, f"{path}.{key}", put) for key, item in value.items()}
+    if kind in (dict, OrderedDict, Counter):
+        pairs = [
+            [encode(key, f"{path} (a key)", put), encode(item, f"{path}.{key}", put)]
+            for key, item in value.items()
+        ]
+        return {KIND: _KINDS.get(kind, "dict"), "items": pairs}
+    raise CheckpointError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it "
+        "holds numbers, texts, tensors, numpy arrays, and lists, tuples, sets and dicts of them; "
+        "leave it out of the state, or give the object a state_dict() of such values"
+    )
+
+
+def decode(value: Any, get: Get) -> Any:
+    """Return what `encode` was given.
+
+    Args:
+        value: as it was read.
+        get: returns the tensor for an object of kind ``"tensor"``.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is malformed.
+    """
+    if isinstance(value, list):
+        return [decode(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if KIND not in value:
+        return {key: decode(item, get) for key, item in value.items()}
+    kind = value[KIND]
+    if kind == TENSOR:
+        return get(value)
+    if kind == "float":
+        return _FLOATS[value["value"]]
+    if kind == "complex":
+        return complex(*(decode(part, get) for part in value["parts"]))
+    if kind == "bytes":
+        return base64.b64decode(value["base64"], validate=True)
+    if kind == "dtype":
+        return dtype_of(value["name"])
+    if kind == "device":
+        return torch.device(value["name"])
+    if kind == "numpy":
+        return _array(value, get)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](decode(item, get) for item in value["items"])
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]((decode(k, get), decode(v, get)) for k, v in value["items"])
+    raise ValueError(f"a value of unknown kind {kind!r}")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that torch calls ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
+
+
+def _array(value: dict[str, Any], get: Get) -> Any:
+    dtype = np.dtype(value["dtype"])
+    if dtype.kind not in "biufc":
+        raise ValueError(f"an array of dtype {dtype}")
+    flat = np.frombuffer(get(value["bytes"]).numpy().tobytes(), dtype)
+    return flat[0] if value["shape"] is None else flat.reshape(value["shape"]).copy()
