@@ -94,7 +94,7 @@ def uses_of(*regions: int) -> list[Use]:
     return [Use((region,)) for region in regions]
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
     """Wait until ``condition()`` holds; False if it does not within ``seconds``."""
     until = time.monotonic() + seconds
     while not condition():

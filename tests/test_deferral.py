@@ -306,7 +306,7 @@ def test_a_thread_that_reads_under_the_lock() -> None:
                 pair.step()
         finally:
             stop.set()
-            watcher.join(20)
+            watcher.join(100)
         assert not watcher.is_alive()
     twin.assert_same()
     assert reads
@@ -824,7 +824,7 @@ def test_reads_from_other_threads() -> None:
                 pair.step()
         finally:
             stop.set()
-            watcher.join(20)
+            watcher.join(100)
         assert not watcher.is_alive()
     twin.assert_same()
     assert all(value == value for value in seen)
@@ -849,14 +849,14 @@ def test_an_update_behind_the_back_leaves_the_optimizer_alone(
         def slow(optimizer: Any) -> None:
             if threading.current_thread().name == "dynoffload-guard":
                 begun.set()
-                assert go_on.wait(10)
+                assert go_on.wait(100)
             step(optimizer)
 
         with monkeypatch.context() as patch:
             patch.setattr(updates, "_step", slow)
             watcher = threading.Thread(target=lambda: twin.model.embedding.weight.norm())
             watcher.start()
-            assert begun.wait(10)
+            assert begun.wait(100)
             assert [group["params"] for group in twin.optimizer.param_groups] == groups
             for _, optimizer in pair.both():
                 optimizer.zero_grad()  # must reach the model's gradients, not the update's
@@ -866,8 +866,8 @@ def test_an_update_behind_the_back_leaves_the_optimizer_alone(
             waiting.join(0.2)
             assert waiting.is_alive(), "the state was given out before its update was made"
             go_on.set()
-            watcher.join(10)
-            waiting.join(10)
+            watcher.join(100)
+            waiting.join(100)
             assert not watcher.is_alive()
             assert not waiting.is_alive()
         for _ in range(5):

@@ -689,7 +689,7 @@ def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_p
                     device.acquire([a], pin=True)
                 except SpillError as error:
                     print(error)
-                assert time.monotonic() - start < 20
+                assert time.monotonic() - start < 50  # and not the minute for which room is awaited
             assert sorted(device.resident()) == [b, c]
             refuse(False)
             device.acquire([a])

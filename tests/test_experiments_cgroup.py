@@ -101,7 +101,7 @@ def test_what_still_runs_at_the_end_is_killed() -> None:
         child = subprocess.Popen(group.command(["sleep", "60"]))
         while child.pid not in group.processes():
             assert child.poll() is None
-    assert child.wait(timeout=10) == -signal.SIGKILL
+    assert child.wait(timeout=100) == -signal.SIGKILL
     assert groups() == []
 
 
@@ -123,7 +123,7 @@ def swapping_child(directory: Path) -> subprocess.Popen[str]:
 def test_terminated_it_switches_swap_off(disk: Path) -> None:
     child = swapping_child(disk)
     child.terminate()
-    assert child.wait(timeout=20) == 128 + signal.SIGTERM
+    assert child.wait(timeout=100) == 128 + signal.SIGTERM
     assert list(disk.iterdir()) == []
     assert str(disk) not in Path("/proc/swaps").read_text()
 
@@ -131,7 +131,7 @@ def test_terminated_it_switches_swap_off(disk: Path) -> None:
 def test_what_a_killed_one_left_is_cleared_by_the_next(disk: Path) -> None:
     child = swapping_child(disk)
     child.kill()
-    child.wait(timeout=20)
+    child.wait(timeout=100)
     assert len(list(disk.iterdir())) == 1
     with swap_file(disk, 4 * MiB) as own:
         assert list(disk.iterdir()) == [own]

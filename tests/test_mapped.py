@@ -171,7 +171,7 @@ def test_a_region_wanted_while_it_is_written_stays(
     wanting.start()
     assert eventually(lambda: device._account.holdings[region].pins == 1)
     go.set()
-    wanting.join(20)
+    wanting.join(100)
     assert device.resident() == [region]
     assert device.counters().bytes_in == 0
     assert device.counters().bytes_out == 4 * page

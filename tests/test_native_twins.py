@@ -51,7 +51,7 @@ def read_ahead(device: Pager, region: int) -> None:
     uses = [Use((region,)), Use((region,))]
     schedule = Schedule((Action(0, Kind.FETCH, region),), 0, 0, 0, NextUse(uses))
     device.follow(uses, schedule)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 100
     while device.counters().bytes_in == 0 or region not in device.resident():
         assert time.monotonic() < until
         time.sleep(0.001)

@@ -197,7 +197,7 @@ def test_a_region_released_while_waited_for_leaves_the_counting_right(device: Pa
     thread.start()
     assert eventually(lambda: device.counters().stalls > stalls)
     device.release(a)
-    thread.join(20)
+    thread.join(100)
     assert len(told) == 1
     device.unpin([b, c])
     d = device.allocate(4 * SMALL)
@@ -220,7 +220,7 @@ def test_a_region_discarded_under_its_lock_lets_its_readers_go(device: Pager) ->
     time.sleep(0.05)
     assert seen == []
     device.discard(region)
-    reader.join(20)
+    reader.join(100)
     assert len(seen) == 1
 
 

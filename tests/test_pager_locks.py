@@ -62,7 +62,7 @@ def test_an_access_is_handed_to_the_owner_and_sees_what_he_made(
     assert reader.seen is None
     device.hide([region])
     device.unlock([region])
-    reader.join(20)
+    reader.join(100)
     assert reader.seen in (before + 1, before - 255)
     device.acquire([region])
     assert device.counters().peak_bytes <= device.capacity
@@ -92,7 +92,7 @@ def test_a_region_can_be_locked_and_shown_while_absent(device: Device, region: i
     shown.fill_(3)
     device.hide([region])
     device.unlock([region])
-    reader.join(20)
+    reader.join(100)
     assert reader.seen == 3 * (3 * device.page_bytes - 7)
     assert all(holds(device, other) for other in others)
 
@@ -126,7 +126,7 @@ def test_every_reader_is_woken(device: Device, region: int) -> None:
     assert all(reader.is_alive() for reader in readers)
     device.unlock([region])  # without show: as it was
     for reader in readers:
-        reader.join(20)
+        reader.join(100)
     assert len({reader.seen for reader in readers}) == 1
     assert readers[0].seen is not None
 
@@ -156,7 +156,7 @@ def test_a_locked_region_is_prefetched_but_not_admitted(device: Device, region: 
     assert device.handed(10.0) == region
     assert reader.seen is None
     device.unlock([region])
-    reader.join(20)
+    reader.join(100)
     assert reader.seen is not None
     assert holds(device, region)
 
@@ -176,6 +176,6 @@ def test_whoever_serves_learns_of_the_end(tmp_path: Path) -> None:
         time.sleep(0.05)
         handle, made._handle = made._handle, None
         made._native.pager_close(handle)
-        server.join(20)
+        server.join(100)
         made._spill.close()
     assert answers == [-2]
