@@ -83,7 +83,7 @@ def test_cards_without_a_number_are_left_out() -> None:
 
 def test_one_wait_is_one_wait() -> None:
     card = next(c for c in headlines(log_of(step(0, stalls=1, stall_s=0.1))) if "Wait" in c.label)
-    assert "1 wait per" in card.meaning
+    assert "in 1 wait." in card.meaning
 
 
 def test_waits_count_where_they_begin_and_their_time_where_it_passes_once() -> None:
@@ -105,3 +105,21 @@ def test_regions_are_ranked_by_the_time_they_cost() -> None:
     assert (often.name, often.stalls, often.fetches, often.bytes_in) == ("often", 2, 2, 20)
     assert (once.name, once.stall_s) == ("once", 1.5)
     assert [cost.name for cost in region_costs(log, most=1)] == ["often"]
+
+
+def test_a_trial_on_demand_is_told() -> None:
+    """Steps that fetch nothing ahead between others, or until the end."""
+
+    def run(ahead: str) -> str:
+        rows = [
+            step(number, prefetched_bytes=10 * int(sign), bytes_in=10)
+            for number, sign in enumerate(ahead)
+        ]
+        return verdict(log_of(*rows))
+
+    assert "Steps" not in run("0011111")
+    assert run("0111000001").endswith(
+        "Steps 4 to 8 fetched on demand only: a trial whether fetching ahead pays, which it did."
+    )
+    assert "Steps 3 to 6 fetched on demand only: fetching ahead lost" in run("1110000")
+    assert "Steps" not in run("0000")

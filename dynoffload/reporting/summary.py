@@ -135,7 +135,7 @@ def summarize(log: RunLog, *, warmup: int | None = None) -> RunSummary:
 
 
 def verdict(log: RunLog) -> str:
-    """Return what a reader should take away, in two sentences."""
+    """Return what a reader should take away, in three sentences at most."""
     if not log.steps:
         return (
             "The session ended before its first step was complete; there is nothing to judge yet."
@@ -154,7 +154,33 @@ def verdict(log: RunLog) -> str:
         if share < 0.005
         else f"{share:.1%} of its time was spent waiting for data"
     )
-    return f"{log.model} ran {steps} in {format_seconds(total)} and {kept}; {waiting}."
+    told = f"{log.model} ran {steps} in {format_seconds(total)} and {kept}; {waiting}."
+    return " ".join(filter(None, (told, tried(log))))
+
+
+def tried(log: RunLog) -> str:
+    """Return which steps fetched nothing ahead between others that did, and why, or ""."""
+    ahead = [step.step for step in log.steps if step.prefetched_bytes]
+    between = [
+        step.step
+        for step in log.steps
+        if ahead and ahead[0] < step.step and step.bytes_in and not step.prefetched_bytes
+    ]
+    runs: list[list[int]] = []
+    for step in between:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    spans = [f"{run[0]} to {run[-1]}" for run in runs if len(run) > 1]
+    if not spans:
+        return ""
+    what = (
+        "fetching ahead lost such a trial, and stayed off"
+        if between[-1] > ahead[-1]
+        else "a trial whether fetching ahead pays, which it did"
+    )
+    return f"Steps {', '.join(spans)} fetched on demand only: {what}."
 
 
 def headlines(log: RunLog) -> list[Headline]:
@@ -263,11 +289,14 @@ def region_costs(log: RunLog, most: int = 12) -> list[RegionCost]:
 
 def _waiting_meaning(summary: RunSummary) -> str:
     if summary.stall_s == 0:
-        return "In the median step every region was there before it was needed."
+        return (
+            "Of the time of all steps after warm-up. In the median step every region was there "
+            "before it was needed."
+        )
     return (
+        f"Of the time of all steps after warm-up. The median step stood still for "
         f"{format_seconds(summary.stall_s)} in {summary.stalls:.0f} "
-        f"wait{'' if summary.stalls == 1 else 's'} per median step, in which the step stood still. "
-        "Hooks and copies are not in it."
+        f"wait{'' if summary.stalls == 1 else 's'}. Hooks and copies are not in it."
     )
 
 
