@@ -59,10 +59,14 @@ def live(
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return model(x).float().square().mean()
 
+    def descend(loss: Tensor, **options: Any) -> None:
+        if loss.requires_grad:  # else no weight was met
+            loss.backward(**options)
+
     if day in ("error in forward", "error in backward"):
         model.fail = day.rsplit(" ", 1)[1]
         with contextlib.suppress(Stop):
-            loss_of(x).backward()
+            descend(loss_of(x))
         model.fail = ""
         optimizer.zero_grad()
     if day == "evaluation":
@@ -75,7 +79,7 @@ def live(
         seen.append(copy.deepcopy(optimizer.state_dict()["state"]))
     if day == "state loaded":
         state, its = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-        loss_of(x).backward()
+        descend(loss_of(x))
         optimizer.step()
         optimizer.zero_grad()
         model.load_state_dict(state)
@@ -85,19 +89,18 @@ def live(
             for parameter in model.parameters():
                 parameter.mul_(0.99)
     loss = loss_of(x)
-    if day == "gradient penalty" and not autocast:
+    if day == "gradient penalty" and not autocast and loss.requires_grad:
         weights = [layer.weight for layer in model.layers]
         found = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
         loss = loss + sum(
             (g.square().sum() for g in found if g is not None and g.requires_grad),
             start=torch.zeros(()),
         )
-    if loss.requires_grad:
-        loss.backward(retain_graph=day == "retained")
-        if day == "retained":
-            loss.backward()
-        if day == "two backwards":
-            loss_of(x * 2).backward()
+    descend(loss, retain_graph=day == "retained")
+    if day == "retained":
+        descend(loss)
+    if day == "two backwards":
+        descend(loss_of(x * 2))
     seen.append(loss.detach())
     if day == "gradients read":
         seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
