@@ -84,6 +84,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "moe":
+        return importlib.import_module("dynoffload.moe")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'dynoffload' has no attribute {name!r}")

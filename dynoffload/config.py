@@ -46,6 +46,8 @@ class OffloadConfig:
             takes the largest that pads the parameters little and leaves the pool 40 pages.
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
             of 1 MiB and 1/256 of the budget.
+        slices: page parameters that hold one matrix for each of several experts by expert, where
+            the optimizer treats every element by itself.
         step_aside: leave paging off while a step's measured peak fits the budget.
         io_threads: threads that read and write the spill file, 1 to 16.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
@@ -61,6 +63,7 @@ class OffloadConfig:
     draft_share: float = 0.5
     page_bytes: int | None = None
     min_paged_bytes: int | None = None
+    slices: bool = True
     step_aside: bool = True
     io_threads: int = 4
     heap_slack_bytes: int = 512 * MiB

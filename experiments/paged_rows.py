@@ -32,6 +32,7 @@ from dynoffload.experiments.workers import (
     median_stat,
     worker,
 )
+from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.limits import available_bytes
 from dynoffload.pilot.progress import Report
 from dynoffload.units import MiB, format_bytes, format_seconds
@@ -52,6 +53,7 @@ class Variant:
         tokens: tokens per step as a share of the experiment's.
         config: options of `dynoffload.OffloadConfig`.
         pilot: see `Spec`.
+        network: see `Spec`.
     """
 
     key: str
@@ -59,11 +61,12 @@ class Variant:
     tokens: float = 1.0
     config: dict[str, Any] = field(default_factory=dict)
     pilot: str | None = "auto"
+    network: str = "moe"
 
     @property
-    def group(self) -> tuple[str, float]:
+    def group(self) -> tuple[str, str, float]:
         """What it shares with the variants that one plain run stands beside."""
-        return (self.optimizer, self.tokens)
+        return (self.network, self.optimizer, self.tokens)
 
 
 MAIN = "main"
@@ -73,6 +76,7 @@ VARIANTS: dict[str, Variant] = {
     "on_demand": Variant("on_demand", config={"policy": "on-demand"}, pilot=None),
     "foreach": Variant("foreach", optimizer="foreach"),
     "tokens_512": Variant("tokens_512", tokens=0.5),
+    "fused": Variant("fused", network=FUSED),
 }
 """By the name that ``--rows`` takes."""
 
@@ -99,7 +103,7 @@ class Plan:
         tokens = int(self.tokens * variant.tokens)
         length = min(_ROW_LENGTH, tokens)
         return Spec(
-            "moe",
+            variant.network,
             self.preset,
             shape={"rows": max(1, tokens // length), "length": length},
             optimizer=variant.optimizer,

@@ -154,6 +154,7 @@ def test_paged_puts_each_variant_under_its_key(
         (["", "mapped", "on_demand"], "fused", 1024),
         (["foreach"], "foreach", 1024),
         (["tokens_512"], "fused", 512),
+        (["fused"], "fused", 1024),
     ]
     assert json.loads(path.read_text()).keys() == nested | {"key"}
 

@@ -49,6 +49,7 @@ class Holding:
         nbytes: bytes of content.
         stamp: last use, for LRU.
         content: the file or memory may hold bytes of its own.
+        cleared: the file holds zeros, unless somebody has written since without notice.
         pins: holds it in memory.
         queued: somebody waits, and its fetch has not begun.
         waited_since: when somebody began to wait.
@@ -65,6 +66,7 @@ class Holding:
     stamp: int
     state: State = State.ABSENT
     content: bool = False
+    cleared: bool = False
     pins: int = 0
     queued: bool = False
     waited_since: float | None = None

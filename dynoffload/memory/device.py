@@ -93,11 +93,34 @@ class Device(Protocol):
             SpillError: the spill file cannot grow.
         """
 
+    def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
+        """Return ``count`` new regions of ``nbytes`` whose addresses follow one another.
+
+        Args:
+            count: at least one.
+            nbytes: of each, a multiple of `page_bytes`.
+            extra: as for `allocate`.
+
+        Raises:
+            BudgetError: a region alone is larger than the pool.
+            SpillError: the spill file cannot grow.
+        """
+
+    def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
+        """Return the storage over a whole row, beside those of its regions."""
+
     def release(self, region: int) -> None:
-        """End a region; its bytes are forgotten."""
+        """End a region; its bytes are forgotten. The regions of a row end together."""
 
     def discard(self, region: int) -> None:
         """Forget a region's bytes; it stays, without content."""
+
+    def clear(self, regions: Sequence[int]) -> None:
+        """Let regions hold zeros, which takes no fast memory and moves no byte."""
+
+    def is_clear(self, regions: Sequence[int]) -> list[bool]:
+        """Return of each region whether nobody can have written to it since it was cleared; in
+        doubt it is not clear."""
 
     def storage(self, region: int) -> torch.UntypedStorage:
         """Return the storage whose bytes are the region's; the same address for life."""

@@ -109,6 +109,23 @@ class MappedFile(Places):
         with self._account.mutex:
             self._transfers.forget(self._account.holdings[region])
 
+    def clear(self, regions: Sequence[int]) -> None:
+        """See `Device.clear`.
+
+        Raises:
+            SpillError: zeros cannot be written where the file system keeps none unwritten.
+        """
+        account = self._account
+        with account.mutex:
+            for region in regions:
+                self._transfers.clear(account.holdings[region])
+
+    def is_clear(self, regions: Sequence[int]) -> list[bool]:
+        """See `Device.is_clear`."""
+        account = self._account
+        with account.mutex:
+            return [self._transfers.is_clear(account.holdings[region]) for region in regions]
+
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
@@ -290,6 +307,7 @@ class MappedFile(Places):
         self._closed = True
         self._transfers.stop()
         self._storages.clear()
+        self._rows.clear()
         self._mapping.close()
         self._spill.close()
 

@@ -208,6 +208,26 @@ class Mapping:
             self.write_back(offset, nbytes)
             self.drop(offset, nbytes)
 
+    def clear(self, offset: int, nbytes: int) -> None:
+        """Let a range hold zeros; see [Note: no content].
+
+        Raises:
+            OSError: the file system keeps no zeros unwritten, and those written were refused.
+        """
+        try:
+            _check(self._libc.fallocate(self._fd, _ZERO_RANGE_KEEP_SIZE, offset, nbytes))
+        except OSError:
+            ctypes.memset(self.address + offset, 0, nbytes)
+            self.write_back(offset, nbytes)
+            self.drop(offset, nbytes)
+
+    def holds_data(self, offset: int, nbytes: int) -> bool:
+        """Return whether a range may hold anything but zeros that were never written."""
+        try:
+            return os.lseek(self._fd, offset, os.SEEK_DATA) < offset + nbytes
+        except OSError as error:
+            return error.errno != errno.ENXIO  # no data from there on
+
     def cached(self, offset: int, nbytes: int) -> int:
         """Return how many bytes of a range are in memory, wanted or read ahead."""
         found = self._stat(offset, nbytes)

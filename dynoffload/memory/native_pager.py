@@ -85,6 +85,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_set_reserve": (None, (_P, _U32)),
     "pager_create": (_INT, (_P, _U32, _U32, _U32, _U64, _I64)),
     "pager_discard": (None, (_P, _U32)),
+    "pager_clear": (None, (_P, _P, _U32)),
+    "pager_is_clear": (None, (_P, _P, _U32, _P)),
     "pager_release": (None, (_P, _U32)),
     "pager_set_patience": (None, (_P, _U32)),
     "pager_acquire": (_INT, (_P, _P, _U32, _INT, _P)),

@@ -120,6 +120,17 @@ class Pager(Places):
         """See `Device.discard`."""
         self._native.pager_discard(self._handle, region)
 
+    def clear(self, regions: Sequence[int]) -> None:
+        """See `Device.clear`."""
+        ids = _ids(regions)
+        self._native.pager_clear(self._handle, ids, len(ids))
+
+    def is_clear(self, regions: Sequence[int]) -> list[bool]:
+        """See `Device.is_clear`."""
+        ids, answers = _ids(regions), (ctypes.c_uint8 * len(regions))()
+        self._native.pager_is_clear(self._handle, ids, len(ids), answers)
+        return [bool(answer) for answer in answers]
+
     # Residency
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
@@ -349,6 +360,7 @@ class Pager(Places):
         """See `Device.close`."""
         if self._handle and os.getpid() == self._process:
             self._storages.clear()
+            self._rows.clear()
             self._native.pager_close(self._handle)
             self._spill.close()
         self._handle = None

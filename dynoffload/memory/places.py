@@ -62,6 +62,7 @@ class Places(ABC):
         self._places: dict[int, Place] = {}
         self._owners = np.full(1024, -1, dtype=np.int32)  # region of each arena page
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._rows: dict[int, torch.UntypedStorage] = {}  # first region of a row -> its storage
         # A twin ends with its region: the content of each may lie in the other's place of the file.
         self._twins: dict[int, int] = {}
         self._extra: set[int] = set()  # regions on top of what the file was made for
@@ -89,6 +90,18 @@ class Places(ABC):
         """See `Device.allocate`."""
         if nbytes < 1:
             raise ValueError(f"a region has at least one byte, not {nbytes}")
+        return self._allocate(1, nbytes, extra=extra)[0]
+
+    def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
+        """See `Device.allocate_row`."""
+        if count < 1 or nbytes < 1 or nbytes % self.page_bytes:
+            raise ValueError(
+                f"a row has regions of a multiple of {self.page_bytes} bytes, not {count} of "
+                f"{nbytes}"
+            )
+        return self._allocate(count, nbytes, extra=extra)
+
+    def _allocate(self, count: int, nbytes: int, *, extra: bool) -> list[int]:
         pages = self.padded(nbytes) // self.page_bytes
         if pages * self.page_bytes > self.capacity:
             raise BudgetError(
@@ -96,30 +109,37 @@ class Places(ABC):
                 f"{format_bytes(self.capacity)}: raise the budget"
             )
         with self._placing:
-            if not self._free_ids:
+            if len(self._free_ids) < count:
                 raise BudgetError(f"more than {REGIONS} regions are alive: raise min_paged_bytes")
-            page = self._take(pages)
-            region = self._free_ids[-1]
-            place = Place(page, pages, nbytes)
+            first = self._take(count * pages)
+            end = first + count * pages
+            regions = self._free_ids[: -count - 1 : -1]
+            admitted = []
             try:
-                self._spill.grow((page + pages) * self.page_bytes)
+                self._spill.grow(end * self.page_bytes)
                 if extra:
-                    beyond = sum(map(self.size, self._extra)) + pages * self.page_bytes
+                    beyond = sum(map(self.size, self._extra)) + count * pages * self.page_bytes
                     self._spill.grow(self._spill.need + beyond)
-                self._admit(region, place)
-            except (SpillError, MemoryError):
-                self._extents.give(page, pages)
+                for number, region in enumerate(regions):
+                    self._places[region] = place = Place(first + number * pages, pages, nbytes)
+                    self._admit(region, place)
+                    admitted.append(region)
+            except (SpillError, BudgetError, MemoryError):
+                for region in admitted:
+                    self._dismiss(region)
+                for region in regions:
+                    self._places.pop(region, None)
+                self._extents.give(first, count * pages)
                 raise
-            self._free_ids.pop()
-            self._places[region] = place
+            del self._free_ids[-count:]
             if extra:
-                self._extra.add(region)
-            if page + pages > len(self._owners):
-                grown = np.full(2 * (page + pages), -1, dtype=np.int32)
+                self._extra.update(regions)
+            if end > len(self._owners):
+                grown = np.full(2 * end, -1, dtype=np.int32)
                 grown[: len(self._owners)] = self._owners
                 self._owners = grown
-            self._owners[page : page + pages] = region
-            return region
+            self._owners[first:end] = np.repeat(np.array(regions, dtype=np.int32), pages)
+            return regions
 
     def twin(self, region: int) -> int:
         """See `Device.twin`."""
@@ -159,6 +179,7 @@ class Places(ABC):
         with self._placing:
             for one in ending:
                 self._storages.pop(one, None)
+                self._rows.pop(one, None)
                 self._extra.discard(one)
                 place = self._places.pop(one)
                 self._owners[place.page : place.page + place.pages] = -1
@@ -174,6 +195,16 @@ class Places(ABC):
                 storage = self._storages[region] = self._at(place.page, place.nbytes)
             return storage
 
+    def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
+        """See `Device.row_storage`."""
+        with self._placing:
+            storage = self._rows.get(regions[0])
+            if storage is None:
+                nbytes = sum(self._places[region].nbytes for region in regions)
+                page = self._places[regions[0]].page
+                storage = self._rows[regions[0]] = self._at(page, nbytes)
+            return storage
+
     def _at(self, page: int, nbytes: int) -> torch.UntypedStorage:
         memory = (ctypes.c_char * nbytes).from_address(self._base + page * self.page_bytes)
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
@@ -185,8 +216,9 @@ class Places(ABC):
     def retire(self) -> int:
         """See `Device.retire`."""
         with self._placing:
-            storages, self._storages = self._storages, {}
-        held = [storage for storage in storages.values() if users_of(storage) > 1]
+            storages = [*self._storages.values(), *self._rows.values()]
+            self._storages, self._rows = {}, {}
+        held = [storage for storage in storages if users_of(storage) > 1]
         storages.clear()
         if not held:
             self.close()

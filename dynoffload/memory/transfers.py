@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from dynoffload.errors import SpillError
 from dynoffload.memory.account import Account, Holding, State
 from dynoffload.memory.device import Cause, EventKind
 from dynoffload.memory.following import NEVER
@@ -174,7 +175,7 @@ class Transfers:
             if cause is Cause.PLAN:
                 h.prefetched = True
                 account.prefetched_bytes += h.nbytes
-        h.content = True
+        h.content, h.cleared = True, False
         if h.pins:
             account.use(h)
         account.settle(h, State.PRESENT)
@@ -251,11 +252,37 @@ class Transfers:
             finally:
                 if charged:
                     account.discharge(h)
-                h.content = h.busy = False
+                h.content = h.busy = h.cleared = False
                 account.settle(h, State.ABSENT)
         else:
-            h.content = h.busy = False
+            h.content = h.busy = h.cleared = False
             account.settle(h, State.ABSENT)
+
+    def clear(self, h: Holding) -> None:
+        """Let a region hold zeros, which nobody has to read or write.
+
+        Raises:
+            SpillError: the file refuses them.
+        """
+        if self.is_clear(h):
+            return
+        self.forget(h)
+        try:
+            self._mapping.clear(h.offset, h.length)
+        except OSError as error:
+            failure = error.errno or errno.EIO
+            raise SpillError(failure, self._unwritable(h, failure)) from error
+        h.cleared = True
+
+    def is_clear(self, h: Holding) -> bool:
+        """Return whether a region was cleared and no page of it written since."""
+        if not h.cleared or not h.left_alone():
+            return False
+        if self._mapping.cached(h.offset, h.length):  # perhaps only read, or read ahead
+            if self._mapping.modified(h.offset, h.length):
+                return False
+            self._mapping.drop(h.offset, h.length)
+        return not self._mapping.holds_data(h.offset, h.length)
 
     # What nobody announced
 
@@ -267,7 +294,7 @@ class Transfers:
             if h.busy or not h.left_alone():
                 continue  # things have moved on meanwhile
             account.faults += 1
-            h.content = True
+            h.content, h.cleared = True, False
             next_use = account.plan.next_use(h.region)
             while account.free < h.pages and (victim := account.victim(next_use - 1)) is not None:
                 self._evict(victim, Cause.ROOM)

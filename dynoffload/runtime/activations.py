@@ -239,7 +239,8 @@ class Activations:
         if not is_plain(tensor):
             return Kept(self, tensor, bytes_held(tensor))
         storage = tensor.untyped_storage()
-        region = self.device.owner(storage.data_ptr())
+        # Of a row, the region of the first byte that is used; the others come as they are touched.
+        region = self.device.owner(tensor.data_ptr() if tensor.numel() else storage.data_ptr())
         if region >= 0:
             return Borrowed(tensor, region)
         nbytes = storage.nbytes()

@@ -14,6 +14,10 @@ dropped, and the update is made from what was there before. So a draft costs tim
 that always change gradients after backward, as by clipping, are left without drafts for longer and
 longer.
 
+The gradient of a slice of a fused parameter (see `fused`) is taken for complete once its expert has
+been through backward; what else may still be added is a visit of its region, and voids the draft.
+State that is the parameter's as a whole is counted on by `slice_updates`, not here.
+
 Some optimizers write into the gradient while they step (SGD with ``foreach`` and ``nesterov``).
 Nobody may see that before ``step()``. Whether one does depends on which hyperparameters are set, so
 for each combination of these the first draft is made with a copy of the gradient, to see.
@@ -31,6 +35,8 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.device import Device
+from dynoffload.runtime.fused import FusedStore
+from dynoffload.runtime.slicing import keeps_bits
 from dynoffload.runtime.store import Slot, Store, bytes_of, offset_of, view_of
 from dynoffload.runtime.update import Group, Update, same, snapshot
 
@@ -47,7 +53,7 @@ class _Draft:
     """An update made on twins, and what it was made from."""
 
     group: Group
-    gradient: torch.Tensor
+    gradient: torch.Tensor | None  # None for a slice: it is known by its region
     places: list[tuple[Any, ...]]  # where the tensors lie, how, and at which version
     state: dict[str, Any]
     before: dict[str, Any]  # values of the state that is not paged
@@ -63,6 +69,7 @@ class Drafts:
     Args:
         optimizer: the user's.
         store: its parameters' slots.
+        rows: the rows of those that are paged by slices.
         device: a guarded one.
         capacity: bytes of the pool that plans may use.
         share: of the parameters' bytes, 0 to 1, evenly over the network.
@@ -73,13 +80,14 @@ class Drafts:
         self,
         optimizer: Optimizer,
         store: Store,
+        rows: FusedStore,
         device: Device,
         *,
         capacity: int,
         share: float,
         run: Run,
     ) -> None:
-        self._optimizer, self._store, self._device = optimizer, store, device
+        self._optimizer, self._store, self._rows, self._device = optimizer, store, rows, device
         self._capacity, self._share, self._run = capacity, share, run
         self._groups: dict[torch.Tensor, Group] = {}
         self._chosen: dict[Slot, dict[int, int]] = {}
@@ -131,6 +139,10 @@ class Drafts:
         state = dict.get(self._optimizer.state, parameter)
         if slot.shared or parameter not in self._groups or not state:
             return False
+        if slot.fused is not None:
+            return self._rows.holds(slot.fused, state) and keeps_bits(
+                self._groups[parameter], slot.fused.like, slot.fused.count
+            )
         owner = self._device.owner
         return owner(parameter.data_ptr()) == slot.region and all(
             key in state and owner(state[key].data_ptr()) == region
@@ -147,10 +159,12 @@ class Drafts:
     def make(self, slot: Slot) -> None:
         """The gradient of ``slot`` is complete: draft its update, if all it needs is at hand."""
         twins = self._chosen.get(slot)
-        gradient = slot.parameter.grad
-        if twins is None or gradient is None or slot.gradient is None or slot in self._drafts:
+        if twins is None or slot.gradient is None or slot in self._drafts:
             return
-        device = self._device
+        device, whole = self._device, slot.fused is None
+        gradient = slot.parameter.grad if whole else self._part(slot, slot.gradient)
+        if gradient is None:
+            return
         if device.owner(gradient.data_ptr()) != slot.gradient or not self._is_eligible(slot):
             return
         parameter, states = slot.parameter, list(slot.states.values())
@@ -158,6 +172,10 @@ class Drafts:
         paged = slot.states.keys()
         before = {key: _clone(value) for key, value in state.items() if key not in paged}
         own = {k: v if k in paged else _clone(v) for k, v in state.items()}
+        data = parameter.data
+        if not whole:
+            data = self._part(slot, slot.region)
+            own |= {key: self._part(slot, region) for key, region in slot.states.items()}
         group = snapshot(self._groups[parameter])
         flags = frozenset((key, _is_set(value)) for key, value in group.items())
         keeps = self._suits.get(flags)
@@ -172,7 +190,7 @@ class Drafts:
         used = slot.gradient if trial is None else trial
         given_gradient = view_of(device.storage(used), gradient, offset_of(gradient))
         version = given_gradient._version
-        update = Update(group, parameter.data, given_gradient, own, [])
+        update = Update(group, data, given_gradient, own, [])
         if trial is not None:
             copied.append(slot.gradient)
             twins = {**twins, slot.gradient: trial}
@@ -199,8 +217,8 @@ class Drafts:
         watched = [*regions, slot.gradient]
         draft = _Draft(
             group=group,
-            gradient=gradient,
-            places=_places(slot, gradient, state),
+            gradient=gradient if whole else None,
+            places=_places(slot, gradient if whole else None, state),
             state=dict(state),
             before=before,
             small={key: value for key, value in made.items() if key not in paged},
@@ -213,6 +231,11 @@ class Drafts:
         else:  # an optimizer that writes gradients, or puts other tensors in place of its state
             self._forget(draft)
             self._suits[flags] = False
+
+    def _part(self, slot: Slot, region: int) -> torch.Tensor:
+        """Return a slice, or what goes with it, that lies in ``region``."""
+        assert slot.fused is not None
+        return view_of(self._device.storage(region), slot.fused.like[0])
 
     def has(self, slot: Slot) -> bool:
         """Return whether there is a draft for ``slot``."""
@@ -228,6 +251,15 @@ class Drafts:
             return False
         twins = [self._device.twin(region) for region in draft.regions]
         self._device.exchange(draft.regions, twins)
+        if slot.fused is None:
+            self._count(slot, draft)
+        for twin in twins:
+            self._device.discard(twin)
+        self._spent.append(slot)
+        return True
+
+    def _count(self, slot: Slot, draft: _Draft) -> None:
+        """Move the state on that is not paged."""
         for key, value in draft.small.items():
             old = draft.state[key]
             if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -236,16 +268,12 @@ class Drafts:
             else:
                 dict.__getitem__(self._optimizer.state, slot.parameter)[key] = value
         torch.autograd.graph.increment_version(slot.parameter)
-        for twin in twins:
-            self._device.discard(twin)
-        self._spent.append(slot)
-        return True
 
     def _counts(self, slot: Slot, draft: _Draft, group: Group) -> bool:
         parameter = slot.parameter
         state = dict.get(self._optimizer.state, parameter, {})
         return (
-            parameter.grad is draft.gradient
+            self._is_gradient(slot, draft)
             and len(state) == len(draft.state)
             and all(state.get(key) is value for key, value in draft.state.items())
             and _places(slot, draft.gradient, state) == draft.places
@@ -253,6 +281,13 @@ class Drafts:
             and same({key: state[key] for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits
         )
+
+    def _is_gradient(self, slot: Slot, draft: _Draft) -> bool:
+        """Return whether the parameter's gradient is the one that ``draft`` was made with."""
+        if slot.fused is None:
+            return slot.parameter.grad is draft.gradient
+        row = self._rows.row_of(slot.fused, slot.parameter.grad)
+        return row is not None and row[slot.number] == draft.watched[-1]
 
     def _drop(self, draft: _Draft) -> None:
         self._forget(draft)
@@ -272,7 +307,11 @@ class Drafts:
         self._chosen = {}
         self.drop_all()
         while self._spent:
-            self._store.end_gradient(self._spent.pop())
+            slot = self._spent.pop()
+            if slot.fused is None:
+                self._store.end_gradient(slot)
+            elif slot.gradient is not None:
+                self._rows.end_gradient(slot, slot.gradient)
 
     def end_step(self) -> None:
         """A step is over: where drafts were dropped, do without for a while."""
@@ -299,9 +338,11 @@ def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _places(slot: Slot, gradient: torch.Tensor, state: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+def _places(
+    slot: Slot, gradient: torch.Tensor | None, state: Mapping[str, Any]
+) -> list[tuple[Any, ...]]:
     return [
         (t.data_ptr(), t.size(), t.stride(), t.dtype, t._version)
-        for t in (slot.parameter, gradient, *tensors)
+        for t in (slot.parameter, gradient, *state.values())
+        if isinstance(t, torch.Tensor)
     ]

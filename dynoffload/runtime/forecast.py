@@ -148,6 +148,13 @@ class Forecast:
             return not self._grows
         return standing.pilot >= standing.last_order
 
+    def visit(self, unit: Unit) -> None:
+        """Slices of a module are used, which no hook of a module tells."""
+        if not self._inside:
+            index = self.vocabulary.index_of(unit.path, "")
+            if index >= 0:
+                self._order.append(index)
+
     def end(self) -> None:
         """The sample's forward is over: learn from what ran."""
         self.actual = self._order

@@ -16,17 +16,20 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.runtime.activations import Activations
+from dynoffload.runtime.fused import Fused
 from dynoffload.runtime.store import Slot
 from dynoffload.runtime.units import Unit
 
 logger = logging.getLogger(__name__)
+
+_Owner = TypeVar("_Owner")
 
 
 class Hook:
@@ -64,11 +67,13 @@ class Hooks:
         model: the root.
         units: modules to watch.
         slots: parameters whose gradients are adopted.
+        fused: those that are paged by slices.
         activations: its hooks are active during a training forward of the root.
         on_begin: called with the root's inputs when a training forward begins.
         on_end: called when it has ended.
         on_visit: called with a unit before its forward, in training or not.
         on_gradient: called with a slot when its gradient is complete for this backward.
+        on_fused: called with a fused parameter then.
         on_read: called before the whole of the model, or of a module, is read.
     """
 
@@ -77,12 +82,14 @@ class Hooks:
         model: nn.Module,
         units: Sequence[Unit],
         slots: Sequence[Slot],
+        fused: Sequence[Fused],
         activations: Activations,
         *,
         on_begin: Callable[[tuple[Any, ...], dict[str, Any]], None],
         on_end: Callable[[], None],
         on_visit: Callable[[Unit], None],
         on_gradient: Callable[[Slot], None],
+        on_fused: Callable[[Fused], None],
         on_read: Callable[[], None],
     ) -> None:
         self._activations = activations
@@ -101,13 +108,16 @@ class Hooks:
         for inner in model.modules():
             handles.append(inner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
         for unit in units:
+            if unit.number is not None:
+                continue  # its uses are told otherwise: see `Parts`
             visit = Hook(_visitor(unit, on_visit), on_read)
             self._hooks.append(visit)
             handles.append(unit.module.register_forward_pre_hook(visit))
-        for slot in slots:
-            if slot.parameter.requires_grad:
-                collect = _collector(slot, on_gradient)
-                handle = slot.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+        collectors = [(slot.parameter, _collector(slot, on_gradient)) for slot in slots]
+        collectors += [(one.parameter, _collector(one, on_fused)) for one in fused]
+        for parameter, collect in collectors:
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
                 handles.append(handle)
         self._handles = handles
 
@@ -175,8 +185,8 @@ def _visitor(unit: Unit, on_visit: Callable[[Unit], None]) -> Callable[[nn.Modul
     return visit
 
 
-def _collector(slot: Slot, on_gradient: Callable[[Slot], None]) -> Callable[[torch.Tensor], None]:
+def _collector(owner: _Owner, on_gradient: Callable[[_Owner], None]) -> Callable[[Any], None]:
     def collect(parameter: torch.Tensor) -> None:
-        on_gradient(slot)
+        on_gradient(owner)
 
     return collect

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
-from dynoffload.errors import BackendError, SpillError
+from dynoffload.errors import BackendError
 from dynoffload.memory.device import Device
-from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.mapped import MappedFile
-from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.pager import Pager, probe
 from dynoffload.memory.places import users_of
+from dynoffload.runtime import experts
 from dynoffload.runtime.activations import Activations
 from dynoffload.runtime.buffers import Buffers
 from dynoffload.runtime.drafts import Drafts
 from dynoffload.runtime.forecast import Forecast
+from dynoffload.runtime.fused import Fused, FusedStore
+from dynoffload.runtime.fused_gradients import FusedGradients
 from dynoffload.runtime.hooks import Hooks
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migrator import Migrator
+from dynoffload.runtime.parts import Parts
+from dynoffload.runtime.restoring import Restoration
 from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.store import Slot, Store, offset_of, view_of
+from dynoffload.runtime.slicing import may_slice, slices_of, sole_owners
+from dynoffload.runtime.store import Slot, Store
 from dynoffload.runtime.units import Unit, units_of
 from dynoffload.runtime.updates import Updates
 from dynoffload.units import MiB, format_bytes
@@ -41,7 +46,6 @@ from dynoffload.units import MiB, format_bytes
 logger = logging.getLogger(__name__)
 
 _LEFT_IN_HEAP = 32 * MiB  # by new optimizer state, which the first step makes all at once
-_KEEP_FREE = 0.1  # share of available memory that restoration leaves alone
 
 
 def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Device:
@@ -107,6 +111,7 @@ class Paging:
         self.store = Store(
             self.device, sizing.min_paged_bytes, min(_LEFT_IN_HEAP, config.heap_slack_bytes)
         )
+        self.rows = FusedStore(self.device, self.store)
         self.activations = Activations(
             self.device,
             sizing.chunk_bytes,
@@ -133,19 +138,32 @@ class Paging:
         self._undo.callback(self.activations.close)
         self.buffers = Buffers(model, self.device, sizing.min_paged_bytes, self.store.names)
         self._undo.callback(self._restore)
+        by_slices = config.slices and may_slice(optimizer)
+        alone = sole_owners(model.parameters()) if by_slices else set()
         for name, parameter in model.named_parameters():
-            if self.store.pages(parameter):
+            if not self.store.pages(parameter):
+                continue
+            page, least = self.device.page_bytes, sizing.min_paged_bytes
+            if id(parameter) in alone and slices_of(parameter, page, least) > 1:
+                self.rows.adopt_parameter(name, parameter)
+            else:
                 self.store.adopt_parameter(name, parameter)
         self.store.forget_sources()
         if optimizer is not None:
             defer = config.defer_updates == "auto"
             self.updates = Updates(
-                optimizer, self.store, self.device, defer=defer, on_step=self._end_step
+                optimizer,
+                self.store,
+                self.rows,
+                self.device,
+                defer=defer,
+                on_step=self._end_step,
             )
             if defer and self.device.guarded and self.updates.splits:
                 self.updates.drafts = Drafts(
                     optimizer,
                     self.store,
+                    self.rows,
                     self.device,
                     capacity=sizing.pool_bytes - sizing.reserve_bytes,
                     share=config.draft_share,
@@ -156,7 +174,10 @@ class Paging:
             self.updates.adopt_all()
         for slot in self.store.slots.values():
             self.store.adopt_gradient(slot)
-        units = units_of(model, self.store.slots)
+        self.gradients = FusedGradients(self.rows, self.device, self.updates)
+        for fused in self.rows:
+            self.gradients.adopt(fused)
+        units = units_of(model, self.store.slots, self.store.fused)
         self.migrator = Migrator(
             self.device,
             self.updates,
@@ -169,17 +190,49 @@ class Paging:
             model,
             units,
             list(self.store.slots.values()),
+            list(self.rows),
             self.activations,
             on_begin=self._begin_forward,
             on_end=self._end_forward,
             on_visit=self._visit,
             on_gradient=self._collect,
+            on_fused=self._collect_fused,
             on_read=self.flush,
         )
         self._undo.callback(self._hooks.remove)
+        self._watch_fused(units)
         if self.device.guarded and self.updates is not None:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
+
+    def _watch_fused(self, units: list[Unit]) -> None:
+        """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
+        for fused in self.rows:
+            if fused.parameter.requires_grad:
+                self._undo.callback(self.gradients.watch(fused).remove)
+        slices: dict[nn.Module, dict[int, Unit]] = {}
+        for unit in units:
+            if unit.number is not None:
+                slices.setdefault(unit.module, {})[unit.number] = unit
+        for module, numbered in slices.items():
+            self._undo.callback(experts.watch(module, partial(self._parts, module, numbered)))
+
+    def _parts(self, module: nn.Module, units: dict[int, Unit]) -> dict[str, Parts]:
+        """Return what stands for the fused parameters of ``module`` in one call."""
+        seen: set[int] = set()
+
+        def use(number: int) -> None:
+            if number not in seen:
+                seen.add(number)
+                self._forecast.visit(units[number])
+                self._visit(units[number])
+
+        known = self.store.fused
+        return {
+            name: Parts(parameter, known[parameter], self.gradients, use)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in known
+        }
 
     def flush(self) -> None:
         """Make every update that was put off."""
@@ -188,9 +241,8 @@ class Paging:
 
     def bring(self, tensors: Iterable[torch.Tensor]) -> None:
         """Tensors are about to be written outside a step: have those that are paged at hand."""
-        slots = self.store.slots
-        known = (t for t in tensors if isinstance(t, nn.Parameter) and t in slots)
-        self.device.touch([slots[parameter].region for parameter in known])
+        known = [slot for tensor in tensors for slot in self.store.slots_of(tensor)]
+        self.device.touch([slot.region for slot in known])
 
     @contextlib.contextmanager
     def held(self, tensor: torch.Tensor) -> Iterator[None]:
@@ -204,9 +256,13 @@ class Paging:
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """The parameter has got optimizer state: move it into regions."""
-        slot = self.store.slots.get(parameter)
-        if slot is not None and self.optimizer is not None:
+        slot, fused = self.store.slots.get(parameter), self.store.fused.get(parameter)
+        if self.optimizer is None:
+            return
+        if slot is not None:
             self.store.adopt_state(slot, self.optimizer.state[parameter])
+        if fused is not None:
+            self.rows.adopt_state(fused, self.optimizer.state[parameter])
 
     def settle(self) -> None:
         """Make every update that was put off.
@@ -250,7 +306,20 @@ class Paging:
         if self.updates is not None:
             self.updates.keep_order()
             self.updates.draft(slot)
-        elif not self._said:
+        else:
+            self._say_without_optimizer()
+
+    @uninterrupted
+    def _collect_fused(self, fused: Fused) -> None:
+        self.activations.settle()
+        self.gradients.adopt(fused)
+        if self.updates is not None:
+            self.updates.keep_order()
+        else:
+            self._say_without_optimizer()
+
+    def _say_without_optimizer(self) -> None:
+        if not self._said:
             self._said = True
             logger.warning(
                 "gradients are made, but offload() was given no optimizer: its state is not under "
@@ -301,11 +370,27 @@ class Paging:
         """Return whether somebody holds memory of the device beyond what is restored at the end:
         a view of a parameter, an old gradient, a graph whose backward is still to come."""
         held = self.activations.are_held() or self.buffers.are_held()
-        return held or any(
-            self._others(region)
-            for slot in self.store.slots.values()
-            for region in slot.update_regions()
+        return (
+            held
+            or any(
+                self._others(region)
+                for slot in self.store.slots.values()
+                for region in slot.update_regions()
+            )
+            or any(self._others_of_row(fused, row) for fused in self.rows for row in fused.rows())
         )
+
+    def _others_of_row(self, fused: Fused, row: list[int]) -> bool:
+        own = 1
+        for tensor in self._tensors_of(fused.parameter):
+            own += self.device.owner(tensor.data_ptr()) == row[0]
+        return users_of(self.device.row_storage(row)) > own
+
+    def _tensors_of(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """Return a parameter, its gradient and its state, as far as they are in this memory."""
+        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+        found = (parameter, parameter.grad, *state.values())
+        return [t for t in found if isinstance(t, torch.Tensor) and t.layout == torch.strided]
 
     def _others(self, region: int) -> bool:
         """Return whether ``region`` is held by more than the tensors that were adopted into it."""
@@ -349,63 +434,7 @@ class Paging:
                 format_bytes(self.device.capacity),
             )
 
-    @torch.no_grad()
     def _restore(self) -> None:
-        storages: dict[int, torch.UntypedStorage] = {}
-        room = int(available_bytes() * (1 - _KEEP_FREE))
-        outside = inside = 0
-        refused = ""
-
-        def ordinary(region: int, tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal room, outside, inside, refused
-            storage = storages.get(region)
-            if storage is None:
-                ours = self.device.storage(region)
-                self.device.acquire([region])
-                nbytes = ours.nbytes()
-                if nbytes <= room:
-                    room -= nbytes
-                    storage = ours.clone()  # type: ignore[no-untyped-call]
-                else:
-                    try:
-                        storage = mapped_copy(ours, self.spill_dir)
-                        outside += nbytes
-                    except SpillError as error:  # no room there either: it stays where it is
-                        storage, refused = ours, error.strerror or str(error)
-                        inside += nbytes
-                storages[region] = storage
-            return view_of(storage, tensor, offset_of(tensor))
-
-        self.buffers.restore(ordinary)
-        for parameter, slot in self.store.slots.items():
-            self._restore_slot(parameter, slot, ordinary)
-            for region in slot.update_regions():
-                if users_of(self.device.storage(region)) <= 1:
-                    self.device.discard(region)
-        if outside:
-            self._where = f"{format_bytes(outside)} mapped from {self.spill_dir}"
-        if inside:
-            self._where += f"{', ' if outside else ''}{format_bytes(inside)} under the budget still"
-            self._where += f" ({refused})"
-
-    def _restore_slot(
-        self,
-        parameter: nn.Parameter,
-        slot: Slot,
-        ordinary: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Give every tensor of ``slot`` that lies in the device memory of its own."""
-
-        def region_of(tensor: torch.Tensor) -> int:
-            return self.device.owner(tensor.data_ptr())
-
-        held = parameter.grad
-        if held is not None and region_of(held) >= 0:
-            parameter.grad = ordinary(region_of(held), held)
-        if region_of(parameter) >= 0:  # else the user has put another tensor in its place
-            parameter.data = ordinary(region_of(parameter), parameter.data)
-        if self.optimizer is not None and parameter in self.optimizer.state:
-            state = self.optimizer.state[parameter]
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and region_of(value) >= 0:
-                    state[key] = ordinary(region_of(value), value)
+        self._where = Restoration(
+            self.device, self.store, self.rows, self.optimizer, self.spill_dir
+        ).run(self.buffers)

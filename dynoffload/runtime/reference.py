@@ -74,10 +74,11 @@ class Reference:
                 regions.append(slot.region)
                 if slot not in done and pending(slot):
                     regions += slot.states.values()
-                    if slot.gradient is not None:
-                        regions.append(slot.gradient)
+                    gradient = slot.gradient if ahead or slot.fused is None else slot.owed
+                    if gradient is not None:
+                        regions.append(gradient)
                         if ahead or slot.parameter.grad is None:
-                            frees.append(slot.gradient)  # else backward adds to it
+                            frees.append(gradient)  # else backward adds to it
                 done.add(slot)
             creates = tuple(chunk for chunk in visit.chunks if chunk not in born)
             born.update(creates)

@@ -7,11 +7,12 @@ planned away, so that an access nobody predicted finds room. What stays resident
 and counted by `ordinary_bytes` from then on.
 
 [Note: the spill file]  What it needs is allocated before anything is touched: parameters, gradients
-and optimizer state, padded; and, where updates may be drafted in backward, the twins of as many as
-a backward drafts. How much is saved for backward nobody knows before a sample has run: chunks come
-on top when they are first opened, so a disk that is too full for them stops a forward, in which no
-parameter changes. In networks whose order varies, other updates may be drafted from step to step:
-their twins too come on top, and a disk too full for those ends drafting.
+and optimizer state, padded; for what is paged by slices the gradients once more, as those of one
+step may wait while the next are made; and, where updates may be drafted in backward, the twins of
+as many as a backward drafts. How much is saved for backward nobody knows before a sample has run:
+chunks come on top when they are first opened, so a disk that is too full for them stops a forward,
+in which no parameter changes. In networks whose order varies, other updates may be drafted from
+step to step: their twins too come on top, and a disk too full for those ends drafting.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import probe
+from dynoffload.runtime.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.store import is_dense
 from dynoffload.runtime.updates import can_split
 from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
 _PADDING = 1.1  # how much larger the paged parameters may become by padding
+_LEAST_SLICED = 64 * KiB  # page for the sake of slices
 _RESIDENT = 8  # the share of the budget that small tensors may take is one in so many
 _STATES = {"SGD": 1, "ASGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}
 _STATES_OF_ADAM = 2
@@ -189,7 +192,8 @@ def _divide(
     bytes of the largest update, and its parameter."""
     states = state_tensors(optimizer)
     least = config.min_paged_bytes or _least_for(model, budget, states)
-    page = config.page_bytes or _page_for(model, budget, least)
+    page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
+    alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
     total = padded = updated = widest = 0
     largest, culprit = 0, ""
     resident = list(model.buffers())
@@ -204,10 +208,14 @@ def _divide(
             resident.append(parameter)
             small += nbytes * (copies - 1)
             continue
-        region = -(-nbytes // page) * page
-        padded += region * copies
+        slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
+        whole = -(-nbytes // page) * page
+        region = whole // slices
+        padded += whole * copies
+        if slices > 1 and copies > 1:  # gradients that wait, and one slice of zeros
+            padded += whole + region
         if copies > 2:
-            updated += region
+            updated += whole
             widest = max(widest, region)
         if region * copies > largest:
             largest, culprit = region * copies, name
@@ -275,17 +283,21 @@ def _least_for(model: nn.Module, budget: int, states: int) -> int:
     return least
 
 
-def _page_for(model: nn.Module, budget: int, least: int) -> int:
+def _page_for(model: nn.Module, budget: int, least: int, *, slices: bool) -> int:
     """Return the largest page that pads the paged parameters little and leaves the pool supple.
 
-    Larger pages move and transfer faster; of 2 MiB they are huge pages.
+    Larger pages move and transfer faster; of 2 MiB they are huge pages. Slices are whole pages:
+    with ``slices``, for their sake pages become as small as `_LEAST_SLICED`.
     """
     sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
     paged = [nbytes for nbytes in sizes if nbytes >= least]
+    parts = [slice_bytes(parameter) for parameter in model.parameters()] if slices else []
+    sliced = [nbytes for nbytes in parts if nbytes >= least and nbytes % _LEAST_SLICED == 0]
     page = 2 * MiB
     while page > 4 * KiB:
         padded = sum(-(-nbytes // page) * page for nbytes in paged)
-        if page * _LEAST_PAGES <= budget and padded <= _PADDING * sum(paged):
+        supple = page * _LEAST_PAGES <= budget and padded <= _PADDING * sum(paged)
+        if supple and not any(nbytes % page for nbytes in sliced):
             break
         page //= 2
     return page

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from torch import nn
 from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
+
+if TYPE_CHECKING:
+    from dynoffload.runtime.fused import Fused
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 @dataclass(eq=False)
 class Slot:
-    """One paged parameter and the regions that go with it.
+    """One paged parameter, or one slice of it, and the regions that go with it.
 
     Attributes:
         name: the parameter's name in the model.
@@ -66,6 +70,9 @@ class Slot:
         gradient: region of its gradient, kept from step to step.
         states: regions of its optimizer state, by the optimizer's key.
         shared: its region is another parameter's too.
+        fused: the parameter that it is a slice of, or None.
+        number: of the slice.
+        owed: region of the gradient that an update which was put off will read; only of slices.
     """
 
     name: str
@@ -74,6 +81,9 @@ class Slot:
     gradient: int | None = None
     states: dict[str, int] = field(default_factory=dict)
     shared: bool = False
+    fused: Fused | None = None
+    number: int = 0
+    owed: int | None = None
 
     def update_regions(self) -> list[int]:
         """Return what an optimizer update of the parameter reads and writes."""
@@ -94,7 +104,8 @@ class Store:
         self._device = device
         self._min = min_paged_bytes
         self._most_left = left_bytes
-        self.slots: dict[nn.Parameter, Slot] = {}
+        self.slots: dict[nn.Parameter, Slot] = {}  # of those that are paged whole
+        self.fused: dict[nn.Parameter, Fused] = {}  # of those that are paged by slices
         self.names: dict[int, str] = {}  # region -> name, for reports
         self._by_region: dict[int, Slot] = {}
         self._storages: dict[int, int] = {}  # address of an adopted storage -> its region
@@ -135,10 +146,32 @@ class Store:
 
     def _region(self, nbytes: int, name: str, slot: Slot | None) -> int:
         region = self._device.allocate(nbytes)
-        self.names[region] = name
-        if slot is not None:
-            self._by_region[region] = slot
+        if slot is None:
+            self.names[region] = name
+        else:
+            self.own(region, name, slot)
         return region
+
+    def own(self, region: int, name: str, slot: Slot) -> None:
+        """Let ``region`` belong to ``slot``."""
+        self.names[region] = name
+        self._by_region[region] = slot
+
+    def disown(self, region: int) -> None:
+        """``region`` is about to end."""
+        self._by_region.pop(region, None)
+
+    def slots_of(self, parameter: torch.Tensor) -> Sequence[Slot]:
+        """Return the slots that hold ``parameter``: none, one, or one for each slice."""
+        slot = self.slots.get(parameter)  # type: ignore[call-overload]
+        if slot is not None:
+            return (slot,)
+        fused = self.fused.get(parameter)  # type: ignore[call-overload]
+        return () if fused is None else fused.slots
+
+    def all_slots(self) -> list[Slot]:
+        """Return every slot, whole parameters' and slices'."""
+        return [*self.slots.values(), *(s for f in self.fused.values() for s in f.slots)]
 
     @torch.no_grad()
     def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Slot:

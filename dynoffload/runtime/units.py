@@ -1,7 +1,9 @@
 """Which modules the runtime watches: those that own paged parameters.
 
 A *unit* is a module with paged parameters of its own, under every path it is reached by. Its
-forward is one use of its regions. Modules without any are not watched: they move nothing.
+forward is one use of its regions. Modules without any are not watched: they move nothing. Slices of
+fused parameters are units by themselves, ``path[number]``: which of them a forward uses is known as
+it comes to them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dynoffload.runtime.fused import Fused
 from dynoffload.runtime.store import Slot
 
 
@@ -22,13 +25,15 @@ class Unit:
         index: place in the session's list of units.
         path: the module's path in the model; "" is the root.
         module: the module.
-        slots: its paged parameters.
+        slots: its paged parameters, or one slice of each that is paged by slices.
+        number: of the slices, or None.
     """
 
     index: int
     path: str
     module: nn.Module
     slots: tuple[Slot, ...]
+    number: int | None = None
 
     @property
     def regions(self) -> list[int]:
@@ -36,11 +41,20 @@ class Unit:
         return [slot.region for slot in self.slots]
 
 
-def units_of(model: nn.Module, slots: Mapping[nn.Parameter, Slot]) -> list[Unit]:
+def units_of(
+    model: nn.Module,
+    slots: Mapping[nn.Parameter, Slot],
+    fused: Mapping[nn.Parameter, Fused],
+) -> list[Unit]:
     """Return the units of ``model`` in the order of its modules."""
     units: list[Unit] = []
     for path, module in model.named_modules():
-        own = {id(p): slots[p] for p in module._parameters.values() if p is not None and p in slots}
-        if own:
-            units.append(Unit(len(units), path, module, tuple(own.values())))
+        own = [p for p in dict.fromkeys(module._parameters.values()) if p is not None]
+        whole = [slots[p] for p in own if p in slots]
+        if whole:
+            units.append(Unit(len(units), path, module, tuple(whole)))
+        sliced = [fused[p].slots for p in own if p in fused]
+        for number in range(max(map(len, sliced), default=0)):
+            parts = tuple(each[number] for each in sliced if number < len(each))
+            units.append(Unit(len(units), f"{path}[{number}]", module, parts, number))
     return units

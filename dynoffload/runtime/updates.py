@@ -43,7 +43,9 @@ from torch.optim import Optimizer
 from dynoffload.errors import StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.drafts import Drafts
+from dynoffload.runtime.fused import Fused, FusedStore
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
+from dynoffload.runtime.slice_updates import MOST_STEPS, SliceUpdate, SliceUpdates, Step
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.update import Group, Update, check_optimizer, snapshot
 from dynoffload.runtime.watched import WatchedState
@@ -73,6 +75,7 @@ class Updates:
     Args:
         optimizer: the user's.
         store: its parameters' slots.
+        rows: the rows of those that are paged by slices.
         device: holds their regions.
         defer: put updates off; needs a guarded device.
         on_step: called after each ``step()`` of the user.
@@ -82,6 +85,7 @@ class Updates:
         self,
         optimizer: Optimizer,
         store: Store,
+        rows: FusedStore,
         device: Device,
         *,
         defer: bool,
@@ -96,7 +100,8 @@ class Updates:
         self._mutex = threading.RLock()
         self._making: Slot | None = None
         self._groups: list[Group] | None = None
-        self.pending: dict[Slot, Update] = {}
+        self.pending: dict[Slot, Update | SliceUpdate] = {}
+        self._slices = SliceUpdates(optimizer, store, rows, device, self._run)
         self.drafts: Drafts | None = None  # only of an optimizer that `splits`
         self._begun = False  # whether a step has changed something and is not over
         self.behind = 0  # updates made because of an unannounced access
@@ -136,7 +141,7 @@ class Updates:
             self.flush_all()
             return
         slot = self._store.slots.get(parameter)  # type: ignore[call-overload]
-        if slot is not None:
+        if slot is not None:  # of a fused parameter, what is not guarded is up to date
             self.flush(slot)
 
     def _loaded(self) -> None:
@@ -185,11 +190,13 @@ class Updates:
                 self.drafts.drop_all()
             self._flush_used(optimizer.param_groups)
             try:
-                resident, paged, shared = self._split(optimizer.param_groups)
+                resident, paged, shared, fused = self._split(optimizer.param_groups)
                 self._run(resident, self.optimizer.state)
-                for slot in shared:
-                    self._adopt_state(slot)
+                for parameter in shared:
+                    self._adopt_state(parameter)
                 self._put_off(paged)
+                for one, hyper in fused:
+                    self._put_off_slices(one, hyper)
             except BaseException as error:
                 if self._begun:
                     self._lose(error)
@@ -211,6 +218,9 @@ class Updates:
         if self.drafts is not None:
             self.drafts.end_step()
         self._store.release_orphans()
+        for fused in self._store.fused.values():
+            owed = {slot.owed for slot in fused.slots if slot.owed is not None}
+            self._slices.rows.release_rows(fused, owed)
         self._on_step()
 
     def _restore_groups(self) -> None:
@@ -223,33 +233,52 @@ class Updates:
         """Make the pending updates that a step over ``groups`` meets: its own parameters', and
         those whose memory the user has put in the place of something that it reads."""
         owner, slot_of = self._device.owner, self._store.slot_of
-        for parameter in [p for group in groups for p in group["params"] if p.grad is not None]:
-            slot = self._store.slots.get(parameter)
-            if slot is not None:
+        used = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
+        for parameter, group in used:
+            fused = self._store.fused.get(parameter)
+            if fused is not None:
+                self._slices.rows.take_back(fused)
+                if self._slices.splits(fused, group):
+                    continue  # each slice's updates are made in order
+            for slot in self._store.slots_of(parameter):
                 self.flush(slot)
             if not self.pending:
-                return
+                continue
             state = dict.get(self.optimizer.state, parameter, {})
             for tensor in (parameter, parameter.grad, *state.values()):
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                     lender = slot_of(owner(tensor.data_ptr()))
                     if lender is not None:
-                        self.flush(lender)
+                        for slot in self._store.slots_of(lender.parameter):
+                            self.flush(slot)
 
     def _split(
         self, groups: list[Group]
-    ) -> tuple[list[Group], list[tuple[Slot, Group]], list[Slot]]:
-        """Return what is updated at once, as groups; what can be put off; and of the former the
-        slots whose memory is also another parameter's: their updates are one."""
+    ) -> tuple[
+        list[Group], list[tuple[Slot, Group]], list[nn.Parameter], list[tuple[Fused, Group]]
+    ]:
+        """Return what is updated at once, as groups; what can be put off; of the former the paged
+        parameters, whose memory is also another's or no longer ours; and those that are updated by
+        slices."""
         resident: list[Group] = []
         paged: list[tuple[Slot, Group]] = []
-        shared: list[Slot] = []
+        shared: list[nn.Parameter] = []
+        sliced: list[tuple[Fused, Group]] = []
         for group in groups:
             hyper = snapshot(group)
             small = []
             for parameter in group["params"]:
                 slot = self._store.slots.get(parameter)
-                if slot is None:
+                fused = self._store.fused.get(parameter)
+                if fused is not None:
+                    if parameter.grad is None:
+                        continue
+                    if self._slices.splits(fused, hyper):
+                        sliced.append((fused, hyper))
+                    else:
+                        small.append(parameter)
+                        shared.append(parameter)
+                elif slot is None:
                     small.append(parameter)
                 elif parameter.grad is not None:
                     if self.drafts is not None and self.drafts.has(slot):
@@ -258,11 +287,11 @@ class Updates:
                             continue
                     if slot.shared or not self._store.take_back(slot):
                         small.append(parameter)
-                        shared.append(slot)
+                        shared.append(parameter)
                     else:
                         paged.append((slot, hyper))
             resident.append({**hyper, "params": small})
-        return resident, paged, shared
+        return resident, paged, shared, sliced
 
     def _put_off(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
@@ -282,6 +311,41 @@ class Updates:
             if self._defer:
                 self._device.lock(update.regions)
             self.pending[slot] = update
+
+    def _put_off_slices(self, fused: Fused, group: Group) -> None:
+        self._begun = True
+        drafts = self.drafts
+        taken = {
+            slot
+            for slot in fused.slots
+            if drafts is not None and drafts.has(slot) and drafts.take(slot, group)
+        }
+        for slot, step in self._slices.steps(fused, group):
+            if slot in taken:
+                continue
+            waiting = self.pending.get(slot)
+            if isinstance(waiting, SliceUpdate):
+                if step.zero and len(waiting.steps) < MOST_STEPS:
+                    waiting.steps.append(step)
+                    continue
+                self.flush(slot)
+            self._wait_for_slice(slot, step)
+
+    def _wait_for_slice(self, slot: Slot, step: Step) -> None:
+        update = self._slices.begin(slot, step)
+        if self._defer:
+            self._device.lock(update.regions)
+            self.pending[slot] = update
+        else:
+            self._make(slot, update)
+
+    def vacate(self, slot: Slot, region: int) -> None:
+        """The gradient of a slice is about to be made in ``region``: an update that still has to
+        read the last one there gets it elsewhere."""
+        with self._mutex:
+            update = self.pending.get(slot)
+            if isinstance(update, SliceUpdate) and update.gradient == region:
+                self._slices.put_aside(slot, update, region)
 
     def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether the device sees every access to what the update reads and writes."""
@@ -324,7 +388,7 @@ class Updates:
             self._step(shadow)
 
     @contextlib.contextmanager
-    def _taken(self, slot: Slot) -> Iterator[Update | None]:
+    def _taken(self, slot: Slot) -> Iterator[Update | SliceUpdate | None]:
         """Take the pending update of ``slot``, if there is one, to make it; wait for whoever is
         making one."""
         with self._mutex:
@@ -341,7 +405,8 @@ class Updates:
 
     @uninterrupted
     def _flush(self, slot: Slot) -> None:
-        with self._taken(slot) as update:
+        # Perhaps in the midst of an evaluation, whose tensors cannot be trained.
+        with torch.inference_mode(False), self._taken(slot) as update:
             if update is None:
                 return
             if self._defer:
@@ -357,15 +422,15 @@ class Updates:
                         self._device.lock(update.regions)
                 raise
 
-    def _make(self, slot: Slot, update: Update) -> None:
+    def _make(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are not locked."""
         self._device.acquire(update.regions, pin=True)
         try:
-            self._apply(slot.parameter, update, {})
+            self._apply(slot, update, {})
         finally:
             self._device.unpin(update.regions)
         self._end(slot, update)
-        self._store.end_gradient(slot)
+        self._end_gradient(slot, update)
 
     @uninterrupted
     def flush_all(self) -> None:
@@ -393,7 +458,7 @@ class Updates:
                 shown = self._device.show(update.regions)
                 try:
                     storages = dict(zip(update.regions, shown, strict=True))
-                    self._apply(slot.parameter, update, storages)
+                    self._apply(slot, update, storages)
                 finally:
                     storages.clear()
                     shown.clear()
@@ -403,7 +468,7 @@ class Updates:
                 self._lose(error)
             finally:
                 self._device.unlock(update.regions)
-            self._store.end_gradient(slot)
+            self._end_gradient(slot, update)
 
     def _lose(self, error: BaseException) -> None:
         self._failure = self.lost = error
@@ -429,7 +494,7 @@ class Updates:
                 update = self.pending.pop(slot)
                 if self._defer:
                     self._device.unlock(update.regions)
-                self._store.end_gradient(slot)
+                self._end_gradient(slot, update)
             if self.drafts is not None:
                 self.drafts.drop_all()
             self._failure = self.lost = None
@@ -449,18 +514,22 @@ class Updates:
 
     def _apply(
         self,
-        parameter: nn.Parameter,
-        update: Update,
+        slot: Slot,
+        update: Update | SliceUpdate,
         storages: Mapping[int, torch.UntypedStorage],
     ) -> None:
         """Make an update on a stand-in for its parameter; see [Note: stand-ins].
 
         Args:
-            parameter: whose update it is; the user may have replaced its tensor, or its state,
-                since: then the old ones are updated, and the new ones stay.
+            slot: whose update it is; the user may have replaced the parameter's tensor, or its
+                state, since: then the old ones are updated, and the new ones stay.
             update: the update.
             storages: where regions are shown; the others are at their own addresses.
         """
+        if isinstance(update, SliceUpdate):
+            self._slices.apply(slot, update, storages)
+            return
+        parameter = slot.parameter
         given, made = self.run_on(update, storages)
         old, state = update.state or {}, self.optimizer.state
         now = state.get(parameter)
@@ -498,21 +567,33 @@ class Updates:
         self._run([{**update.group, "params": [stand_in]}], own)
         return given, own.get(stand_in, {})
 
-    def _adopt_state(self, slot: Slot) -> None:
-        state = self.optimizer.state.get(slot.parameter)
-        if state is not None:
-            self._store.adopt_state(slot, state)
+    def _adopt_state(self, parameter: nn.Parameter) -> None:
+        state = self.optimizer.state.get(parameter)
+        if state is None:
+            return
+        fused = self._store.fused.get(parameter)
+        if fused is not None:
+            self._slices.rows.adopt_state(fused, state)
+        else:
+            self._store.adopt_state(self._store.slots[parameter], state)
 
-    def _end(self, slot: Slot, update: Update) -> None:
+    def _end(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """An update was made: move state that is new into regions, let go of what it held."""
-        self._adopt_state(slot)
-        del update.gradient, update.data
+        if isinstance(update, Update):
+            self._adopt_state(slot.parameter)
+            del update.gradient, update.data
+
+    def _end_gradient(self, slot: Slot, update: Update | SliceUpdate) -> None:
+        if isinstance(update, SliceUpdate):
+            self._slices.end(slot, update)
+        else:
+            self._store.end_gradient(slot)
 
     def adopt_all(self) -> None:
         """Adopt whatever state exists; after a load, or a step that could not be split."""
-        for parameter, slot in self._store.slots.items():
+        for parameter in (*self._store.slots, *self._store.fused):
             if parameter in self.optimizer.state:
-                self._store.adopt_state(slot, self.optimizer.state[parameter])
+                self._adopt_state(parameter)
 
     def close(self) -> None:
         """Make all pending updates and let go of the optimizer."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 NETWORKS = ("moe", "tree")
 """The names of the networks: the MoE language model and the Tree-LSTM."""
 
+FUSED = "fused"
+"""The MoE language model's sizes as a Mixtral of transformers, where that is installed."""
+
 
 @dataclass(frozen=True)
 class ZooSample:
@@ -36,7 +39,7 @@ def build(name: str, preset: str = "tiny", **overrides: Any) -> nn.Module:
     """Return a network of the zoo.
 
     Args:
-        name: one of `NETWORKS`.
+        name: one of `NETWORKS`, or `FUSED`.
         preset: the sizes: ``tiny``, ``small`` or ``base``; the MoE has ``-wide`` ones too, the
             Tree-LSTM ``tiny-untied``.
         overrides: ``device``, ``seed`` and the sizes of the network's configuration.
@@ -52,6 +55,10 @@ def build(name: str, preset: str = "tiny", **overrides: Any) -> nn.Module:
         from dynoffload.experiments.zoo import tree_lstm
 
         return tree_lstm.build(preset, **overrides)
+    if name == FUSED:
+        from dynoffload.experiments.zoo import fused_moe
+
+        return fused_moe.build(preset, **overrides)
     raise ValueError(f"no network {name!r} in the zoo; there are {', '.join(NETWORKS)}")
 
 
@@ -61,7 +68,7 @@ def samples(
     """Yield samples for a network of the zoo for ever, the same ones for the same arguments.
 
     Args:
-        name: one of `NETWORKS`.
+        name: one of `NETWORKS`, or `FUSED`.
         split: ``"train"`` or ``"held-out"`` files.
         seed: of the draws.
         shape: what `dynoffload.datasets.text.batches` (for the MoE: ``rows``, ``length``) or
@@ -70,7 +77,7 @@ def samples(
     Raises:
         ValueError: if there is no such network, or the shape is impossible.
     """
-    if name == "moe":
+    if name in ("moe", FUSED):
         from dynoffload.datasets import text
 
         batches = text.batches(split, seed=seed, **shape)

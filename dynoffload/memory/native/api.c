@@ -74,6 +74,26 @@ API void pager_discard(struct pager *p, uint32_t id)
     pthread_mutex_unlock(&p->mutex);
 }
 
+/* The content is zeros from now on; see [Note: clear regions]. */
+API void pager_clear(struct pager *p, const uint32_t *ids, uint32_t count)
+{
+    pthread_mutex_lock(&p->mutex);
+    for (uint32_t i = 0; i < count; i++) {
+        forget(p, ids[i]);
+        p->regions[ids[i]].clear = 1;
+    }
+    pthread_mutex_unlock(&p->mutex);
+}
+
+/* Say of each region whether nothing can have been written to it since it was cleared. */
+API void pager_is_clear(struct pager *p, const uint32_t *ids, uint32_t count, uint8_t *answers)
+{
+    pthread_mutex_lock(&p->mutex);
+    for (uint32_t i = 0; i < count; i++)
+        answers[i] = p->regions[ids[i]].clear && !p->regions[ids[i]].dirty;
+    pthread_mutex_unlock(&p->mutex);
+}
+
 /* The region is no more. */
 API void pager_release(struct pager *p, uint32_t id)
 {
@@ -130,8 +150,7 @@ API int pager_acquire(struct pager *p, const uint32_t *ids, uint32_t count, int 
         r->stamp = ++p->clock;
         r->failure.kind = 0;
         if (r->state == ABSENT && !r->has_copy && !r->queued && pager_room(p) >= r->pages) {
-            pool_take_slots(p, r); /* new: nothing to read, nobody to ask */
-            r->state = STAGED;
+            transfer_fill(p, ids[i]); /* new: nothing to read, nobody to ask */
         }
     }
     for (uint32_t i = 0; i < count; i++)
@@ -302,6 +321,7 @@ API void pager_hide(struct pager *p, uint32_t id, uint32_t page)
         abort();
     }
     r->dirty = 1;
+    r->clear = 0;
     r->shown = 0;
     r->pins--;
     p->progress++;

@@ -24,6 +24,10 @@
  * file if it is unmodified, and a trade makes it count, or dropping it undoes it. Whether anybody
  * could have seen or changed a region since it was withdrawn is told by its visits.
  *
+ * [Note: clear regions]  A region may be declared to hold zeros only. As long as nobody has had it at
+ * its address since, there is nothing to read or write: its pages are zeroed as it is fetched, and
+ * dropped as it is evicted.
+ *
  * [Note: letting go]  The owner needs the interpreter's lock, and the thread that waits may hold it:
  * numpy and pickle read memory under it. A signal to that thread interrupts its sleep; the handler,
  * which runs on it, lets go of the lock, sleeps until the region is unlocked, and takes the lock
@@ -80,6 +84,7 @@ struct region {
     uint8_t state;
     uint8_t dirty;      /* the file's copy, if any, is older than the pages */
     uint8_t has_copy;   /* the file holds its content */
+    uint8_t clear;      /* see [Note: clear regions] */
     uint8_t locked;     /* see [Note: locked regions] */
     uint8_t waited;     /* somebody waits for it: install as soon as staged */
     uint8_t asleep;     /* and cannot be told of a failure: an access that sleeps in the kernel */
@@ -203,6 +208,7 @@ void *transfer_worker(void *);
 void transfer_want(struct pager *, uint32_t region);
 void transfer_unwant(struct pager *, uint32_t region); /* whoever sleeps on it asks again */
 int transfer_install(struct pager *, uint32_t region);
+void transfer_fill(struct pager *, uint32_t region); /* pages for a region without a copy */
 void transfer_record(struct pager *, int kind, int cause, uint32_t region, double start, uint64_t bytes);
 void transfer_end_wait(struct pager *, uint32_t region);
 void transfer_drop(struct pager *, uint32_t region); /* forget its pages, whatever they hold */

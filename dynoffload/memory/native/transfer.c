@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <string.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -147,6 +148,7 @@ int transfer_install(struct pager *p, uint32_t id)
         return error;
     r->state = RESIDENT;
     r->dirty = 1;
+    r->clear = 0;
     r->asleep = 0;
     r->stamp = ++p->clock;
     p->progress++;
@@ -185,6 +187,7 @@ void transfer_drop(struct pager *p, uint32_t id)
         leave(p, r);
     r->dirty = 0;
     r->has_copy = 0;
+    r->clear = 0;
     pthread_cond_signal(&p->work);
 }
 
@@ -206,9 +209,10 @@ static void evict(struct pager *p, uint32_t id, int cause)
         }
         r->state = STAGED;
     }
-    if (r->dirty || !r->has_copy) {
+    if (r->dirty || !(r->has_copy || r->clear)) {
         double start = pager_now();
         r->state = WRITING;
+        r->clear = 0;
         p->writing += r->pages;
         p->moving++;
         pthread_mutex_unlock(&p->mutex);
@@ -237,13 +241,36 @@ static void evict(struct pager *p, uint32_t id, int cause)
     pthread_cond_broadcast(&p->work);
 }
 
+/* Give a region without a copy its slots, for which there is room; zeroed, without the mutex, if it
+ * is clear. */
+void transfer_fill(struct pager *p, uint32_t id)
+{
+    struct region *r = &p->regions[id];
+    pool_take_slots(p, r);
+    if (r->clear) {
+        r->state = READING;
+        p->moving++;
+        pthread_mutex_unlock(&p->mutex);
+        for (uint32_t i = 0; i < r->pages; i++)
+            memset(p->base + (uint64_t)(p->arena_pages + r->slots[i]) * p->page_bytes, 0,
+                   p->page_bytes);
+        pthread_mutex_lock(&p->mutex);
+        p->moving--;
+        pthread_cond_broadcast(&p->done);
+    }
+    r->state = STAGED;
+    r->dirty = 0;
+}
+
 /* Bring an absent region into slots, for which there is room. Drops the mutex while it reads. */
 static void fetch(struct pager *p, uint32_t id, int cause)
 {
     struct region *r = &p->regions[id];
-    pool_take_slots(p, r);
-    r->state = READING;
-    if (r->has_copy) {
+    if (!r->has_copy) {
+        transfer_fill(p, id);
+    } else {
+        pool_take_slots(p, r);
+        r->state = READING;
         double start = pager_now();
         int error = 0;
         p->moving++;

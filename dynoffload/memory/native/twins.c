@@ -53,9 +53,9 @@ API void pager_visits(struct pager *p, const uint32_t *ids, uint32_t count, uint
 
 static int can_lend(const struct region *r, const struct region *twin)
 {
-    return r->state == STAGED && r->has_copy && !r->dirty && !r->pins && !r->shown &&
+    return r->state == STAGED && (r->has_copy || r->clear) && !r->dirty && !r->pins && !r->shown &&
            !r->locked && !r->waited && !r->asleep && twin->state == ABSENT && !twin->waited &&
-           !twin->asleep && !twin->queued && !twin->has_copy && r->pages == twin->pages;
+           !twin->asleep && !twin->queued && !twin->has_copy && !twin->clear && r->pages == twin->pages;
 }
 
 /* Give the pages of each region to its twin, which must be empty; the region itself keeps its
@@ -110,6 +110,7 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, const uint32_t *twi
         a->offset = b->offset, b->offset = old.offset;
         a->dirty = b->dirty, b->dirty = old.dirty;
         a->has_copy = b->has_copy, b->has_copy = old.has_copy;
+        a->clear = b->clear, b->clear = old.clear;
         a->prefetched = b->prefetched, b->prefetched = old.prefetched;
         a->stamp = b->stamp, b->stamp = old.stamp;
         a->next_use = b->next_use, b->next_use = old.next_use;

@@ -1,0 +1,293 @@
+"""Fused parameters: tensors of three dimensions that are paged slice by slice.
+
+A *row* is a run of regions whose addresses follow one another, one for each slice. The parameter
+lies over one row, its gradient over another, and so does each tensor of its optimizer state, so the
+model, the optimizer and all aliases see ordinary tensors, while each slice is a `Slot` that moves
+by itself. This file owns rows and adoption into them; when slices are updated is the business of
+`slice_updates`, how gradients arrive that of `fused_gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynoffload.memory.device import Device
+from dynoffload.memory.places import users_of
+from dynoffload.runtime.store import Slot, Store, bytes_of, view_of
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(eq=False)
+class Fused:
+    """One parameter that is paged by slices.
+
+    Attributes:
+        name: the parameter's name in the model.
+        parameter: the user's object.
+        like: has the dtype and shape that the parameter had when it was adopted, and no memory.
+        row: the regions of its slices.
+        slots: one for each slice; `Slot.gradient` is in the row that holds the gradient.
+        gradients: rows for gradients; a free one is used first.
+        states: rows of its optimizer state, by the optimizer's key.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    like: torch.Tensor
+    row: list[int]
+    slots: tuple[Slot, ...] = ()
+    gradients: list[list[int]] = field(default_factory=list)
+    states: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """The number of slices."""
+        return len(self.row)
+
+    def rows(self) -> list[list[int]]:
+        """Return all its rows."""
+        return [self.row, *self.gradients, *self.states.values()]
+
+    def row_with(self, region: int) -> list[int] | None:
+        """Return the row that ``region`` belongs to, if any."""
+        return next((row for row in self.rows() if region in row), None)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one slice."""
+        return self.like.numel() // self.count * self.like.element_size()
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Return whether all bits of a contiguous tensor are zero: no number but +0."""
+    bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+    return not bits[:1024].any() and not bits.any()
+
+
+class FusedStore:
+    """Adopts fused parameters, and their gradients and state, into rows.
+
+    Args:
+        device: where rows live.
+        store: knows the names and owners of regions.
+    """
+
+    def __init__(self, device: Device, store: Store) -> None:
+        self._device, self._store = device, store
+
+    def __iter__(self) -> Iterator[Fused]:
+        return iter(self._store.fused.values())
+
+    def _row(self, fused: Fused, kind: str, *, extra: bool = False) -> list[int]:
+        row = self._device.allocate_row(fused.count, fused.slice_bytes, extra=extra)
+        for number, region in enumerate(row):
+            self._store.own(region, f"{fused.name}[{number}]{kind}", fused.slots[number])
+        return row
+
+    def view(self, fused: Fused, row: Sequence[int]) -> torch.Tensor:
+        """Return a tensor like the parameter over ``row``."""
+        return view_of(self._device.row_storage(row), fused.like)
+
+    @torch.no_grad()
+    def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Fused:
+        """Move ``parameter`` into a row; one on the meta device gets one without content."""
+        count = int(parameter.shape[0])
+        nbytes = parameter.numel() // count * parameter.element_size()
+        row = self._device.allocate_row(count, nbytes)
+        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        fused = Fused(name, parameter, like, row)
+        slots = []
+        for number, region in enumerate(row):
+            slot = Slot(f"{name}[{number}]", parameter, region, fused=fused, number=number)
+            self._store.own(region, slot.name, slot)
+            slots.append(slot)
+        fused.slots = tuple(slots)
+        ours = self.view(fused, row)
+        if parameter.is_meta:
+            fresh = nn.Parameter(ours, requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+        else:
+            self._fill(row, ours, parameter.data)
+            parameter.data = ours
+        self._store.fused[parameter] = fused
+        if parameter.requires_grad:
+            fused.gradients.append(self._row(fused, ".grad"))
+            self.point(fused, fused.gradients[0])
+        return fused
+
+    def _fill(self, row: Sequence[int], ours: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor into a row; slices of zeros become clear."""
+        for number, region in enumerate(row):
+            if is_zero(source[number]):
+                self._device.clear([region])
+            else:
+                self._device.acquire([region])
+                ours[number].copy_(source[number])
+
+    # Gradients
+
+    def point(self, fused: Fused, row: Sequence[int]) -> None:
+        """The gradient lies, or will lie, in ``row``."""
+        for slot, region in zip(fused.slots, row, strict=True):
+            slot.gradient = region
+
+    def row_of(self, fused: Fused, tensor: torch.Tensor | None) -> list[int] | None:
+        """Return the gradient row that ``tensor`` lies over as a whole, if any."""
+        if tensor is None or not self.is_like(fused, tensor):
+            return None
+        region = self._device.owner(tensor.data_ptr())
+        for row in fused.gradients:
+            if row[0] == region:
+                return row if tensor.data_ptr() == self._address(row) else None
+        return None
+
+    def is_held(self, row: Sequence[int]) -> bool:
+        """Return whether there is a tensor over ``row``."""
+        return users_of(self._device.row_storage(row)) > 1
+
+    def free_row(self, fused: Fused) -> list[int]:
+        """Return a gradient row of which nobody holds a tensor, a new one if there is none.
+
+        Updates that still have to read slices of it are the caller's business.
+        """
+        for row in fused.gradients:
+            if not self.is_held(row):
+                return row
+        row = self._row(fused, ".grad", extra=True)
+        fused.gradients.append(row)
+        return row
+
+    def fill_gradient(
+        self, fused: Fused, row: Sequence[int], gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``gradient`` in ``row``."""
+        ours = self.view(fused, row)
+        self._fill(row, ours, gradient)
+        return ours
+
+    def end_gradient(self, slot: Slot, region: int) -> None:
+        """The gradient of a slice was consumed: it is gone, unless somebody holds its row."""
+        assert slot.fused is not None
+        for row in slot.fused.gradients:
+            if region == row[slot.number]:
+                if not self.is_held(row):  # by the parameter's gradient, or by the user
+                    self._device.clear([region])
+                return
+        self._device.discard(region)  # it had been put aside
+
+    def release_rows(self, fused: Fused, needed: set[int]) -> None:
+        """Release gradient rows beyond the first that nobody holds and no update needs."""
+        for row in list(fused.gradients[1:]):
+            if self.is_held(row) or needed.intersection(row) or fused.slots[0].gradient == row[0]:
+                continue
+            fused.gradients.remove(row)
+            for region in row:
+                self._store.disown(region)
+                self._device.release(region)
+
+    # State
+
+    def state_row(self, fused: Fused, key: str) -> list[int]:
+        """Return the row for the state ``key``; a new one has no content."""
+        row = fused.states.get(key)
+        if row is None:
+            row = fused.states[key] = self._row(fused, f".{key}")
+            for slot, region in zip(fused.slots, row, strict=True):
+                slot.states[key] = region
+        return row
+
+    @torch.no_grad()
+    def adopt_state(self, fused: Fused, state: dict[str, Any]) -> None:
+        """Move state tensors of the parameter's form into rows."""
+        for key, value in state.items():
+            if (
+                not isinstance(value, torch.Tensor)
+                or not self.is_like(fused, value)
+                or self._device.owner(value.data_ptr()) >= 0
+            ):
+                continue
+            row = fused.states.get(key)
+            if row is not None and self.is_held(row):
+                continue  # somebody keeps the tensor that was there: the new one stays outside
+            row = self.state_row(fused, key)
+            ours = self.view(fused, row)
+            self._fill(row, ours, value)
+            state[key] = ours
+
+    # Whether all is where it was put
+
+    def is_like(self, fused: Fused, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` could lie over a row."""
+        return (
+            tensor.layout == torch.strided
+            and tensor.device.type == "cpu"
+            and tensor.dtype == fused.like.dtype
+            and tensor.shape == fused.like.shape
+            and tensor.is_contiguous()
+        )
+
+    def _address(self, row: Sequence[int]) -> int:
+        return int(self._device.row_storage(row).data_ptr())
+
+    def _lies_over(self, fused: Fused, tensor: Any, row: Sequence[int]) -> bool:
+        return (
+            isinstance(tensor, torch.Tensor)
+            and self.is_like(fused, tensor)
+            and tensor.data_ptr() == self._address(row)
+        )
+
+    def is_in_place(self, fused: Fused, state: dict[str, Any] | None) -> bool:
+        """Return whether parameter, gradient and ``state`` lie in their rows."""
+        return self.row_of(fused, fused.parameter.grad) is not None and self.holds(fused, state)
+
+    def holds(self, fused: Fused, state: dict[str, Any] | None) -> bool:
+        """Return whether parameter and ``state`` lie in their rows."""
+        return (
+            self._lies_over(fused, fused.parameter, fused.row)
+            and (not state or fused.states.keys() <= state.keys())
+            and (bool(state) or not fused.states)
+            and all(
+                self._lies_over(fused, value, fused.states[key])
+                if key in fused.states
+                else not isinstance(value, torch.Tensor) or value.numel() == 1
+                for key, value in (state or {}).items()
+            )
+        )
+
+    @torch.no_grad()
+    def take_back(self, fused: Fused) -> None:
+        """Move the parameter's tensor back into its row, if the user has given it another that
+        nobody else holds."""
+        data = fused.parameter.data
+        storage = data.untyped_storage()
+        if (
+            self._device.owner(data.data_ptr()) >= 0
+            or not self.is_like(fused, data)
+            or users_of(storage) > 3  # its own object, the parameter, and `data`
+            or self.is_held(fused.row)
+        ):
+            return
+        ours = self.view(fused, fused.row)
+        self._fill(fused.row, ours, data)
+        fused.parameter.data = ours
+
+    # The end
+
+    def copy_out(self, row: Sequence[int], target: torch.UntypedStorage) -> None:
+        """Copy a row's bytes into an ordinary storage, slice by slice."""
+        start = 0
+        for region, clear in zip(row, self._device.is_clear(row), strict=True):
+            storage = self._device.storage(region)
+            ours = bytes_of(target, start, storage.nbytes())
+            start += storage.nbytes()
+            if clear:
+                ours.zero_()
+            else:
+                self._device.acquire([region])
+                ours.copy_(bytes_of(storage))

@@ -1,0 +1,191 @@
+"""How gradients of fused parameters arrive: in rows, slice by slice, and only where there are any.
+
+Autograd hands a fused parameter's gradient over whole, mostly zeros where few experts were hit. A
+slice of zeros is *clear*: it takes no memory and moves no byte. Where a gradient is added to one
+that is there, a hook before autograd's own addition makes it slice by slice, and passes over what
+is clear on both sides.
+
+[Note: signed zeros]  Autograd sums what several experts contribute, each a tensor of the
+parameter's form with zeros for all others. A sum with +0 turns -0 into +0, so a slice that one of
+several experts contributed holds no -0, and one that the only expert contributed may. So it is
+here.
+
+What changes a gradient on its way, a hook of the user's on the parameter, or a backward that is to
+be differentiated, goes autograd's own way; its result is adopted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from dynoffload.memory.device import Device
+from dynoffload.runtime.fused import Fused, FusedStore, is_zero
+from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.store import Slot
+from dynoffload.runtime.updates import Updates
+
+
+class Filling:
+    """A gradient in the making: experts' gradients go to their slices of a row as they are made."""
+
+    def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
+        self._gradients, self._fused = gradients, fused
+        self._row = gradients.row_for(fused)
+        self._whole: torch.Tensor | None = gradients.rows.view(fused, self._row)
+        self._count = 0
+        # The first, until it is known whether there are others.
+        self._first: tuple[int, torch.Tensor] | None = None
+        self._may_draft = fused.parameter.grad is None
+        if self._may_draft:
+            gradients.rows.point(fused, self._row)
+
+    @uninterrupted
+    def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of one slice, in its place; see [Note: signed zeros]."""
+        assert self._whole is not None
+        place = self._whole[number]
+        self._gradients.make_room(self._row[number])
+        self._count += 1
+        if self._count == 1:
+            self._first = number, place.copy_(gradient)
+            return place
+        if self._first is not None:
+            self._first[1].add_(0.0)
+            self._end_first()
+        torch.add(gradient, 0.0, out=place)
+        self._draft(number)
+        return place
+
+    def _end_first(self) -> None:
+        if self._first is not None:
+            number, self._first = self._first[0], None
+            self._draft(number)
+
+    def _draft(self, number: int) -> None:
+        if self._may_draft:
+            self._gradients.draft(self._fused.slots[number])
+
+    @uninterrupted
+    def finish(self) -> torch.Tensor:
+        """Return the parameter's gradient."""
+        self._end_first()
+        whole, self._whole = self._whole, None
+        assert whole is not None
+        return whole
+
+
+class FusedGradients:
+    """The gradients of one session's fused parameters.
+
+    Args:
+        rows: the parameters' rows.
+        device: holds them.
+        updates: may still have to read gradients; None without an optimizer.
+    """
+
+    def __init__(self, rows: FusedStore, device: Device, updates: Updates | None) -> None:
+        self.rows, self._device, self._updates = rows, device, updates
+
+    def watch(self, fused: Fused) -> RemovableHandle:
+        """Run before autograd adds to the parameter's gradient, until the handle is removed."""
+        # The node lives as long as somebody holds it: the handle's closure does.
+        node = torch.autograd.graph.get_gradient_edge(fused.parameter).node
+
+        def arrive(gradients: tuple[torch.Tensor | None, ...]) -> Any:
+            assert node is not None
+            taken = gradients[0] is not None and self._take(fused, gradients[0])
+            return (None,) if taken else None
+
+        return node.register_prehook(arrive)
+
+    def row_for(self, fused: Fused) -> list[int]:
+        """Return a row for a new gradient, all clear."""
+        row = self.rows.free_row(fused)
+        if self._updates is not None:
+            for slot in fused.slots:
+                self._updates.vacate(slot, row[slot.number])
+        self._device.clear(row)
+        return row
+
+    def make_room(self, region: int) -> None:
+        """A clear slice is about to be overwritten as a whole: bring it without its zeros."""
+        self._device.discard(region)
+        self._device.acquire([region])
+
+    def draft(self, slot: Slot) -> None:
+        """The gradient of a slice is probably complete."""
+        if self._updates is not None:
+            self._updates.draft(slot)
+
+    def adopt(self, fused: Fused) -> None:
+        """Move the gradient that autograd has made into a row; clear where it is zero."""
+        gradient = fused.parameter.grad
+        if (
+            gradient is None
+            or gradient.requires_grad
+            or self._device.owner(gradient.data_ptr()) >= 0
+            or not self.rows.is_like(fused, gradient)
+        ):
+            return
+        row = self.row_for(fused)
+        with torch.no_grad():
+            fused.parameter.grad = self.rows.fill_gradient(fused, row, gradient)
+        self.rows.point(fused, row)
+
+    @uninterrupted
+    def _take(self, fused: Fused, gradient: torch.Tensor) -> bool:
+        """Do what autograd is about to do with a gradient; return whether it was done."""
+        parameter = fused.parameter
+        if (
+            torch.is_grad_enabled()
+            or parameter._backward_hooks
+            or not self.rows.is_like(fused, gradient)
+        ):
+            return False
+        row, held = self.rows.row_of(fused, gradient), parameter.grad
+        if held is None:
+            if row is None:
+                return False
+            parameter.grad = gradient.detach()
+            self.rows.point(fused, row)
+            return True
+        place = self.rows.row_of(fused, held)
+        if place is None or held.requires_grad:
+            return False
+        self._add(fused, held, place, gradient, row)
+        return True
+
+    def _add(
+        self,
+        fused: Fused,
+        held: torch.Tensor,
+        place: list[int],
+        gradient: torch.Tensor,
+        row: list[int] | None,
+    ) -> None:
+        """Add ``gradient``, which lies over ``row`` if that is one, to ``held``, over ``place``."""
+        empty = self._device.is_clear(place)
+        nothing = self._device.is_clear(row) if row is not None else None
+        for slot in fused.slots:
+            number = slot.number
+            adds_zero = nothing[number] if nothing is not None else is_zero(gradient[number])
+            if adds_zero and empty[number]:
+                continue
+            if row is not None and not adds_zero:
+                self._device.acquire([row[number]])
+            self._settle(slot, place[number])
+            ours = held.detach()[number]
+            if empty[number]:
+                self.make_room(place[number])
+                torch.add(gradient[number], 0.0, out=ours)
+            else:
+                ours.add_(0.0 if adds_zero else gradient[number])
+        torch.autograd.graph.increment_version(held)
+
+    def _settle(self, slot: Slot, region: int) -> None:
+        """Make the update that still has to read the gradient in ``region``."""
+        if self._updates is not None and slot.owed == region:
+            self._updates.flush(slot)

@@ -1,0 +1,140 @@
+"""A fused parameter as experts' code sees it: indexed by expert, with gradients per expert.
+
+``weight[e]`` of a stock network has a gradient of the whole parameter's form for each expert hit,
+zeros but for one slice. `Parts` stands for the parameter in such code. What it is indexed with is
+announced as a use of that slice; the slice's gradient goes to its place in the gradient's row, and
+autograd gets the row. Everything else that is asked of it is asked of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynoffload.runtime.fused import Fused
+from dynoffload.runtime.fused_gradients import Filling, FusedGradients
+
+
+class _Maker:
+    """Makes one gradient of one call's graph, as often as backward runs through it."""
+
+    def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
+        self._gradients, self._fused = gradients, fused
+        self._filling: Filling | None = None
+
+    def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        if self._filling is None:
+            self._filling = Filling(self._gradients, self._fused)
+        return self._filling.put(number, gradient)
+
+    def finish(self) -> torch.Tensor | None:
+        filling, self._filling = self._filling, None
+        return None if filling is None else filling.finish()
+
+
+class _Unbind(torch.autograd.Function):
+    """The slices of a parameter; their gradients become one."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, maker: _Maker) -> tuple[torch.Tensor, ...]:
+        ctx.maker = maker
+        ctx.set_materialize_grads(False)
+        return parameter.detach().unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if not torch.is_grad_enabled():
+            return ctx.maker.finish(), None
+        # The backward is to be differentiated: as the stock network does, in the same order.
+        shape, total = None, None
+        for number in reversed(range(len(gradients))):
+            gradient = gradients[number]
+            if gradient is not None:
+                shape = (len(gradients), *gradient.shape)
+                whole = torch.ops.aten.select_backward(gradient, shape, 0, number)
+                total = whole if total is None else total + whole
+        return total, None
+
+
+class _Place(torch.autograd.Function):
+    """One slice, as it is; its gradient goes to its place as soon as it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, maker: _Maker, number: int) -> torch.Tensor:
+        ctx.maker, ctx.number = maker, number
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        if torch.is_grad_enabled():
+            return gradient, None, None
+        return ctx.maker.put(ctx.number, gradient), None, None
+
+
+class Parts:
+    """Stands for a fused parameter during one call of its module.
+
+    Args:
+        parameter: the module's.
+        fused: its slices.
+        gradients: where their gradients go.
+        on_use: called with the number of a slice before its use.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        fused: Fused,
+        gradients: FusedGradients,
+        on_use: Callable[[int], None],
+    ) -> None:
+        self._parameter, self._fused, self._gradients = parameter, fused, gradients
+        self._on_use = on_use
+        self._unbound: tuple[torch.Tensor, ...] = ()
+        self._maker = _Maker(gradients, fused)
+        self._given: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        number = _number(index, len(self._fused.slots))
+        if number is None:
+            return self._parameter[index]
+        self._on_use(number)
+        if not (torch.is_grad_enabled() and self._parameter.requires_grad):
+            return self._parameter[number]
+        given = self._given.get(number)
+        if given is None:
+            if not self._unbound:
+                self._unbound = _Unbind.apply(self._parameter, self._maker)  # type: ignore[no-untyped-call]
+            given = _Place.apply(self._unbound[number], self._maker, number)  # type: ignore[no-untyped-call]
+            self._given[number] = given
+        return given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parameter, name)
+
+    def __len__(self) -> int:
+        return len(self._parameter)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Give any function of torch the parameter itself."""
+        plain = torch.utils._pytree.tree_map_only(Parts, lambda part: part._parameter, args)
+        more = torch.utils._pytree.tree_map_only(Parts, lambda part: part._parameter, kwargs or {})
+        return function(*plain, **more)
+
+
+def _number(index: Any, count: int) -> int | None:
+    """Return which slice ``index`` takes, or None if it takes anything else."""
+    if isinstance(index, torch.Tensor):
+        if index.dim() or index.is_floating_point() or index.dtype == torch.bool:
+            return None
+        index = int(index)
+    if isinstance(index, bool) or not isinstance(index, int) or not -count <= index < count:
+        return None
+    return index % count

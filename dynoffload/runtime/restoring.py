@@ -1,0 +1,125 @@
+"""The end of paging: every tensor that lies in the device gets memory of its own.
+
+What does not fit in memory becomes a mapped file, and what fits nowhere stays where it is; the
+tensors are ordinary in any case.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.errors import SpillError
+from dynoffload.memory.device import Device
+from dynoffload.memory.limits import available_bytes
+from dynoffload.memory.outside import mapped_copy
+from dynoffload.memory.places import users_of
+from dynoffload.runtime.buffers import Buffers
+from dynoffload.runtime.fused import FusedStore
+from dynoffload.runtime.store import Store, offset_of, view_of
+from dynoffload.units import format_bytes
+
+_KEEP_FREE = 0.1  # share of available memory that restoration leaves alone
+
+
+class Restoration:
+    """Gives tensors memory of their own.
+
+    Args:
+        device: holds them.
+        store: knows which.
+        rows: holds those that are paged by slices.
+        optimizer: has their state; None without.
+        directory: for what does not fit in memory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: Store,
+        rows: FusedStore,
+        optimizer: Optimizer | None,
+        directory: Path,
+    ) -> None:
+        self._device, self._store, self._rows = device, store, rows
+        self._optimizer, self._directory = optimizer, directory
+        self._storages: dict[int, torch.UntypedStorage] = {}  # by the first region
+        self._room = int(available_bytes() * (1 - _KEEP_FREE))
+        self._outside = self._inside = 0
+        self._refused = ""
+
+    @torch.no_grad()
+    def run(self, buffers: Buffers) -> str:
+        """Restore everything, ``buffers`` too; return where what does not fit in memory lies now,
+        or ""."""
+        buffers.restore(lambda region, tensor: self._ordinary(tensor))
+        for parameter, slot in self._store.slots.items():
+            self._restore(parameter)
+            for region in slot.update_regions():
+                if users_of(self._device.storage(region)) <= 1:
+                    self._device.discard(region)
+        for parameter, fused in self._store.fused.items():
+            self._restore(parameter)
+            for row in fused.rows():
+                if not self._rows.is_held(row):
+                    for region in row:
+                        self._device.discard(region)
+        where = ""
+        if self._outside:
+            where = f"{format_bytes(self._outside)} mapped from {self._directory}"
+        if self._inside:
+            where += f"{', ' if where else ''}{format_bytes(self._inside)} under the budget still"
+            where += f" ({self._refused})"
+        return where
+
+    def _restore(self, parameter: nn.Parameter) -> None:
+        held = parameter.grad
+        if held is not None and self._region_of(held) >= 0:
+            parameter.grad = self._ordinary(held)
+        if self._region_of(parameter) >= 0:  # else the user has put another tensor in its place
+            parameter.data = self._ordinary(parameter.data)
+        if self._optimizer is not None and parameter in self._optimizer.state:
+            state = self._optimizer.state[parameter]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and self._region_of(value) >= 0:
+                    state[key] = self._ordinary(value)
+
+    def _region_of(self, tensor: torch.Tensor) -> int:
+        return self._device.owner(tensor.data_ptr())
+
+    def _ordinary(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like one that lies in the device, over a copy of what it lies over."""
+        region = self._region_of(tensor)
+        slot = self._store.slot_of(region)
+        row = None if slot is None or slot.fused is None else slot.fused.row_with(region)
+        first = region if row is None else row[0]
+        storage = self._storages.get(first)
+        if storage is None:
+            storage = self._storages[first] = self._copy(first, row)
+        return view_of(storage, tensor, offset_of(tensor))
+
+    def _copy(self, region: int, row: list[int] | None) -> torch.UntypedStorage:
+        if row is None:
+            ours = self._device.storage(region)
+            self._device.acquire([region])
+        else:
+            ours = self._device.row_storage(row)
+        nbytes = ours.nbytes()
+        if nbytes <= self._room:
+            self._room -= nbytes
+            if row is None:
+                return ours.clone()  # type: ignore[no-untyped-call, no-any-return]
+            storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+            self._rows.copy_out(row, storage)
+            return storage
+        try:
+            storage = mapped_copy(ours, self._directory)
+        except SpillError as error:  # no room there either: it stays where it is
+            self._refused = error.strerror or str(error)
+            self._inside += nbytes
+            return ours
+        self._outside += nbytes
+        return storage

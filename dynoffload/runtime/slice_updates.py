@@ -1,0 +1,239 @@
+"""Updates of fused parameters, slice by slice: those of experts that were not hit wait in a queue.
+
+With Adam, a step changes every expert: moments decay, and weights too, also where the gradient is
+zero. Here the update of a slice is put off like any other (see `updates`), and one whose gradient
+is known to be zero needs no gradient's bytes, so it can wait for as long as the slice is not used.
+The steps it lags behind are kept as a list of hyperparameters and small state, and made one after
+the other when the slice is needed: the same operations on the same numbers.
+
+[Note: small state]  Step counts and the like are the parameter's, not the slice's, and they follow
+from the hyperparameters alone. So they move on inside ``step()``, by the optimizer's own code on
+one element, and every slice's update gets what they were before. The same trial tells which state
+is of the parameter's form, and whether the optimizer writes into gradients; then no gradient is
+taken for zero.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.memory.device import Device
+from dynoffload.runtime.fused import Fused, FusedStore
+from dynoffload.runtime.slicing import keeps_bits
+from dynoffload.runtime.store import Slot, Store, view_of
+from dynoffload.runtime.update import Group
+
+MOST_STEPS = 64
+"""Steps that a slice may lag behind: what waits is bounded, and so is the time to catch up."""
+
+Run = Callable[[list[Group], MutableMapping[torch.Tensor, Any]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step's update of every slice of a parameter.
+
+    Attributes:
+        group: the hyperparameters at the time of ``step()``, without parameters.
+        small: the state that is not of the parameter's form, as it was; None before the first step.
+        zero: the gradient is zero.
+    """
+
+    group: Group
+    small: dict[str, Any] | None
+    zero: bool
+
+
+@dataclass(eq=False)
+class SliceUpdate:
+    """The updates of one slice that are still to be made, in order.
+
+    Attributes:
+        steps: at least one; the first alone may have a gradient.
+        regions: what they will read and write, locked until then.
+        gradient: the region of the first one's gradient, or None if that is zero.
+        begun: whether the optimizer's code has started on it.
+    """
+
+    steps: list[Step]
+    regions: list[int]
+    gradient: int | None
+    begun: bool = False
+
+
+class SliceUpdates:
+    """Makes and queues the updates of one optimizer's fused parameters.
+
+    Args:
+        optimizer: the user's.
+        store: knows all slots.
+        rows: the fused parameters' rows.
+        device: holds them.
+        run: runs the optimizer's own code over groups, with a given state.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, store: Store, rows: FusedStore, device: Device, run: Run
+    ) -> None:
+        self._optimizer, self._store, self.rows = optimizer, store, rows
+        self._device, self._run = device, run
+        self._zeros: dict[int, int] = {}  # bytes -> a region that holds zeros
+
+    def _state_of(self, fused: Fused) -> dict[str, Any] | None:
+        return dict.get(self._optimizer.state, fused.parameter)
+
+    def splits(self, fused: Fused, group: Group) -> bool:
+        """Return whether a step over ``group`` updates the parameter by slices."""
+        return self.rows.is_in_place(fused, self._state_of(fused)) and keeps_bits(
+            group, fused.like, fused.count
+        )
+
+    @torch.no_grad()
+    def steps(self, fused: Fused, group: Group) -> list[tuple[Slot, Step]]:
+        """``step()`` has come: return the update that each slice needs, and count the step."""
+        state = self._state_of(fused)
+        small = None
+        if state:
+            small = {k: _clone(v) for k, v in state.items() if k not in fused.states}
+        writes = self._count(fused, group, state)
+        row = self.rows.row_of(fused, fused.parameter.grad)
+        assert row is not None
+        self.rows.point(fused, row)  # the user may have put a gradient there that was made for him
+        clear = self._device.is_clear(row)
+        zero, other = Step(group, small, True), Step(group, small, False)
+        torch.autograd.graph.increment_version(fused.parameter)
+        return [
+            (slot, zero if is_clear and not writes else other)
+            for slot, is_clear in zip(fused.slots, clear, strict=True)
+        ]
+
+    def _count(self, fused: Fused, group: Group, state: dict[str, Any] | None) -> bool:
+        """Move the small state on, and return whether gradients are written; see [Note: small
+        state]."""
+        like = fused.like
+        one = torch.zeros((1,) * like.dim(), dtype=like.dtype)
+        stand_in = nn.Parameter(one)
+        stand_in.grad = torch.zeros_like(one)
+        version = stand_in.grad._version
+        own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        if state:
+            own[stand_in] = {
+                key: torch.zeros_like(one) if key in fused.states else value
+                for key, value in state.items()
+            }
+        self._run([{**group, "params": [stand_in]}], own)
+        made = own.get(stand_in)
+        if made is not None:
+            if state is None:
+                state = {}
+                dict.__setitem__(self._optimizer.state, fused.parameter, state)
+            for key, value in made.items():
+                if isinstance(value, torch.Tensor) and value.shape == one.shape:
+                    if key not in fused.states:
+                        state[key] = self.rows.view(fused, self.rows.state_row(fused, key))
+                else:
+                    state[key] = value
+        return stand_in.grad is None or stand_in.grad._version != version
+
+    def begin(self, slot: Slot, step: Step) -> SliceUpdate:
+        """Return the update of ``slot`` that begins with ``step``."""
+        regions = [slot.region, *slot.states.values()]
+        gradient = None
+        if not step.zero:
+            gradient = slot.gradient
+            assert gradient is not None
+            regions.append(gradient)
+        slot.owed = gradient
+        return SliceUpdate([step], regions, gradient)
+
+    @torch.no_grad()
+    def apply(
+        self, slot: Slot, update: SliceUpdate, storages: Mapping[int, torch.UntypedStorage]
+    ) -> None:
+        """Make an update, whose regions are at hand.
+
+        Args:
+            slot: the slice.
+            update: its update.
+            storages: where regions are shown; the others are at their own addresses.
+        """
+        assert slot.fused is not None
+        like = slot.fused.like[0]
+
+        def tensor(region: int) -> torch.Tensor:
+            storage = storages.get(region)
+            return view_of(self._device.storage(region) if storage is None else storage, like)
+
+        data = tensor(slot.region)
+        states = {key: tensor(region) for key, region in slot.states.items()}
+        zeros = self._zeros_like(slot.fused) if any(step.zero for step in update.steps) else None
+        if zeros is not None:
+            self._device.acquire([zeros], pin=True)
+        try:
+            for step in update.steps:
+                region = zeros if step.zero else update.gradient
+                assert region is not None
+                update.begun = True
+                self._make(data, tensor(region), states, step)
+        finally:
+            if zeros is not None:
+                self._device.unpin([zeros])
+                self._device.clear([zeros])
+
+    def _zeros_like(self, fused: Fused) -> int:
+        region = self._zeros.get(fused.slice_bytes)
+        if region is None:
+            region = self._zeros[fused.slice_bytes] = self._device.allocate(
+                fused.slice_bytes, extra=True
+            )
+            self._store.names[region] = "zeros"
+            self._device.clear([region])
+        return region
+
+    def _make(
+        self,
+        data: torch.Tensor,
+        gradient: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        step: Step,
+    ) -> None:
+        stand_in = nn.Parameter(data)
+        stand_in.grad = gradient
+        given: dict[str, Any] = {}
+        own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        if step.small is not None:
+            # The order of keys is the optimizer's own business: it asks for them by name.
+            given = {**states, **{key: _clone(value) for key, value in step.small.items()}}
+            own[stand_in] = dict(given)
+        self._run([{**step.group, "params": [stand_in]}], own)
+        for key, value in own.get(stand_in, {}).items():
+            if key in states and value is not given.get(key):
+                states[key].copy_(value)
+
+    def end(self, slot: Slot, update: SliceUpdate) -> None:
+        """An update was made."""
+        slot.owed = None
+        if update.gradient is not None:
+            self.rows.end_gradient(slot, update.gradient)
+
+    def put_aside(self, slot: Slot, update: SliceUpdate, region: int) -> None:
+        """The row of an update's gradient is to be filled anew: keep the gradient, at other
+        addresses. Moves no byte."""
+        twin = self._device.twin(region)
+        self._store.own(twin, f"{slot.name}.grad (waiting)", slot)
+        self._device.lock([twin])
+        self._device.exchange([region], [twin])
+        self._device.unlock([region])
+        update.regions[update.regions.index(region)] = twin
+        update.gradient = slot.owed = twin
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,101 @@
+"""The MoE language model's sizes as a Mixtral of transformers, whose experts are fused.
+
+What it is: `build`, a wrapper that takes samples and gives a loss as the zoo's networks do, around
+transformers' own code with its eager loop over experts. What it is not: the same network as the
+zoo's, whose routing and balancing loss are its own; it has the same parameters to move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dynoffload.experiments.zoo.moe_lm import PRESETS, MoEConfig, MoEOutput
+
+_DEVIATION = 0.02  # of initial weights
+
+
+class FusedMoELM(nn.Module):
+    """A Mixtral that takes tokens and targets."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        from transformers import MixtralConfig, MixtralForCausalLM
+        from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
+
+        self.config = config
+        sizes = MixtralConfig(
+            vocab_size=config.vocabulary,
+            hidden_size=config.hidden,
+            intermediate_size=config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            num_local_experts=config.experts,
+            num_experts_per_tok=config.top_k,
+            tie_word_embeddings=config.tied,
+            use_cache=False,
+        )
+        self.inner: Any = MixtralForCausalLM(sizes).train()
+        self.inner.set_experts_implementation("eager")
+        with torch.device("cpu"):  # its buffers follow from the sizes, and are small
+            self.inner.model.rotary_emb = MixtralRotaryEmbedding(self.inner.config)
+        for module in self.modules():
+            module.reset_parameters = _Reset(module)  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> MoEOutput:
+        """Predict each token's successor.
+
+        Args:
+            tokens: int64 ``[rows, length]``.
+            targets: int64 ``[rows, length]``; without them there is no loss.
+        """
+        logits: Tensor = self.inner(input_ids=tokens).logits
+        if targets is None:
+            return MoEOutput(None, logits)
+        return MoEOutput(F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits)
+
+
+class _Reset:
+    """Gives one module its initial weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for parameter in self._module._parameters.values():
+            if parameter is not None and parameter.dim() == 1:
+                parameter.fill_(1.0)  # a norm's
+            elif parameter is not None:
+                parameter.normal_(std=_DEVIATION)
+
+
+def build(
+    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int
+) -> FusedMoELM:
+    """Return a network of a preset's sizes with weights that follow from its seed.
+
+    Args:
+        preset: a key of `moe_lm.PRESETS`.
+        device: where to build it; on ``"meta"`` it has shapes and no bytes.
+        overrides: fields of `MoEConfig` to change.
+
+    Raises:
+        ValueError: if there is no such preset.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r} of the MoE LM; there are {', '.join(PRESETS)}")
+    config = replace(PRESETS[preset], **overrides)  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(config.seed)
+        model = FusedMoELM(config)
+        torch.manual_seed(config.seed)
+        if torch.device(device).type != "meta":
+            for module in model.modules():
+                module.reset_parameters()  # type: ignore[operator]
+    return model

@@ -1,0 +1,861 @@
+"""Fused experts are paged by slice, and train to the bits of plain PyTorch.
+
+Each way in which users train or interfere is a function of one step that returns what there is to
+see. It runs on a paged network and on a plain copy, over several steps in which changing experts
+are hit, and everything seen is compared bit for bit, as are parameters, gradients and optimizer
+state at the end. The networks reach their experts in three ways: a user's own by indexing the
+parameter, a Mixtral of transformers whose eager loop is given parts, and one that takes the
+parameter whole (grouped_mm).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from exactness import Twin, assert_same, bits, footprint_of, needs_pager
+from fused_networks import PAGES, Chosen, chosen_loss, fused_of, mixtral, mixtral_loss, paging_of
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import dynoffload
+import dynoffload.moe
+from dynoffload.errors import BudgetError
+from dynoffload.runtime.slice_updates import MOST_STEPS
+
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
+Loss = Callable[[int], Tensor]
+Step = Callable[[nn.Module, Optimizer, Loss, int], Any]
+
+pytestmark = pytest.mark.timeout(120)
+
+HITS = [[0, 1], [2], [1, 4], [0, 3], [2, 4], [4], [1, 3], [5, 0]]
+
+
+def chosen_step(model: nn.Module, step: int) -> Tensor:
+    """Return the loss of a step's sample, which hits the experts of `HITS`."""
+    return chosen_loss(model, (step, HITS[step % len(HITS)]))
+
+
+def transformers_mixtral(implementation: str) -> nn.Module:
+    """Return a Mixtral; skip without transformers."""
+    pytest.importorskip("transformers")
+    return mixtral(implementation)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tensor]]] = {
+    "indexed": (Chosen, chosen_step),
+    "parts": (partial(transformers_mixtral, "eager"), mixtral_loss),
+    "whole": (partial(transformers_mixtral, "grouped_mm"), mixtral_loss),
+}
+
+
+def signed_experts() -> nn.Module:
+    """Return an experts' class of transformers whose gradients are -0."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    @use_experts_implementation
+    class Signed(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-1, 1, 4 * 32 * 32).view(4, 32, 32))
+
+        def forward(self, hit: list[int]) -> Tensor:
+            return torch.stack([(self.weight[number] * -0.0).sum() for number in hit]).sum()
+
+    experts = Signed(SimpleNamespace(_experts_implementation="eager"))
+    return nn.Sequential(experts)
+
+
+def fused(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that hold one matrix for each expert."""
+    return [p for p in model.parameters() if p.dim() == 3]
+
+
+def matched(
+    network: str,
+    step: Step,
+    *,
+    backend: str = "auto",
+    make: Callable[..., Optimizer] = AdamW,
+    steps: int = 7,
+    share: int = 2,
+    bounded: bool = False,
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> Twin:
+    """Run ``step`` on both copies of a network, and compare all there is to see."""
+    build, loss_of = NETWORKS[network]
+    twin = Twin(build(), lambda p: make(p, lr=1e-2, **options))
+    budget = footprint_of(twin.model) // share
+    options = {**PAGES, "backend": backend, **(config or {})}
+    with twin.paged(budget, config=options) as session:
+        assert len(fused_of(session)) == len(fused(twin.model)), "nothing is paged by slices"
+        for number in range(steps):
+            seen = []
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                torch.manual_seed(number)
+                seen.append(step(model, optimizer, partial(loss_of, model), number))
+            assert_same(seen[0], seen[1], f"step {number}")
+            assert not bounded or session.stats["peak_fast_bytes"].max() <= budget
+    twin.assert_same()
+    return twin
+
+
+# Loops
+
+
+def plain(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Forward, backward, step."""
+    value = loss(number)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
+
+
+def clipped(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """The norm of all gradients reads them whole, and scaling writes them."""
+    loss(number).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def clipped_by_value(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Each gradient in place."""
+    loss(number).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return number
+
+
+def accumulated(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Three backwards to a step: experts hit by one, by all, by none."""
+    for part in range(3):
+        (loss(3 * number + part) / 3).backward()
+    seen = [p.grad.clone() for p in fused(model) if p.grad is not None] if number % 3 == 0 else []
+    optimizer.step()
+    optimizer.zero_grad()
+    return seen
+
+
+def zeroed(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Gradients stay, and are filled with zeros."""
+    value = plain_without_zeroing(model, optimizer, loss, number)
+    optimizer.zero_grad(set_to_none=False)
+    return value
+
+
+def plain_without_zeroing(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Gradients of all steps add up."""
+    value = loss(number)
+    value.backward()
+    optimizer.step()
+    return value.detach()
+
+
+def late_zeroing(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Gradients are read after the step."""
+    optimizer.zero_grad()
+    loss(number).backward()
+    optimizer.step()
+    return [p.grad.sum() for p in fused(model) if p.grad is not None]
+
+
+def scaled(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """A gradient scaler, which overflows now and then."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    value = loss(number) * (float("inf") if number == 3 else 1.0)
+    scaler.scale(value).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return scaler.get_scale()
+
+
+def autocast(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Half precision where autocast wants it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(number)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
+
+
+LOOPS = [plain, clipped, clipped_by_value, accumulated, zeroed, plain_without_zeroing]
+LOOPS += [late_zeroing, scaled, autocast]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
+def test_loops(step: Step, backend: str) -> None:
+    """A user's own experts, on both devices."""
+    matched("indexed", step, backend=backend, bounded=True)
+
+
+@pytest.mark.parametrize("network", ["parts", "whole"])
+@pytest.mark.parametrize("step", LOOPS, ids=lambda step: step.__name__)
+def test_loops_of_transformers(step: Step, network: str) -> None:
+    """Mixtral's."""
+    matched(network, step, bounded=True)
+
+
+@pytest.mark.parametrize("network", ["parts", "whole"])
+def test_transformers_on_the_mapped_file(network: str) -> None:
+    """Both ways into the experts."""
+    matched(network, accumulated, backend="mapped", steps=4)
+
+
+# Graphs
+
+
+def two_backwards(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """The second adds to the first."""
+    value = loss(number)
+    value.backward(retain_graph=True)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.detach()
+
+
+def two_forwards(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Autograd sums what both contribute before it hands it over."""
+    (loss(number) + loss(number + 1) + loss(number + 3)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [bits(p.detach()) for p in fused(model)]
+
+
+def penalty(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """The gradient of a gradient."""
+    parameters = fused(model)
+    gradients = torch.autograd.grad(loss(number), parameters, create_graph=True)
+    (loss(number) + sum((g**2).sum() for g in gradients)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [g.detach() for g in gradients]
+
+
+def weight_penalty(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """The parameter is used beside its experts."""
+    (loss(number) + loss(number + 1) + sum((p**2).sum() for p in fused(model))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return number
+
+
+def gradients_asked_for(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Gradients go to the caller, and stay with him over later steps."""
+    parameters = fused(model)
+    gradients = torch.autograd.grad(loss(number), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+    held = model.__dict__.setdefault("_held", [])
+    held.append(gradients)
+    return list(held)
+
+
+def some_inputs(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Backward to some parameters only."""
+    loss(number).backward(inputs=fused(model)[:1])
+    optimizer.step()
+    optimizer.zero_grad()
+    return number
+
+
+def with_hooks(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """The user's hooks see each gradient, and change one."""
+    seen: list[Tensor] = []
+    first, *others = fused(model)
+    handles = [first.register_hook(lambda gradient: gradient * 2 + 1)]
+    handles += [
+        p.register_post_accumulate_grad_hook(lambda q: seen.append(q.grad.clone()))  # type: ignore
+        for p in others
+    ]
+    loss(number).backward()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+    return seen
+
+
+def checkpointed(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Forward once more in backward; both variants."""
+    for reentrant in (False, True):
+        anchor = torch.zeros((), requires_grad=True)
+
+        def forward(zero: Tensor) -> Tensor:
+            return loss(number) + zero
+
+        checkpoint(forward, anchor, use_reentrant=reentrant).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return number
+
+
+def evaluated(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Evaluation between forward and backward, and after the step."""
+    value = loss(number)
+    model.eval()
+    with torch.no_grad():
+        before = loss(number + 2)
+    model.train()
+    value.backward()
+    optimizer.step()
+    with torch.inference_mode():
+        after = loss(number + 5).item()
+    optimizer.zero_grad()
+    return before, after
+
+
+GRAPHS = [two_backwards, two_forwards, penalty, weight_penalty, gradients_asked_for, some_inputs]
+GRAPHS += [with_hooks, checkpointed, evaluated]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("step", GRAPHS, ids=lambda step: step.__name__)
+def test_graphs(step: Step, network: str) -> None:
+    """What backward is asked for."""
+    if network == "whole" and step is penalty:
+        pytest.skip("torch cannot differentiate the backward of grouped_mm")
+    matched(network, step, steps=6)
+
+
+# Interference
+
+
+def reading(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Parameters, gradients and state are read at all times."""
+    value = loss(number)
+    value.backward()
+    seen = [p.grad.clone() for p in fused(model) if p.grad is not None]
+    optimizer.step()
+    seen += [p[number % 4].clone() for p in fused(model)]
+    if number % 3 == 1:
+        seen += [v.clone() for p in fused(model) for v in optimizer.state[p].values()]
+    if number % 3 == 2:
+        seen += [p.grad.sum() for p in fused(model) if p.grad is not None]
+    optimizer.zero_grad()
+    return seen
+
+
+def writing(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Parameters, gradients and state are changed in place."""
+    loss(number).backward()
+    first, second, *_ = fused(model)
+    with torch.no_grad():
+        if second.grad is not None:
+            second.grad[number % 4].add_(0.5)
+        optimizer.step()
+        first.mul_(0.99)
+        second[number % 4].add_(0.01)
+        optimizer.state[first]["exp_avg"][number % 4].mul_(0.5)
+        optimizer.state[first]["step"].add_(1)
+    optimizer.zero_grad()
+    return number
+
+
+def replacing(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Other tensors take the place of gradient, parameter and state."""
+    loss(number).backward()
+    first, second, *_ = fused(model)
+    if number == 1:
+        assert first.grad is not None
+        first.grad = first.grad * 2
+    if number == 3:
+        second.data = second.data.clone()
+    optimizer.step()
+    if number == 4:
+        optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"] * 0.5
+    if number == 6:
+        second.data = second.data.clone()
+    optimizer.zero_grad()
+    return number
+
+
+def keeping(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Gradients of three steps are kept and looked at later."""
+    loss(number).backward()
+    optimizer.step()
+    held = model.__dict__.setdefault("_held", [])
+    held.append([p.grad for p in fused(model)])
+    optimizer.zero_grad()
+    del held[:-3]
+    return list(held)
+
+
+def reloading(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """State goes out and comes back."""
+    plain(model, optimizer, loss, number)
+    if number % 3 == 1:
+        weights = copy.deepcopy(model.state_dict())
+        state = copy.deepcopy(optimizer.state_dict())
+        plain(model, optimizer, loss, number + 1)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        return weights, state
+    return number
+
+
+def copying(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """A copy of the model computes by itself."""
+    plain(model, optimizer, loss, number)
+    other = copy.deepcopy(model)
+    return [p.detach() for p in other.parameters()]
+
+
+def changing_groups(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """The hyperparameters of a step are those that were set at that step."""
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 / (1 + number)
+        group["weight_decay"] = 0.1 * (number % 2)
+    return plain(model, optimizer, loss, number)
+
+
+def skipping(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """A gradient is taken away before the step: that parameter has none."""
+    loss(number).backward()
+    if number % 2:
+        fused(model)[0].grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    return number
+
+
+INTERFERENCE = [reading, writing, replacing, keeping, reloading, copying]
+INTERFERENCE += [changing_groups, skipping]
+
+
+@pytest.mark.parametrize("network", ["indexed", "parts"])
+@pytest.mark.parametrize("step", INTERFERENCE, ids=lambda step: step.__name__)
+def test_interference(step: Step, network: str) -> None:
+    """What users do between."""
+    matched(network, step)
+
+
+@pytest.mark.parametrize("step", [writing, replacing, keeping], ids=lambda step: step.__name__)
+def test_interference_on_the_mapped_file(step: Step) -> None:
+    """Where writes are not announced."""
+    matched("indexed", step, backend="mapped")
+
+
+# Optimizers
+
+
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    "Adagrad from 0.1": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1, "foreach": True}),
+    "Adam amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "AdamW fused": (AdamW, {"fused": True}),
+    "AdamW maximize": (AdamW, {"maximize": True, "foreach": True}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "ASGD": (torch.optim.ASGD, {"t0": 2}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "SGD": (SGD, {}),
+    "SGD decay": (SGD, {"weight_decay": 0.1}),
+    "SGD momentum": (SGD, {"momentum": 0.9}),
+    "SGD nesterov": (SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    "SGD fused": (SGD, {"momentum": 0.9, "fused": True}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str) -> None:
+    """Those whose step is the same for every element; steps add up while experts are not hit."""
+    make, options = OPTIMIZERS[name]
+    matched("indexed", late_zeroing, make=make, steps=10, **options)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("fused_kernel", [False, True], ids=["loop", "fused"])
+def test_half_precision(fused_kernel: bool, threads: int) -> None:
+    """Where scalar code rounds otherwise than vectors do, slices must end where threads do not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        model = Chosen(5, 128).to(torch.bfloat16)
+        twin = Twin(model, lambda p: AdamW(p, lr=1e-2, fused=fused_kernel))
+        with twin.paged(footprint_of(model), config=PAGES) as session:
+            assert fused_of(session)
+            for number in range(3):
+                for network, optimizer in (
+                    (twin.model, twin.optimizer),
+                    (twin.reference, twin.its),
+                ):
+                    generator = torch.Generator().manual_seed(number)
+                    x = torch.randn(5, 128, generator=generator).to(torch.bfloat16)
+                    (network(x, HITS[number]) ** 2).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        twin.assert_same()
+    finally:
+        torch.set_num_threads(before)
+
+
+class Mixed(AdamW):
+    """An optimizer of a user's own."""
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(Mixed, {}), (torch.optim.Adafactor, {})],
+    ids=["a user's own", "Adafactor"],
+)
+def test_other_optimizers_see_the_parameter_whole(make: Any, options: dict[str, Any]) -> None:
+    """What is not known to treat elements apart is given whole parameters."""
+    twin = Twin(Chosen(), lambda p: make(p, lr=1e-2, **options))
+    with twin.paged(footprint_of(twin.model), config=PAGES) as session:
+        assert not fused_of(session)
+        for number in range(3):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                plain(model, optimizer, partial(chosen_step, model), number)
+    twin.assert_same()
+
+
+# Zeros
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("hit", [[1], [1, 3], []], ids=["one", "two", "none"])
+def test_signed_zeros(hit: list[int], backend: str) -> None:
+    """The only expert's gradient keeps its -0; a sum with another's zeros does not."""
+
+    def step(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+        (p,) = [p for name, p in model.named_parameters() if name == "experts.up"]
+        value = (model.head * 1.0).sum()  # type: ignore[operator]
+        for expert in hit:
+            value = value + (p[expert] * -0.0).sum()
+        value.backward()
+        first = None if p.grad is None else p.grad.clone()
+        (p[2] * -0.0).sum().backward()
+        seen = [first, None if p.grad is None else p.grad.clone()]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        return [one for one in seen if one is not None]
+
+    matched("indexed", step, backend=backend, steps=4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("hit", [[1], [1, 3], [3, 0, 1]], ids=str)
+def test_signed_zeros_of_gradients_per_expert(hit: list[int], backend: str) -> None:
+    """The same where an experts' class of transformers runs on parts; a second backward adds."""
+    pytest.importorskip("transformers")
+    twin = Twin(signed_experts(), lambda p: AdamW(p, lr=1e-2))
+    config = {**PAGES, "backend": backend, "draft_share": 1.0}
+    with twin.paged(footprint_of(twin.model) * 2, config=config) as session:
+        assert fused_of(session)
+        for number in range(4):
+            seen = []
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                model(hit).backward()
+                seen.append([p.grad.clone() for p in fused(model) if p.grad is not None])
+                if number % 2:
+                    model([2]).backward()
+                    seen[-1] += [p.grad.clone() for p in fused(model) if p.grad is not None]
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(seen[0], seen[1], f"gradients of step {number}")
+            minus = torch.signbit(seen[0][0]).flatten(1).any(1).tolist()
+            assert minus == [len(hit) == 1 and number == hit[0] for number in range(4)]
+    twin.assert_same()
+
+
+# What moves
+
+
+def moved(session: Any, first: int) -> dict[str, int]:
+    """Return the bytes moved in or out from step ``first`` on, by name of region."""
+    counts: dict[str, int] = {}
+    began = min(span.start for span in session.log.phases if span.step >= first)
+    for transfer in session.log.transfers:
+        if transfer.start >= began:
+            name = transfer.region
+            counts[name] = counts.get(name, 0) + transfer.nbytes
+    return counts
+
+
+def train(twin: Twin, loss_of: Callable[[nn.Module, int], Tensor], steps: range) -> None:
+    """Train both copies."""
+    for number in steps:
+        for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+            plain(model, optimizer, partial(loss_of, model), number)
+
+
+@needs_pager
+def test_experts_that_are_not_hit_move_no_byte() -> None:
+    """Over forty steps of AdamW, which in plain PyTorch changes all experts in each; under a budget
+    that holds neither all parameters nor half of the state."""
+    twin = Twin(Chosen(8), lambda p: AdamW(p, lr=1e-2))
+    hits = [[1, 5], [5], [1, 6]]
+    with twin.paged(footprint_of(twin.model) // 5, config=PAGES) as session:
+        train(twin, lambda model, n: chosen_loss(model, (n, hits[n % 3])), range(45))
+        counts = moved(session, 5)
+        assert session.stats["bytes_in"].iloc[5:].min() > 0, "everything fits: this shows nothing"
+        for number in range(8):
+            mine = {k: n for k, n in counts.items() if k.startswith("experts.") and n}
+            mine = {k: n for k, n in mine.items() if f"[{number}]" in k}
+            assert bool(mine) == (number in (1, 5, 6)), mine
+        expected = twin.reference.experts.up[3].detach()  # type: ignore[union-attr, operator]
+        assert not torch.equal(expected, Chosen(8).experts.up[3]), "AdamW changes all of them"
+    twin.assert_same()
+
+
+@needs_pager
+def test_experts_of_transformers_that_are_not_hit_move_no_byte() -> None:
+    """By the eager loop on parts, over twenty steps; the router's choice is fixed."""
+    model = transformers_mixtral("eager")
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        gate = layer.mlp.gate  # type: ignore[union-attr]
+        gate.weight.requires_grad_(False).zero_()[1] = 1.0  # type: ignore[union-attr, operator]
+
+        def choose(module: nn.Module, args: Any, output: Any) -> Any:
+            logits, scores, indices = output
+            return logits, scores, torch.tensor([1, 3]).expand_as(indices)
+
+        gate.register_forward_hook(choose)  # type: ignore[union-attr, operator]
+    twin = Twin(model, lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(model) // 4, config=PAGES) as session:
+        train(twin, mixtral_loss, range(25))
+        counts = moved(session, 5)
+        experts = {name: n for name, n in counts.items() if ".experts." in name and n}
+        assert any("[1]" in name for name in experts), "the experts that are hit move"
+        assert not [name for name in experts if "[0]" in name or "[2]" in name]
+    twin.assert_same()
+
+
+@needs_pager
+def test_a_slice_lags_behind_by_so_many_steps() -> None:
+    """Then its updates are made, so what waits is bounded; the bits are the same."""
+    twin = Twin(Chosen(4), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model) // 2, config=PAGES) as session:
+        updates = paging_of(session).updates
+        assert updates is not None
+        most = 0
+        for number in range(MOST_STEPS + 10):
+            train(
+                twin, lambda model, n: chosen_loss(model, (n, [n % 2])), range(number, number + 1)
+            )
+            waiting = [len(getattr(u, "steps", ())) for u in updates.pending.values()]
+            most = max(most, *waiting)
+        assert most == MOST_STEPS
+    twin.assert_same()
+
+
+@needs_pager
+def test_gradients_are_made_per_expert() -> None:
+    """By the eager loop on parts no tensor of the whole parameter's form is made; the stock loop
+    makes one for each expert hit."""
+    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    made: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dim() == 3 and out.shape[1:] in sizes:
+                made.append(str(function))
+            return out
+
+    sizes = {p.shape[1:] for p in fused(twin.model)}
+    with twin.paged(footprint_of(twin.model) // 2, config=PAGES):
+        train(twin, mixtral_loss, range(3))
+        loss = mixtral_loss(twin.model, 3)
+        with Watch():
+            loss.backward()
+        fresh = [name for name in made if "select_backward" in name or "zeros" in name]
+        assert not fresh
+        mixtral_loss(twin.reference, 3).backward()
+        assert_same(
+            [p.grad for p in twin.model.parameters()],
+            [p.grad for p in twin.reference.parameters()],
+            "gradients",
+        )
+        made.clear()
+        with Watch():
+            mixtral_loss(twin.reference, 3).backward()
+        assert any("select_backward" in name for name in made), "the watch sees the stock loop"
+        twin.model.zero_grad()
+        twin.reference.zero_grad()
+
+
+# Around
+
+
+def test_turned_off() -> None:
+    """``slices=False`` pages parameters whole."""
+    twin = Twin(Chosen(), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model), config={**PAGES, "slices": False}) as session:
+        assert not fused_of(session)
+        train(twin, chosen_step, range(3))
+    twin.assert_same()
+
+
+def test_what_is_no_multiple_of_a_page_stays_whole() -> None:
+    """As do parameters over a part of a storage, and those of other forms."""
+    twin = Twin(Chosen(3, 34), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model), config=PAGES) as session:
+        assert not fused_of(session)
+    both = torch.randn(8, 32, 32)
+    model = nn.Module()
+    model.register_parameter("one", nn.Parameter(both[:4]))
+    model.register_parameter("two", nn.Parameter(both[4:]))
+    model.register_parameter("flat", nn.Parameter(torch.randn(64, 64)))
+    with dynoffload.offload(model, budget="1MiB", config=PAGES) as session:
+        assert not fused_of(session)
+
+
+def test_a_budget_below_one_fused_parameter_will_do() -> None:
+    """What must fit at once is an expert's update, not that of all."""
+    twin = Twin(Chosen(32), lambda p: AdamW(p, lr=1e-2))
+    largest = max(p.numel() * 4 for p in twin.model.parameters())
+    with twin.paged(largest, config=PAGES) as session:
+        train(twin, chosen_step, range(4))
+        assert session.stats["peak_fast_bytes"].max() <= largest
+    twin.assert_same()
+    with pytest.raises(BudgetError), twin.paged(largest, config={**PAGES, "slices": False}):
+        pass
+
+
+def test_the_registry_is_as_it_was_after_the_block() -> None:
+    """Nor is the model's configuration changed, or its class."""
+    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    before = dict(ALL_EXPERTS_FUNCTIONS.items())
+
+    def interrupted() -> None:
+        with twin.paged(footprint_of(twin.model), config=PAGES):
+            assert "eager" in ALL_EXPERTS_FUNCTIONS
+            assert twin.model.config._experts_implementation == "eager"  # type: ignore[union-attr]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert dict(ALL_EXPERTS_FUNCTIONS.items()) == before
+
+
+def test_the_implementation_without_a_session_is_the_eager_one() -> None:
+    """A model that asks for it runs anywhere."""
+    model = transformers_mixtral("eager")
+    dynoffload.moe.register()
+    expected = mixtral_loss(model, 0)
+    model.set_experts_implementation("dynoffload")  # type: ignore[operator]
+    assert_same(mixtral_loss(model, 0), expected, "loss")
+
+
+def test_explicitly_asked_for() -> None:
+    """``set_experts_implementation("dynoffload")`` gives the bits of the eager implementation."""
+    dynoffload.moe.register()
+    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    twin.model.set_experts_implementation("dynoffload")  # type: ignore[operator]
+    with twin.paged(footprint_of(twin.model) // 2, config=PAGES):
+        train(twin, mixtral_loss, range(4))
+    twin.assert_same()
+
+
+@needs_pager
+def test_slices_are_blocks_of_their_own() -> None:
+    """What forward uses is known by expert, and so is what it is predicted to use."""
+    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model) // 2, config=PAGES) as session:
+        train(twin, mixtral_loss, range(3))
+        assert any(".experts[" in name for name in session.log.blocks[-1].actual)
+
+
+def test_a_held_gradient_outlives_the_block() -> None:
+    """It was made inside, and can be read when all else is ordinary again."""
+    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model), config=PAGES):
+        train(twin, mixtral_loss, range(2))
+        for model in (twin.model, twin.reference):
+            mixtral_loss(model, 5).backward()
+        held = [p.grad for p in fused(twin.model)]
+        expected = [p.grad for p in fused(twin.reference)]
+        twin.optimizer.zero_grad()
+        twin.its.zero_grad()
+    assert_same(held, expected, "gradients")
+
+
+def test_stepping_aside_and_back() -> None:
+    """Rows become ordinary tensors while everything fits, and rows again for a larger sample."""
+    twin = Twin(Chosen(), lambda p: AdamW(p, lr=1e-2))
+    config = {**PAGES, "step_aside": True}
+    with twin.paged(footprint_of(twin.model) * 3, config=config) as session:
+        train(twin, chosen_step, range(6))
+        assert not session.paging
+        train(twin, lambda m, n: (m(torch.ones(64, 32), [0, 4]) ** 2).mean(), range(6, 7))
+        assert session.paging
+        train(twin, chosen_step, range(7, 9))
+    twin.assert_same()
+
+
+def test_weights_from_the_meta_device() -> None:
+    """Slice by slice, and to the same bits."""
+    torch.manual_seed(3)
+    expected = Chosen()
+    with torch.device("meta"):
+        model = Chosen()
+
+    def init(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.data.copy_(
+                dict(expected.named_parameters())[f"experts.{name}" if name != "head" else name]
+            )
+
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with dynoffload.offload(model, optimizer, budget="256KiB", config=PAGES) as session:
+        dynoffload.materialize(model, init)
+        assert fused_of(session)
+        assert_same(chosen_step(model, 0), chosen_step(expected, 0), "loss")
+    assert_same(dict(model.named_parameters()), dict(expected.named_parameters()), "weights")
+
+
+@needs_pager
+def test_updates_of_slices_are_drafted_in_backward() -> None:
+    """As those of whole parameters are, and taken over by the step; unless something changes."""
+    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model), config={**PAGES, "draft_share": 1.0}) as session:
+        updates = paging_of(session).updates
+        assert updates is not None
+        assert updates.drafts is not None
+        taken: list[bool] = []
+        for number in range(14):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                mixtral_loss(model, number).backward()
+                if number == 10:
+                    for parameter in fused(model):
+                        assert parameter.grad is not None
+                        parameter.grad.mul_(2)
+                drafts = updates.drafts
+                before = [slot for f in fused_of(session).values() for slot in f.slots]
+                before = [slot for slot in before if drafts.has(slot)]
+                optimizer.step()
+                if model is twin.model:
+                    waiting = [slot for slot in before if slot in updates.pending]
+                    taken.append(bool(before) and not waiting)
+                    assert number != 10 or waiting == before
+                optimizer.zero_grad()
+        assert any(taken), "no update of a slice was drafted"
+    twin.assert_same()
