@@ -89,7 +89,8 @@ def live(
             for parameter in model.parameters():
                 parameter.mul_(0.99)
     loss = loss_of(x)
-    if day == "gradient penalty" and not autocast and loss.requires_grad:
+    reentrant = any(node.kind == "reentrant" for node in model.plan.nodes)  # which refuses grad()
+    if day == "gradient penalty" and loss.requires_grad and not (autocast or reentrant):
         weights = [layer.weight for layer in model.layers]
         found = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
         loss = loss + sum(
