@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import write_json
 from dynoffload.experiments.cgroup import LimitError, why_unavailable
 from dynoffload.experiments.paged_rows import MAIN, VARIANTS, Plan, Variant, measure_group
+from dynoffload.experiments.zoo import FUSED
 from dynoffload.pilot.progress import progress_bar
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
@@ -66,6 +68,12 @@ def run(
     unknown = [row for row in rows if row not in VARIANTS]
     if unknown or not rows:
         raise ConfigError(f"no row is named {unknown}; there are {', '.join(VARIANTS)}")
+    if any(VARIANTS[row].network == FUSED for row in rows) and find_spec("transformers") is None:
+        others = ",".join(row for row in rows if VARIANTS[row].network != FUSED)
+        raise ConfigError(
+            f"the row {FUSED!r} takes a network of transformers, which is not installed: install "
+            f"it, or measure --rows {others or MAIN}"
+        )
     if steps < 1 or profile_steps < 1 or warmup < 1 or paged_steps < 0:
         raise ConfigError("steps, warmup and profile_steps are at least 1, paged_steps at least 0")
     if limited and (reason := why_unavailable(swap=paged_steps > 0)):

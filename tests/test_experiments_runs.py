@@ -143,6 +143,7 @@ def test_paged_puts_each_variant_under_its_key(
         told.append((keys, spec.optimizer, spec.shape["rows"] * spec.shape["length"]))
         yield from ((variant, {"key": variant.key}) for variant in variants)
 
+    monkeypatch.setattr(paged, "find_spec", lambda name: name)
     monkeypatch.setattr(paged, "measure_group", measured)
     monkeypatch.setattr(paged, "_print", lambda result, variants: None)
     path = tmp_path / "paged.json"
@@ -162,6 +163,12 @@ def test_paged_puts_each_variant_under_its_key(
 def test_paged_refuses_rows_it_does_not_have() -> None:
     with pytest.raises(ConfigError, match="mapped"):
         paged.run(rows=("maped",))
+
+
+def test_paged_says_what_the_fused_row_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="not installed: install it, or measure --rows main,"):
+        paged.run(limited=False)
 
 
 def test_resident(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from exactness import Twin, assert_same, bits, footprint_of, needs_pager
+from exactness import Twin, assert_same, assert_same_training, bits, footprint_of, needs_pager
 from fused_networks import PAGES, Chosen, chosen_loss, fused_of, mixtral, mixtral_loss, paging_of
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -858,4 +859,51 @@ def test_updates_of_slices_are_drafted_in_backward() -> None:
                     assert number != 10 or waiting == before
                 optimizer.zero_grad()
         assert any(taken), "no update of a slice was drafted"
+    twin.assert_same()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpoints(backend: str, tmp_path: Path) -> None:
+    """What is saved while updates of slices wait is the state of a finished step; it goes on whole,
+    and by slices under another budget, to the same bits."""
+    twin = Twin(Chosen(), lambda p: AdamW(p, lr=1e-2))
+    config = {**PAGES, "backend": backend}
+    with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
+        train(twin, chosen_step, range(4))
+        session.save(tmp_path / "saved")
+        train(twin, chosen_step, range(4, 7))
+    for slices in (True, False):
+        again = Chosen()
+        optimizer = AdamW(again.parameters(), lr=1e-2)
+        with dynoffload.offload(
+            again,
+            optimizer,
+            budget=footprint_of(again),
+            config={**config, "slices": slices, "step_aside": False},
+        ) as session:
+            session.load(tmp_path / "saved")
+            for number in range(4, 7):
+                plain(again, optimizer, partial(chosen_step, again), number)
+        assert_same_training(again, optimizer, twin.reference, twin.its)
+
+
+@needs_pager
+def test_an_interrupt_leaves_the_state_before_or_after() -> None:
+    """Ctrl-C in the midst of a backward that puts experts' gradients in their places."""
+    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model) // 2, config=PAGES):
+        train(twin, mixtral_loss, range(2))
+
+        def interrupt(gradient: Tensor) -> None:
+            raise KeyboardInterrupt
+
+        for model in (twin.model, twin.reference):
+            first = next(iter(model.parameters()))  # the last gradient of a backward
+            handle = first.register_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                mixtral_loss(model, 9).backward()
+            handle.remove()
+        twin.optimizer.zero_grad()
+        twin.its.zero_grad()
+        train(twin, mixtral_loss, range(2, 5))
     twin.assert_same()
