@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import SMALL_PAGES, Twin, assert_ordinary, assert_same, least_budget, needs_pager
@@ -103,6 +104,51 @@ def test_what_somebody_else_holds_stays_where_it_is() -> None:
         for number in range(3):
             step(twin.model, twin.optimizer, number)
             step(twin.reference, twin.its, number)
+    twin.assert_same()
+
+
+class Table(nn.Module):
+    """A buffer over memory that somebody else writes, and one that is new in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.numbers = np.ones((32, 32), np.float32)
+        self.register_buffer("last", torch.zeros(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.from_numpy(self.numbers))
+        self.numbers *= 1.5
+        self.last = torch.full((32, 32), float(x.detach().sum()))
+        return self.layer(x) * self.table[: len(x)] + self.last[: len(x)]
+
+
+def test_memory_of_numpy_stays_numpys() -> None:
+    """What numpy writes is read."""
+    torch.manual_seed(0)
+    twin = Twin(Table(), lambda p: AdamW(p, lr=1e-2))
+    budget, _ = least_budget(twin.model, twin.optimizer, 1024, SMALL_PAGES)
+    with twin.paged(budget, pilot=None):
+        for number in range(3):
+            step(twin.model, twin.optimizer, number)
+            step(twin.reference, twin.its, number)
+    twin.assert_same()
+
+
+def test_regions_do_not_pile_up_in_evaluation() -> None:
+    """Each forward replaces the buffer, and no step ends meanwhile."""
+    torch.manual_seed(0)
+    twin = Twin(Table(), lambda p: AdamW(p, lr=1e-2))
+    budget, _ = least_budget(twin.model, twin.optimizer, 1024, SMALL_PAGES)
+    with twin.paged(budget, pilot=None) as session:
+        paging = session._paging
+        assert paging is not None
+        for number in range(20):
+            with torch.no_grad():
+                for model in (twin.model, twin.reference):
+                    model(torch.full((4, 32), float(number)))
+            assert len(paging.buffers._tensors) <= 2
     twin.assert_same()
 
 

@@ -47,6 +47,7 @@ class Buffers:
         path = self._paths.get(module)
         if path is None or buffer is None or not self._pages(buffer):
             return
+        self.sweep()
         storage = buffer.untyped_storage()
         region = self._device.allocate(storage.nbytes(), extra=True)
         self._names[region] = f"{path}.{name}" if path else name
@@ -68,6 +69,7 @@ class Buffers:
         storage = buffer.untyped_storage()
         return (
             storage.nbytes() >= self._min
+            and storage.resizable()  # else it is numpy's memory, or another library's
             and self._device.owner(storage.data_ptr()) < 0
             and users_of(storage) <= _OWN
         )
