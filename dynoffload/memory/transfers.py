@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dynoffload.memory.account import Account, Holding, State
+from dynoffload.memory.debug import Watch
 from dynoffload.memory.device import Cause, EventKind
 from dynoffload.memory.following import NEVER
 from dynoffload.memory.mapping import Mapping
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import SpillFile, reason
 from dynoffload.planning.schedule import Kind
 from dynoffload.units import format_bytes
 
@@ -39,10 +40,19 @@ class Transfers:
         mapping: moves bytes.
         spill: the file behind it.
         threads: how many transfers may run at once, besides those of waiting threads.
+        watch: compares what comes back with what left, in debug mode.
     """
 
-    def __init__(self, account: Account, mapping: Mapping, spill: SpillFile, threads: int) -> None:
+    def __init__(
+        self,
+        account: Account,
+        mapping: Mapping,
+        spill: SpillFile,
+        threads: int,
+        watch: Watch | None = None,
+    ) -> None:
         self._account, self._mapping, self._spill = account, mapping, spill
+        self._watch = watch
         self._stopping = False
         self._threads = [
             threading.Thread(
@@ -184,6 +194,8 @@ class Transfers:
         failure = 0
         for _ in range(_ATTEMPTS):
             try:
+                if self._watch is not None:
+                    self._watch.admit(h.offset)
                 if h.content:
                     self._mapping.fetch(h.offset, h.length)
                 else:
@@ -214,6 +226,8 @@ class Transfers:
         start, failure, dirty = time.perf_counter(), 0, 0
         with self._unlocked():
             try:
+                if self._watch is not None:
+                    self._watch.shut(h.offset)
                 dirty = min(h.nbytes, self._mapping.modified(h.offset, h.length))
                 if dirty:
                     self._mapping.write_back(h.offset, h.length)
@@ -244,6 +258,8 @@ class Transfers:
             h.state = State.WRITING
             try:
                 with self._unlocked():
+                    if self._watch is not None:
+                        self._watch.forget(h.offset)
                     self._mapping.forget(h.offset, h.length)
             except OSError as error:
                 failure = error.errno or errno.EIO
@@ -297,10 +313,10 @@ class Transfers:
 
     def unreadable(self, h: Holding, failure: int) -> str:
         """Return the message for a region that cannot be read back."""
-        return f"{self._spill.unreadable(_name(h), os.strerror(failure))}; {_LOST}"
+        return f"{self._spill.unreadable(_name(h), reason(failure))}; {_LOST}"
 
     def _unwritable(self, h: Holding, failure: int) -> str:
-        told = self._spill.unwritable(_name(h), os.strerror(failure))
+        told = self._spill.unwritable(_name(h), reason(failure))
         return f"{told}; until then it stays in memory; {_LOST}"
 
     @contextmanager

@@ -64,6 +64,7 @@ def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Devic
         need=sizing.spill_bytes,
         threads=config.io_threads,
         record=config.record_events,
+        debug=config.debug,
     )
 
 
