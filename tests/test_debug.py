@@ -217,8 +217,8 @@ def test_training_does_not_go_on_with_a_changed_byte(backend: str, tmp_path: Pat
         model = small()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         config = {
-            "backend": sys.argv[1], "step_aside": False, "page_bytes": 4096, "min_paged_bytes": 1024,
-            "debug": True,
+            "backend": sys.argv[1], "step_aside": False, "debug": True, "page_bytes": 4096,
+            "min_paged_bytes": 1024,
         }
         budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
         samples = small_samples(4)

@@ -28,7 +28,7 @@ from dynoffload.memory.device import Counters, Event
 from dynoffload.memory.following import Following
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.places import Place, Places, arena_pages
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import LOST, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.transfers import Transfers
 from dynoffload.planning.schedule import Schedule, Use
@@ -181,15 +181,18 @@ class MappedFile(Places):
         """Wait until pinned regions are present, lending a hand; the impatient leave what all
         others' pins keep out."""
         account = self._account
+        self._transfers.hope()
         for h in wanted:
             account.use(h)
+            h.error = 0
         until = time.monotonic() + _GRACE_S
         while absent := [h for h in wanted if h.state is not State.PRESENT]:
             for h in absent:
                 if h.error:
                     failure, h.error = h.error, 0
                     account.give_up(wanted)
-                    raise spill_failure(failure, self._transfers.unreadable(h, failure))
+                    told = self._transfers.unreadable(h, failure)
+                    raise spill_failure(failure, f"{told}; {LOST}")
                 account.want(h)
             if self._transfers.serve_urgent():
                 until = time.monotonic() + _GRACE_S
@@ -199,7 +202,8 @@ class MappedFile(Places):
                 return
             if (refused := self._transfers.refused()) is not None:
                 account.give_up(wanted)
-                raise spill_failure(*refused)
+                number, told = refused
+                raise spill_failure(number, f"{told}; {LOST}")
             if not account.done.wait(1.0) and time.monotonic() > until:
                 account.give_up(wanted)
                 need = sum(h.length for h in absent)
@@ -219,7 +223,8 @@ class MappedFile(Places):
             self._watch.admit(h.offset)
         except OSError as error:
             number = error.errno or errno.EIO
-            raise spill_failure(number, self._transfers.unreadable(h, number)) from error
+            told = self._transfers.unreadable(h, number)
+            raise spill_failure(number, f"{told}; {LOST}") from error
 
     def lock(self, regions: Sequence[int]) -> None:
         """Refuse: nothing is guarded here."""

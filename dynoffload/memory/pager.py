@@ -20,13 +20,12 @@ from dynoffload.memory import native_pager
 from dynoffload.memory.device import Cause, Counters, Event, EventKind
 from dynoffload.memory.native_pager import FailureKind
 from dynoffload.memory.places import REGIONS, Place, Places, arena_pages
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import LOST, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.spill import reason as reason_of
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.units import format_bytes
 
-_LOST = "the step is lost, go on from the last checkpoint"
 _NO_BOOKS = "the system has no memory, beyond the pager's pool, for the bookkeeping of"
 _MORE_MEMORY = "end other programs, or lower the budget"
 
@@ -254,12 +253,12 @@ class Pager(Places):
         need = format_bytes(sum(sizes[region] for region in set(regions)))
         one = f"region {failure.region} ({format_bytes(sizes[failure.region])})"
         if kind is FailureKind.READ:
-            return spill_failure(failure.error, f"{self._spill.unreadable(one, why)}; {_LOST}")
+            return spill_failure(failure.error, f"{self._spill.unreadable(one, why)}; {LOST}")
         if kind is FailureKind.WRITE:
             return SpillError(
                 failure.error,
                 f"no room can be made for {need} of regions in the pool of "
-                f"{format_bytes(self.capacity)}: {self._spill.unwritable(one, why)}; {_LOST}",
+                f"{format_bytes(self.capacity)}: {self._spill.unwritable(one, why)}; {LOST}",
             )
         if kind is FailureKind.PINNED:
             return BudgetError(
@@ -328,7 +327,7 @@ class Pager(Places):
             region, why = native.error_region, reason_of(native.error)
             one = f"region {region} ({format_bytes(self.size(region))})"
             told = self._spill.unwritable if native.error_is_write else self._spill.unreadable
-            raise spill_failure(native.error, f"{told(one, why)}; {_LOST}")
+            raise spill_failure(native.error, told(one, why))
         return Counters(
             bytes_in=native.bytes_in,
             bytes_out=native.bytes_out,

@@ -34,6 +34,9 @@ def default_spill_dir() -> Path:
     return directory
 
 
+LOST = "the step is lost, go on from the last checkpoint"
+
+
 def reason(number: int) -> str:
     """Return the word for an errno of a transfer."""
     if number == errno.EBADMSG:

@@ -12,7 +12,6 @@ what was being written is still there.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ from dynoffload.units import format_bytes
 
 _INSPECT_S = 0.1  # how long an unannounced access may stay unseen while nothing else is to do
 _ATTEMPTS = 3
-_LOST = "the step is lost, go on from the last checkpoint"
 
 
 class Transfers:
@@ -145,6 +143,12 @@ class Transfers:
         else:
             account.done.notify_all()
         return True
+
+    def hope(self) -> None:
+        """Somebody needs room: what could not be written may be written now."""
+        if self._account.write_error is not None:
+            for h in self._account.holdings.values():
+                h.busy = False
 
     def refused(self) -> tuple[int, str] | None:
         """Return why nothing leaves, if that is because the file takes nothing; tried again from
@@ -313,11 +317,11 @@ class Transfers:
 
     def unreadable(self, h: Holding, failure: int) -> str:
         """Return the message for a region that cannot be read back."""
-        return f"{self._spill.unreadable(_name(h), reason(failure))}; {_LOST}"
+        return self._spill.unreadable(_name(h), reason(failure))
 
     def _unwritable(self, h: Holding, failure: int) -> str:
         told = self._spill.unwritable(_name(h), reason(failure))
-        return f"{told}; until then it stays in memory; {_LOST}"
+        return f"{told}; until then it stays in memory"
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:

@@ -356,14 +356,22 @@ class Paging:
         room = int(available_bytes() * (1 - _KEEP_FREE))
         outside = inside = 0
         refused = ""
+        lost: list[SpillError] = []
 
         def ordinary(region: int, tensor: torch.Tensor) -> torch.Tensor:
             nonlocal room, outside, inside, refused
             storage = storages.get(region)
             if storage is None:
                 ours = self.device.storage(region)
-                self.device.acquire([region])
                 nbytes = ours.nbytes()
+                try:
+                    self.device.acquire([region])
+                except SpillError as error:  # the others are not lost by it
+                    lost.append(error)
+                    inside += nbytes
+                    refused = error.strerror or str(error)
+                    storages[region] = ours
+                    return tensor
                 if nbytes <= room:
                     room -= nbytes
                     storage = ours.clone()  # type: ignore[no-untyped-call]
@@ -388,6 +396,8 @@ class Paging:
         if inside:
             self._where += f"{', ' if outside else ''}{format_bytes(inside)} under the budget still"
             self._where += f" ({refused})"
+        if lost:
+            raise lost[0]
 
     def _restore_slot(
         self,
