@@ -128,6 +128,7 @@ def check(found: dict[str, Any], backend: str) -> None:
     assert errors, found
     if case.recovers:  # then forward and backward can be made again, and steps cannot
         assert any(error.startswith(("step:", "after:", "end:")) for error in errors), found
+        assert not any(error.startswith("end: SpillError") for error in errors), found
     assert all("SpillError" in e or "StepLostError" in e or "CorruptionE" in e for e in errors), (
         found
     )

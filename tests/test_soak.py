@@ -17,8 +17,9 @@ from dynoffload.units import MiB
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 
 GROWTH = 24 * MiB
-"""Of the resident set in the second half of a long run: the log's records of single transfers, of
-which it keeps some 20 MB however long the run is; 0.5 KB a step of totals; the allocator's whims."""
+"""Of the resident set in the second half of a long run. The log keeps some 20 MB of single
+transfers, however long the run is, and 0.5 KB of totals for each step; the rest is the allocator's.
+"""
 
 
 def assert_constant(rows: Sequence[Taken]) -> None:

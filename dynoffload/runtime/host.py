@@ -44,7 +44,7 @@ def within_host(budget: int, model: nn.Module, optimizer: Optimizer | None) -> I
         yield have
     except BudgetError as error:
         raise BudgetError(
-            f"{lowered}, and with that: {error}; it is memory that lacks: end other programs, raise "
-            "the group's limit, or take a larger machine"
+            f"{lowered}, and with that: {error}; it is memory that lacks: end other programs, "
+            "raise the group's limit, or take a larger machine"
         ) from error
     logger.warning("%s: going on with that; operators' temporaries come on top", lowered)
