@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,13 @@ DEFERRALS = ("auto", "never")
 def _closest(word: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{name}={value!r} in the environment is not 0 or 1")
+    return value == "1"
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,9 @@ class OffloadConfig:
             which the C library is asked to hand its free pages back.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
+        debug: checksum every region on its way out of fast memory and compare it on its way in,
+            keep everybody out of absent and released memory, and poison free buffers; by default
+            if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time, and no memory.
         record_events: keep transfers and stalls of the latest steps for the report.
     """
 
@@ -69,6 +80,7 @@ class OffloadConfig:
     heap_slack_bytes: int = 512 * MiB
     features: Callable[..., Any] | None = None
     record_events: bool = True
+    debug: bool = dataclasses.field(default_factory=lambda: _flag("DYNOFFLOAD_DEBUG"))
 
     def __post_init__(self) -> None:
         for name, known in (

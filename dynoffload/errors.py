@@ -33,6 +33,10 @@ class SpillError(DynOffloadError, OSError):
     """The spill directory is missing, full or in memory, or it fails to read or write."""
 
 
+class CorruptionError(SpillError):
+    """Bytes came back from the spill file that are not those that were written (debug mode)."""
+
+
 class StepLostError(DynOffloadError, RuntimeError):
     """A step was cut off where it cannot be made up for: go on from the last checkpoint."""
 

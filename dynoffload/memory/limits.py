@@ -52,8 +52,23 @@ def available_bytes() -> int:
     for directory, limit_name, usage_name in cgroup_directories():
         limit, usage = _number(directory / limit_name), _number(directory / usage_name)
         if limit is not None and usage is not None and limit < _UNLIMITED:
-            available = min(available, max(0, limit - usage))
+            taken = usage - min(usage, _file_cache(directory))
+            available = min(available, max(0, limit - taken))
     return available
+
+
+def _file_cache(directory: Path) -> int:
+    """Return the bytes of a memory group that the kernel gives up before it refuses any."""
+    found: dict[str, int] = {}
+    try:
+        lines = (directory / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    for name, number in (line.split() for line in lines):
+        found[name] = int(number)
+    return sum(
+        found.get(f"total_{name}", found.get(name, 0)) for name in ("inactive_file", "active_file")
+    )
 
 
 def resident_bytes() -> int:

@@ -12,6 +12,7 @@ What it is not: guarded. No access waits for anybody, so nothing can be locked.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Sequence
@@ -22,11 +23,13 @@ import torch
 
 from dynoffload.errors import BackendError, BudgetError, SpillError
 from dynoffload.memory.account import Account, Holding, State
+from dynoffload.memory.debug import Watch
 from dynoffload.memory.device import Counters, Event
 from dynoffload.memory.following import Following
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.places import Place, Places, arena_pages
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import LOST, SpillFile
+from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.transfers import Transfers
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.units import format_bytes
@@ -44,6 +47,8 @@ class MappedFile(Places):
         need: bytes that the spill file will take at least.
         threads: transfer threads.
         record: keep events.
+        debug: checksum and compare what leaves and comes back, and keep everybody out of what is
+            absent or released.
 
     Raises:
         BackendError: the system refuses the mapping.
@@ -62,6 +67,7 @@ class MappedFile(Places):
         need: int = 0,
         threads: int = 4,
         record: bool = True,
+        debug: bool = False,
     ) -> None:
         system_page = os.sysconf("SC_PAGE_SIZE")
         if page_bytes % system_page:
@@ -82,18 +88,28 @@ class MappedFile(Places):
                 f"the spill file in {spill_dir} cannot be mapped: {error.strerror}; raise the "
                 "limit of virtual memory (ulimit -v), or pass spill_dir= another disk"
             ) from error
+        self._watch: Watch | None = None
+        if debug:
+            try:
+                self._watch = Watch(mapping.address, page_bytes, arena_pages(page_bytes), spill.fd)
+            except BackendError:
+                mapping.close()
+                spill.close()
+                raise
         pages = capacity // page_bytes
         super().__init__(pages * page_bytes, page_bytes, spill, mapping.address)
         self._process = os.getpid()
         self._closed = False
         self._mapping = mapping
         self._account = Account(pages, record)
-        self._transfers = Transfers(self._account, mapping, spill, threads)
+        self._transfers = Transfers(self._account, mapping, spill, threads, self._watch)
 
     # Places
 
     def _admit(self, region: int, place: Place) -> None:
         page = self.page_bytes
+        if self._watch is not None:
+            self._watch.begin(place.page * page, place.pages * page)
         with self._account.mutex:
             self._account.admit(
                 region, place.page * page, place.pages * page, place.pages, place.nbytes
@@ -102,7 +118,9 @@ class MappedFile(Places):
     def _dismiss(self, region: int) -> None:
         with self._account.mutex:
             self._transfers.forget(self._account.holdings[region])
-            del self._account.holdings[region]
+            ended = self._account.holdings.pop(region)
+        if self._watch is not None:
+            self._watch.end(ended.offset)
 
     def discard(self, region: int) -> None:
         """See `Device.discard`."""
@@ -180,15 +198,18 @@ class MappedFile(Places):
         """Wait until pinned regions are present, lending a hand; the impatient leave what all
         others' pins keep out."""
         account = self._account
+        self._transfers.hope()
         for h in wanted:
             account.use(h)
+            h.error = 0
         until = time.monotonic() + _GRACE_S
         while absent := [h for h in wanted if h.state is not State.PRESENT]:
             for h in absent:
                 if h.error:
                     failure, h.error = h.error, 0
                     account.give_up(wanted)
-                    raise SpillError(failure, self._transfers.unreadable(h, failure))
+                    told = self._transfers.unreadable(h, failure)
+                    raise spill_failure(failure, f"{told}; {LOST}")
                 account.want(h)
             if self._transfers.serve_urgent():
                 until = time.monotonic() + _GRACE_S
@@ -198,7 +219,8 @@ class MappedFile(Places):
                 return
             if (refused := self._transfers.refused()) is not None:
                 account.give_up(wanted)
-                raise SpillError(*refused)
+                number, told = refused
+                raise spill_failure(number, f"{told}; {LOST}")
             if not account.done.wait(1.0) and time.monotonic() > until:
                 account.give_up(wanted)
                 need = sum(h.length for h in absent)
@@ -206,6 +228,20 @@ class MappedFile(Places):
                     f"no room of {format_bytes(need)} came free within {_GRACE_S:.0f} s: the rest "
                     f"of the pool of {format_bytes(self.capacity)} is pinned; raise the budget"
                 )
+
+        if self._watch is not None:
+            for h in wanted:
+                self._check(h)
+
+    def _check(self, h: Holding) -> None:
+        """Give the rights to a region back that is present, but was on its way out."""
+        assert self._watch is not None
+        try:
+            self._watch.admit(h.offset)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            told = self._transfers.unreadable(h, number)
+            raise spill_failure(number, f"{told}; {LOST}") from error
 
     def lock(self, regions: Sequence[int]) -> None:
         """Refuse: nothing is guarded here."""
@@ -292,7 +328,7 @@ class MappedFile(Places):
             self._transfers.inspect()
             if account.error is not None:
                 error, account.error = account.error, None
-                raise SpillError(*error)
+                raise spill_failure(*error)
             return account.take_counters(self.page_bytes)
 
     def events(self) -> list[Event]:
@@ -308,6 +344,8 @@ class MappedFile(Places):
         self._transfers.stop()
         self._storages.clear()
         self._rows.clear()
+        if self._watch is not None:
+            self._watch.close()
         self._mapping.close()
         self._spill.close()
 

@@ -80,6 +80,7 @@ _INT = ctypes.c_int
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_probe": (_INT, ()),
     "pager_open": (_P, (_INT, _U64, _U32, _U32, _U32, _U32, _INT, _P)),
+    "pager_set_debug": (None, (_P,)),
     "pager_close": (None, (_P,)),
     "pager_base": (_U64, (_P,)),
     "pager_set_reserve": (None, (_P, _U32)),
@@ -107,6 +108,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_in_use": (_U64, (_P,)),
     "pager_counters": (None, (_P, _P)),
     "pager_events": (_U32, (_P, _P)),
+    "watch_open": (_P, (_U64, _U64, _U32, _INT, _P)),
+    "watch_begin": (_INT, (_P, _U32, _U32)),
+    "watch_shut": (_INT, (_P, _U32)),
+    "watch_admit": (_INT, (_P, _U32)),
+    "watch_forget": (_INT, (_P, _U32)),
+    "watch_end": (_INT, (_P, _U32)),
+    "watch_close": (None, (_P,)),
 }
 
 

@@ -20,11 +20,12 @@ from dynoffload.memory import native_pager
 from dynoffload.memory.device import Cause, Counters, Event, EventKind
 from dynoffload.memory.native_pager import FailureKind
 from dynoffload.memory.places import REGIONS, Place, Places, arena_pages
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import LOST, SpillFile
+from dynoffload.memory.spill import failure as spill_failure
+from dynoffload.memory.spill import reason as reason_of
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.units import format_bytes
 
-_LOST = "the step is lost, go on from the last checkpoint"
 _NO_BOOKS = "the system has no memory, beyond the pager's pool, for the bookkeeping of"
 _MORE_MEMORY = "end other programs, or lower the budget"
 
@@ -60,6 +61,7 @@ class Pager(Places):
         need: bytes that the spill file will take at least.
         threads: transfer threads.
         record: keep events.
+        debug: checksum and compare what leaves and comes back, and poison what is free.
 
     Raises:
         BackendError: the system refuses the pager.
@@ -78,6 +80,7 @@ class Pager(Places):
         need: int = 0,
         threads: int = 4,
         record: bool = True,
+        debug: bool = False,
     ) -> None:
         reason = probe()
         if reason:
@@ -102,6 +105,8 @@ class Pager(Places):
                 f"the pager cannot take its pool of {format_bytes(capacity)}: "
                 f"{os.strerror(error.value)}; lower the budget, or use backend='mapped'"
             )
+        if debug:
+            self._native.pager_set_debug(self._handle)
         self._process = os.getpid()
         base = int(self._native.pager_base(self._handle))
         super().__init__(pages * page_bytes, page_bytes, spill, base)
@@ -254,17 +259,17 @@ class Pager(Places):
         self, failure: native_pager.NativeFailure, regions: Sequence[int]
     ) -> DynOffloadError:
         """Return the error for what the native part could not do to ``regions``."""
-        kind, why = FailureKind(failure.kind), os.strerror(failure.error)
+        kind, why = FailureKind(failure.kind), reason_of(failure.error)
         sizes = {region: self.size(region) for region in (*regions, failure.region)}
         need = format_bytes(sum(sizes[region] for region in set(regions)))
         one = f"region {failure.region} ({format_bytes(sizes[failure.region])})"
         if kind is FailureKind.READ:
-            return SpillError(failure.error, f"{self._spill.unreadable(one, why)}; {_LOST}")
+            return spill_failure(failure.error, f"{self._spill.unreadable(one, why)}; {LOST}")
         if kind is FailureKind.WRITE:
             return SpillError(
                 failure.error,
                 f"no room can be made for {need} of regions in the pool of "
-                f"{format_bytes(self.capacity)}: {self._spill.unwritable(one, why)}; {_LOST}",
+                f"{format_bytes(self.capacity)}: {self._spill.unwritable(one, why)}; {LOST}",
             )
         if kind is FailureKind.PINNED:
             return BudgetError(
@@ -330,10 +335,10 @@ class Pager(Places):
         native = native_pager.NativeCounters()
         self._native.pager_counters(self._handle, ctypes.byref(native))
         if native.error:
-            region, why = native.error_region, os.strerror(native.error)
+            region, why = native.error_region, reason_of(native.error)
             one = f"region {region} ({format_bytes(self.size(region))})"
             told = self._spill.unwritable if native.error_is_write else self._spill.unreadable
-            raise SpillError(native.error, f"{told(one, why)}; {_LOST}")
+            raise spill_failure(native.error, told(one, why))
         return Counters(
             bytes_in=native.bytes_in,
             bytes_out=native.bytes_out,

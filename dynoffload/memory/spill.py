@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dynoffload.errors import SpillError
+from dynoffload.errors import CorruptionError, SpillError
 from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS as _MEMORY_FILESYSTEMS
 from dynoffload.memory.filesystems import filesystem_of, take_room
 from dynoffload.units import MiB, format_bytes
@@ -32,6 +32,22 @@ def default_spill_dir() -> Path:
     if filesystem_of(directory) in _MEMORY_FILESYSTEMS:
         return Path("/var/tmp")
     return directory
+
+
+LOST = "the step is lost, go on from the last checkpoint"
+
+
+def reason(number: int) -> str:
+    """Return the word for an errno of a transfer."""
+    if number == errno.EBADMSG:
+        return "its bytes are not those that were written"
+    return os.strerror(number)
+
+
+def failure(number: int, message: str) -> SpillError:
+    """Return the error for a transfer that failed with an errno."""
+    kind = CorruptionError if number == errno.EBADMSG else SpillError
+    return kind(number, message)
 
 
 class SpillFile:

@@ -12,7 +12,6 @@ what was being written is still there.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -20,16 +19,16 @@ from contextlib import contextmanager
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.account import Account, Holding, State
+from dynoffload.memory.debug import Watch
 from dynoffload.memory.device import Cause, EventKind
 from dynoffload.memory.following import NEVER
 from dynoffload.memory.mapping import Mapping
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import SpillFile, reason
 from dynoffload.planning.schedule import Kind
 from dynoffload.units import format_bytes
 
 _INSPECT_S = 0.1  # how long an unannounced access may stay unseen while nothing else is to do
 _ATTEMPTS = 3
-_LOST = "the step is lost, go on from the last checkpoint"
 
 
 class Transfers:
@@ -40,10 +39,19 @@ class Transfers:
         mapping: moves bytes.
         spill: the file behind it.
         threads: how many transfers may run at once, besides those of waiting threads.
+        watch: compares what comes back with what left, in debug mode.
     """
 
-    def __init__(self, account: Account, mapping: Mapping, spill: SpillFile, threads: int) -> None:
+    def __init__(
+        self,
+        account: Account,
+        mapping: Mapping,
+        spill: SpillFile,
+        threads: int,
+        watch: Watch | None = None,
+    ) -> None:
         self._account, self._mapping, self._spill = account, mapping, spill
+        self._watch = watch
         self._stopping = False
         self._threads = [
             threading.Thread(
@@ -137,6 +145,12 @@ class Transfers:
             account.done.notify_all()
         return True
 
+    def hope(self) -> None:
+        """Somebody needs room: what could not be written may be written now."""
+        if self._account.write_error is not None:
+            for h in self._account.holdings.values():
+                h.busy = False
+
     def refused(self) -> tuple[int, str] | None:
         """Return why nothing leaves, if that is because the file takes nothing; tried again from
         now on."""
@@ -185,6 +199,8 @@ class Transfers:
         failure = 0
         for _ in range(_ATTEMPTS):
             try:
+                if self._watch is not None:
+                    self._watch.admit(h.offset)
                 if h.content:
                     self._mapping.fetch(h.offset, h.length)
                 else:
@@ -215,6 +231,8 @@ class Transfers:
         start, failure, dirty = time.perf_counter(), 0, 0
         with self._unlocked():
             try:
+                if self._watch is not None:
+                    self._watch.shut(h.offset)
                 dirty = min(h.nbytes, self._mapping.modified(h.offset, h.length))
                 if dirty:
                     self._mapping.write_back(h.offset, h.length)
@@ -245,6 +263,8 @@ class Transfers:
             h.state = State.WRITING
             try:
                 with self._unlocked():
+                    if self._watch is not None:
+                        self._watch.forget(h.offset)
                     self._mapping.forget(h.offset, h.length)
             except OSError as error:
                 failure = error.errno or errno.EIO
@@ -324,11 +344,11 @@ class Transfers:
 
     def unreadable(self, h: Holding, failure: int) -> str:
         """Return the message for a region that cannot be read back."""
-        return f"{self._spill.unreadable(_name(h), os.strerror(failure))}; {_LOST}"
+        return self._spill.unreadable(_name(h), reason(failure))
 
     def _unwritable(self, h: Holding, failure: int) -> str:
-        told = self._spill.unwritable(_name(h), os.strerror(failure))
-        return f"{told}; until then it stays in memory; {_LOST}"
+        told = self._spill.unwritable(_name(h), reason(failure))
+        return f"{told}; until then it stays in memory"
 
     @contextmanager
     def _unlocked(self) -> Iterator[None]:

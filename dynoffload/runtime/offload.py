@@ -25,6 +25,7 @@ from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.forecast import Predictor
+from dynoffload.runtime.host import within_host
 from dynoffload.runtime.materialize import Init, remember
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.session import Session
@@ -151,7 +152,8 @@ def offload(
         optimizer: any dense optimizer of `torch.optim` with state per parameter; what wraps it, as
             accelerate's ``prepare`` does, is unwrapped.
         budget: bytes, or a text such as ``"8GiB"``; a hard cap on parameters, gradients, optimizer
-            state and saved activations in fast memory. ``None`` takes the command line's.
+            state and saved activations in fast memory. ``None`` takes the command line's. One that
+            is larger than the memory there is, is lowered to that, with a warning.
         pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` (repeat the last order, learn during
             the first steps, and let what was learned steer once it does better) or ``None`` (fetch
             on demand only, unless ``OffloadConfig.policy`` is ``"repeat"``).
@@ -226,7 +228,8 @@ def _session(
     chosen = spill_dir or given.spill_dir
     directory = Path(chosen or default_spill_dir())
     reason = "" if chosen else why_not_temporary(directory)
-    sizing = sizing_of(model, optimizer, limit, options)
+    with within_host(limit, model, optimizer) as possible:
+        sizing = sizing_of(model, optimizer, possible, options)
     session = Session(model, optimizer, sizing, options, directory, predictor, reason)
     _open[id(model)] = session
     try:

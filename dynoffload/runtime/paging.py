@@ -68,6 +68,7 @@ def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Devic
         need=sizing.spill_bytes,
         threads=config.io_threads,
         record=config.record_events,
+        debug=config.debug,
     )
 
 
@@ -435,6 +436,10 @@ class Paging:
             )
 
     def _restore(self) -> None:
-        self._where = Restoration(
+        restoration = Restoration(
             self.device, self.store, self.rows, self.optimizer, self.spill_dir
-        ).run(self.buffers)
+        )
+        restoration.run(self.buffers)
+        self._where = restoration.where
+        if restoration.lost:
+            raise restoration.lost[0]

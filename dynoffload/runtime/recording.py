@@ -13,12 +13,14 @@ first, so that a log takes some 20 MB however long the run is. What was forgotte
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from dynoffload.errors import CorruptionError, SpillError
 from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
 from dynoffload.memory.limits import resident_bytes
@@ -33,6 +35,8 @@ from dynoffload.runtime.telemetry import (
     Transfer,
 )
 from dynoffload.units import KiB
+
+logger = logging.getLogger(__name__)
 
 MOST_RECORDS = 100_000
 """Single records that a log keeps, over all tables."""
@@ -170,7 +174,7 @@ class Recording:
         """
         now = time.perf_counter()
         self.phase("optimizer")
-        counters = self._last if device is None else device.counters()
+        counters = self._last if device is None else _counters(device)
         last = self._last
         self._last = counters
         number = len(self.log.steps)
@@ -256,3 +260,15 @@ def mean_accuracy(steps: list[StepStats]) -> float:
     """Return the mean of the accuracies there are, or NaN."""
     known = [step.accuracy for step in steps if not math.isnan(step.accuracy)]
     return sum(known) / len(known) if known else math.nan
+
+
+def _counters(device: Device) -> Counters:
+    """Return the totals. A transfer that failed, while nobody waited for it, is warned of: what was
+    not written is still in memory, and what was not read is read again when it is used."""
+    try:
+        return device.counters()
+    except CorruptionError:
+        raise
+    except SpillError as error:
+        logger.warning("a transfer failed, by which nothing is lost so far: %s", error.strerror)
+        return _counters(device)  # each failure is told once

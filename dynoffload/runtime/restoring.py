@@ -34,6 +34,10 @@ class Restoration:
         rows: holds those that are paged by slices.
         optimizer: has their state; None without.
         directory: for what does not fit in memory.
+
+    Attributes:
+        where: where what does not fit in memory lies now, or "".
+        lost: why some tensors could not be read; the others are not lost by it.
     """
 
     def __init__(
@@ -50,11 +54,12 @@ class Restoration:
         self._room = int(available_bytes() * (1 - _KEEP_FREE))
         self._outside = self._inside = 0
         self._refused = ""
+        self.where = ""
+        self.lost: list[SpillError] = []
 
     @torch.no_grad()
-    def run(self, buffers: Buffers) -> str:
-        """Restore everything, ``buffers`` too; return where what does not fit in memory lies now,
-        or ""."""
+    def run(self, buffers: Buffers) -> None:
+        """Restore everything, ``buffers`` too."""
         buffers.restore(lambda region, tensor: self._ordinary(tensor))
         for parameter, slot in self._store.slots.items():
             self._restore(parameter)
@@ -73,7 +78,7 @@ class Restoration:
         if self._inside:
             where += f"{', ' if where else ''}{format_bytes(self._inside)} under the budget still"
             where += f" ({self._refused})"
-        return where
+        self.where = where
 
     def _restore(self, parameter: nn.Parameter) -> None:
         held = parameter.grad
@@ -102,11 +107,21 @@ class Restoration:
         return view_of(storage, tensor, offset_of(tensor))
 
     def _copy(self, region: int, row: list[int] | None) -> torch.UntypedStorage:
+        device = self._device
+        ours = device.storage(region) if row is None else device.row_storage(row)
+        try:
+            return self._copied(ours, region, row)
+        except SpillError as error:
+            self.lost.append(error)
+            self._refused = error.strerror or str(error)
+            self._inside += ours.nbytes()
+            return ours
+
+    def _copied(
+        self, ours: torch.UntypedStorage, region: int, row: list[int] | None
+    ) -> torch.UntypedStorage:
         if row is None:
-            ours = self._device.storage(region)
             self._device.acquire([region])
-        else:
-            ours = self._device.row_storage(row)
         nbytes = ours.nbytes()
         if nbytes <= self._room:
             self._room -= nbytes

@@ -605,6 +605,10 @@ class Updates:
                 self.drafts.drop_all()
             self.flush_all()
             self.check()
+        except BaseException as error:
+            self.abandon()  # else whoever reads those parameters would wait for updates for ever
+            self._lose(error)
+            raise
         finally:
             state = self.optimizer.state
             if isinstance(state, WatchedState):

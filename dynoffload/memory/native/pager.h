@@ -100,6 +100,7 @@ struct region {
     uint32_t told;      /* the last thread that was told to let go while it waits for the owner */
     uint32_t page, pages; /* place in the arena */
     uint64_t bytes;       /* of content, for the counters */
+    uint64_t sum;         /* of the file's copy, in debug mode */
     int64_t offset;       /* in the spill file */
     uint32_t *slots;      /* one per page while not at its address */
     int64_t next_use;     /* position in the reference string, or NEVER */
@@ -181,7 +182,7 @@ struct pager {
     pthread_cond_t work, done, hand;
     pthread_t *workers, fault_thread;
     uint32_t worker_count;
-    int fault_started, stopping, record;
+    int fault_started, stopping, record, debug;
 };
 
 double pager_now(void);
@@ -223,6 +224,10 @@ uint32_t plan_victim(struct pager *, int64_t later_than);
 /* faults.c */
 void *fault_serve(void *);
 int fault_open(int *user_mode_only);
+
+/* debug.c */
+uint64_t debug_sum(const struct pager *, const struct region *);
+void debug_poison(const struct pager *, uint32_t slot);
 
 /* letgo.c */
 int letgo_enter(struct pager *); /* 0 or an errno */

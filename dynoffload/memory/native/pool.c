@@ -232,8 +232,11 @@ static void pool_grow(struct pager *p, uint32_t pages)
                 (unsigned long long)bytes, strerror(errno));
         abort();
     }
-    for (uint32_t i = count; i-- > 0;)
+    for (uint32_t i = count; i-- > 0;) {
+        if (p->debug)
+            debug_poison(p, p->populated + i);
         p->full[p->fulls++] = p->populated + i;
+    }
     p->populated += count;
 }
 
@@ -252,8 +255,11 @@ void pool_take_slots(struct pager *p, struct region *r)
 
 void pool_free_slots(struct pager *p, struct region *r)
 {
-    for (uint32_t i = 0; i < r->pages; i++)
+    for (uint32_t i = 0; i < r->pages; i++) {
+        if (p->debug)
+            debug_poison(p, r->slots[i]);
         p->full[p->fulls++] = r->slots[i];
+    }
     p->counters.pages_in_use = p->populated - p->fulls;
 }
 

@@ -31,6 +31,15 @@ void transfer_record(struct pager *p, int kind, int cause, uint32_t region, doub
         (struct event){start, pager_now(), bytes, region, (uint16_t)kind, (uint16_t)cause};
 }
 
+/* What is not what was written is refused in debug mode only: the file is private. */
+static int compare(struct pager *p, struct region *r, int write)
+{
+    uint64_t sum = debug_sum(p, r);
+    if (write)
+        r->sum = sum;
+    return sum == r->sum ? 0 : EBADMSG;
+}
+
 /* Read or write all pages of a region; 0 or an errno. Called without the mutex. */
 static int transfer_io(struct pager *p, struct region *r, int write)
 {
@@ -67,7 +76,7 @@ static int transfer_io(struct pager *p, struct region *r, int write)
         }
         first += (uint32_t)n;
     }
-    return 0;
+    return p->debug ? compare(p, r, write) : 0;
 }
 
 static void begin_wait(struct pager *p, struct region *r)
@@ -285,7 +294,9 @@ static void fetch(struct pager *p, uint32_t id, int cause)
                     "dynoffload: cannot read %llu bytes of region %u back from the spill file: %s. "
                     "A thread sleeps until it has them, so the process ends here; the last saved "
                     "checkpoint is not touched.\n",
-                    (unsigned long long)r->bytes, id, strerror(error));
+                    (unsigned long long)r->bytes, id,
+                    error == EBADMSG ? "its bytes are not those that were written"
+                                     : strerror(error));
             abort();
         }
         if (error) {

@@ -1,0 +1,80 @@
+"""A long run of a dynamic network, and what the process takes along the way; not a test.
+
+python soaking.py NETWORK BACKEND STEPS      # prints one JSON row for each tenth of the run
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from exactness import SMALL_PAGES, footprint_of, least_budget, small, small_loss, small_samples
+from torch import Tensor, nn
+
+import dynoffload
+from dynoffload.experiments import zoo
+from dynoffload.memory.limits import resident_bytes
+
+NETWORKS = ("small", "tree")
+SAMPLES = 40
+
+
+class Taken(NamedTuple):
+    """What the process takes after so many steps."""
+
+    steps: int
+    resident: int
+    descriptors: int
+    threads: int
+    spill: int
+    spill_blocks: int
+
+
+def network(
+    name: str, layers: int
+) -> tuple[nn.Module, list[Any], Callable[[nn.Module, Any], Tensor]]:
+    """Return a network, samples of different shapes, and its loss."""
+    if name == "small":
+        return small(layers=layers), small_samples(SAMPLES), small_loss
+    shape = {"min_nodes": 8, "max_nodes": 32}
+    samples = list(islice(zoo.samples("tree", seed=0, **shape), SAMPLES))
+    return zoo.build("tree", "tiny-untied"), samples, lambda model, s: model(*s.args).loss
+
+
+def soak(
+    name: str, backend: str, steps: int, *, layers: int = 2, policy: str = "pilot"
+) -> Iterator[Taken]:
+    """Train for ``steps`` steps under a third of the footprint, or the least that will do."""
+    model, samples, loss_of = network(name, layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False, "policy": policy}
+    budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
+    with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
+        for step in range(1, steps + 1):
+            loss_of(model, samples[step % SAMPLES]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % (steps // 10) == 0:
+                assert session._paging is not None
+                found = os.fstat(session._paging.device._spill.fd)  # type: ignore[attr-defined]
+                gc.collect()
+                yield Taken(
+                    step,
+                    resident_bytes(),
+                    len(os.listdir("/proc/self/fd")),
+                    len(os.listdir("/proc/self/task")),
+                    found.st_size,
+                    found.st_blocks,
+                )
+
+
+if __name__ == "__main__":
+    for row in soak(sys.argv[1], sys.argv[2], int(sys.argv[3])):
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()

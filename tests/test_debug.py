@@ -1,0 +1,261 @@
+"""Debug mode: what comes back from the spill file is what left, or nobody gets it.
+
+A byte is changed in the file behind the device's back. Whoever called a function is told; a thread
+that merely touches memory cannot be told, so then the process ends. Training itself is the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from devices import HUGE, KINDS, SMALL, each_device, filled, holds, script, view
+from exactness import (
+    Loop,
+    Twin,
+    compare_runs,
+    footprint_of,
+    least_budget,
+    needs_pager,
+    small,
+    small_loss,
+    small_samples,
+)
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import ConfigError, CorruptionError, DynOffloadError, SpillError
+from dynoffload.memory.device import Device
+from dynoffload.memory.native_pager import load
+
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def native() -> None:
+    """Both backends need the native library for it."""
+    try:
+        load()
+    except DynOffloadError as error:
+        pytest.skip(str(error))
+
+
+@contextmanager
+def debugged(kind: str, page: int, directory: Path, *, debug: bool = True) -> Iterator[Device]:
+    """Open a device of eight pages in debug mode."""
+    device = KINDS[kind](8 * page, page, directory, threads=2, debug=debug)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def flip(device: Device, region: int) -> None:
+    """Change one byte of an absent region, in the middle of its place in the file."""
+    assert region not in device.resident()
+    place = device._places[region]  # type: ignore[attr-defined]
+    spill = device._spill.fd  # type: ignore[attr-defined]
+    fd = os.open(f"/proc/self/fd/{spill}", os.O_RDWR)  # not past the page cache
+    try:
+        at = place.page * device.page_bytes + place.nbytes // 2
+        old = os.pread(fd, 1, at)
+        assert os.pwrite(fd, bytes([old[0] ^ 1]), at) == 1
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def four(device: Device) -> list[int]:
+    """Fill four regions of three pages, so that at most two are present."""
+    regions = [device.allocate(3 * device.page_bytes - 5) for _ in range(4)]
+    filled(device, regions)
+    assert len(device.resident()) <= 2
+    return regions
+
+
+@each_device(SMALL, HUGE)
+def test_a_changed_byte_is_told_to_whoever_called(kind: str, page: int, tmp_path: Path) -> None:
+    """By name, with the remedy; and the other regions are not touched."""
+    with debugged(kind, page, tmp_path) as device:
+        regions = four(device)
+        bad, *_ = absent = [r for r in regions if r not in device.resident()]
+        flip(device, bad)
+        for _ in range(2):
+            with pytest.raises(CorruptionError, match="not those that were written") as caught:
+                device.acquire([bad])
+            assert f"region {bad} (" in str(caught.value)
+            assert str(tmp_path) in str(caught.value)
+            assert "check that disk" in str(caught.value)
+            assert caught.value.errno == errno.EBADMSG
+            assert isinstance(caught.value, SpillError)
+        for region in set(regions) - {bad}:
+            device.acquire([region])
+            assert holds(device, region)
+        assert len(absent) >= 2
+
+
+@each_device(SMALL)
+def test_without_debug_mode_it_is_not_found(kind: str, page: int, tmp_path: Path) -> None:
+    """The file is private: by default nothing is spent on this."""
+    with debugged(kind, page, tmp_path, debug=False) as device:
+        bad = next(r for r in four(device) if r not in device.resident())
+        flip(device, bad)
+        device.acquire([bad])
+        assert not holds(device, bad)
+    assert not OffloadConfig().debug
+
+
+@each_device(SMALL)
+def test_an_access_that_nobody_announced_ends_the_process(
+    kind: str, page: int, tmp_path: Path
+) -> None:
+    """A good region is served, a bad one is not."""
+    found = script(
+        """
+        import faulthandler
+        from test_debug import *
+        faulthandler.disable()
+        with debugged(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])) as device:
+            regions = four(device)
+            good, bad = [r for r in regions if r not in device.resident()][:2]
+            flip(device, bad)
+            assert holds(device, good)
+            print("good", flush=True)
+            print("read", int(view(device, bad)[7]), flush=True)
+        """,
+        kind,
+        page,
+        tmp_path,
+        seconds=120,
+    )
+    assert found.returncode == -6, (found.stdout, found.stderr)
+    assert found.stdout == "good\n"
+    assert "not those that were written" in found.stderr
+    assert "checkpoint" in found.stderr
+
+
+def test_mapped_memory_of_a_released_region_ends_the_process(tmp_path: Path) -> None:
+    """A tensor that somebody kept too long is not what it was; the pager always sees that."""
+    found = script(
+        """
+        import faulthandler
+        from test_debug import *
+        faulthandler.disable()
+        with debugged("mapped", SMALL, Path(sys.argv[1])) as device:
+            region = four(device)[3]
+            kept = view(device, region)
+            device.release(region)
+            print("read", int(kept[7]), flush=True)
+        """,
+        tmp_path,
+        seconds=120,
+    )
+    assert found.returncode == -6, (found.stdout, found.stderr)
+    assert found.stdout == ""
+    assert "a region that was released" in found.stderr
+
+
+@each_device(SMALL)
+def test_accesses_of_all_kinds_are_served(kind: str, page: int, tmp_path: Path) -> None:
+    """Reads and writes that nobody announced, discards, new content, eviction again and again."""
+    with debugged(kind, page, tmp_path) as device:
+        regions = four(device)
+        for turn in range(6):
+            for region in regions:
+                assert holds(device, region)
+                view(device, region).add_(1).sub_(1)
+            again = regions[turn % 4]
+            device.discard(again)
+            filled(device, [again])
+            device.release(regions.pop(0))
+            regions.append(device.allocate(3 * page - 5))
+            filled(device, regions[-1:])
+        assert all(holds(device, region) for region in regions)
+        device.counters()
+
+
+@needs_pager
+def test_free_buffers_are_poisoned(tmp_path: Path) -> None:
+    """A region without content holds no number that could pass for one."""
+    with debugged("pager", SMALL, tmp_path) as device:
+        region = device.allocate(2 * SMALL)
+        device.acquire([region])
+        assert bool(view(device, region).view(torch.float32).isnan().all())
+        view(device, region).fill_(3)
+        device.discard(region)
+        device.acquire([region])
+        assert bool(view(device, region).view(torch.bfloat16).isnan().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_is_the_same(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with every region checked; asked for by the environment."""
+    monkeypatch.setenv("DYNOFFLOAD_DEBUG", "1")
+    assert OffloadConfig().debug
+    twin = Twin(small(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    config = {"backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, footprint_of(twin.model) // 3, config)
+    session = compare_runs(
+        twin, Loop(steps=6, clip=1.0), small_samples(6), small_loss, budget, config=config
+    )
+    assert session.stats["bytes_in"].sum() > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_does_not_go_on_with_a_changed_byte(backend: str, tmp_path: Path) -> None:
+    """All of the file is changed between two steps: the next is refused, or the process ends."""
+    found = script(
+        """
+        import faulthandler
+        import dynoffload
+        from test_debug import *
+        faulthandler.disable()
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = {
+            "backend": sys.argv[1], "step_aside": False, "debug": True, "page_bytes": 4096,
+            "min_paged_bytes": 1024,
+        }
+        budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
+        samples = small_samples(4)
+        try:
+            with dynoffload.offload(
+                model, optimizer, budget=budget, config=config, spill_dir=sys.argv[2]
+            ) as session:
+                for step, sample in enumerate(samples):
+                    small_loss(model, sample).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if step == 2:
+                        session.flush()
+                        device = session._paging.device
+                        for region in set(device._places) - set(device.resident()):
+                            flip(device, region)
+                        print("changed", flush=True)
+                print("went on", flush=True)
+        except DynOffloadError as error:
+            print(type(error).__name__)
+        """,
+        backend,
+        tmp_path,
+        seconds=120,
+    )
+    first, *rest = found.stdout.splitlines()
+    assert first == "changed", found.stderr
+    if found.returncode == 0:
+        assert rest == ["CorruptionError"]
+    else:
+        assert found.returncode == -6, found.stderr
+        assert "not those that were written" in found.stderr
+        assert rest == []
+
+
+def test_a_word_that_is_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is refused, as it would be taken for either."""
+    monkeypatch.setenv("DYNOFFLOAD_DEBUG", "yes")
+    with pytest.raises(ConfigError, match="DYNOFFLOAD_DEBUG='yes'"):
+        OffloadConfig()
