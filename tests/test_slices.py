@@ -439,6 +439,19 @@ def skipping(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) ->
     return number
 
 
+def swapping(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """Another gradient takes the place of the one for which updates may be made already."""
+    loss(number).backward()
+    parameters = [p for p in fused(model) if p.grad is not None]
+    others = torch.autograd.grad(loss(number + 1), parameters)
+    for parameter, gradient in zip(parameters, others, strict=True):
+        if number % 3 == 2:
+            parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+    return number
+
+
 INTERFERENCE = [reading, writing, replacing, keeping, reloading, copying]
 INTERFERENCE += [changing_groups, skipping]
 
@@ -448,6 +461,13 @@ INTERFERENCE += [changing_groups, skipping]
 def test_interference(step: Step, network: str) -> None:
     """What users do between."""
     matched(network, step)
+
+
+@needs_pager
+def test_another_gradient_of_ours() -> None:
+    """It lies in a row like the one before it; every update that can be is drafted."""
+    config = {"draft_share": 1.0}
+    matched("parts", swapping, steps=9, share=1, config=config)
 
 
 @pytest.mark.parametrize("step", [writing, replacing, keeping], ids=lambda step: step.__name__)
@@ -488,26 +508,34 @@ def test_optimizers(name: str) -> None:
     matched("indexed", late_zeroing, make=make, steps=10, **options)
 
 
+def rmsprop(parameters: Any) -> Optimizer:
+    """An optimizer whose step rounds often."""
+    return torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True, weight_decay=0.1)
+
+
+def fused_adam(parameters: Any) -> Optimizer:
+    """One whose kernel cuts between cache lines."""
+    return AdamW(parameters, lr=1e-2, fused=True)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("fused_kernel", [False, True], ids=["loop", "fused"])
-def test_half_precision(fused_kernel: bool, threads: int) -> None:
+@pytest.mark.parametrize("make", [rmsprop, fused_adam], ids=lambda make: make.__name__)
+def test_half_precision(make: Callable[[Any], Optimizer], threads: int) -> None:
     """Where scalar code rounds otherwise than vectors do, slices must end where threads do not."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        torch.manual_seed(0)
-        model = Chosen(5, 128).to(torch.bfloat16)
-        twin = Twin(model, lambda p: AdamW(p, lr=1e-2, fused=fused_kernel))
-        with twin.paged(footprint_of(model), config=PAGES) as session:
+        twin = Twin(Chosen(5, 128).to(torch.bfloat16), make)
+        with twin.paged(footprint_of(twin.model), config=PAGES) as session:
             assert fused_of(session)
-            for number in range(3):
+            for number in range(6):
+                generator = torch.Generator().manual_seed(number)
+                x = torch.randn(5, 128, generator=generator).to(torch.bfloat16)
                 for network, optimizer in (
                     (twin.model, twin.optimizer),
                     (twin.reference, twin.its),
                 ):
-                    generator = torch.Generator().manual_seed(number)
-                    x = torch.randn(5, 128, generator=generator).to(torch.bfloat16)
-                    (network(x, HITS[number]) ** 2).mean().backward()
+                    (network(x, range(5)) ** 2).mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
         twin.assert_same()
