@@ -226,7 +226,7 @@ def test_a_file_that_cannot_be_read_is_told_to_whoever_waits(device: MappedFile,
     for attempt in (device.acquire, device.touch):
         with pytest.raises(SpillError, match=f"cannot read region {first}"):
             attempt([first])
-    with pytest.raises(SpillError, match="last checkpoint"):
+    with pytest.raises(SpillError, match="check that disk"):
         device.counters()
     os.ftruncate(device._spill.fd, size)
     device.acquire([first])
