@@ -32,8 +32,6 @@ from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import tensors_of
 from dynoffload.units import MiB
 
-BACKENDS = [*KINDS, "aside"] if not NO_PAGER else [kind for kind in KINDS if kind != "pager"]
-
 _MARKS = {"pager": [needs_pager]}
 
 each_backend = pytest.mark.parametrize(
@@ -48,6 +46,11 @@ each_backend_in_time = pytest.mark.parametrize(
     ],
 )
 """For tests of many cases: where the pager works, the others run in ``make slow``."""
+
+each_paged = pytest.mark.parametrize(
+    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in KINDS]
+)
+"""For what is the session's own, and plain PyTorch does not do."""
 
 guarded = pytest.mark.parametrize("backend", [pytest.param("pager", marks=[needs_pager])])
 """For what only a backend that puts updates off can get wrong."""

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend_in_time, hazard, loss_of
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -28,7 +28,7 @@ no_compiler = pytest.mark.skipif(
 )
 
 
-@each_backend
+@each_backend_in_time
 @pytest.mark.parametrize(
     ("engine", "what"),
     [
@@ -63,7 +63,7 @@ def test_a_compiled_model(backend: str, engine: str, what: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_compiled_before_the_block(backend: str) -> None:
     """It has run, with its weights elsewhere, and what it compiled is used again."""
 
@@ -81,7 +81,7 @@ def test_compiled_before_the_block(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_a_compiled_function_over_the_weights(backend: str) -> None:
     """A penalty that reads all parameters outside of any module."""
 

@@ -11,7 +11,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hazards import BACKENDS, Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    each_paged,
+    hazard,
+    loss_of,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -59,7 +68,7 @@ def test_converted_in_mid_run(backend: str, change: str) -> None:
     hazard(backend, program, moves=False, budgeted=change not in ("double", "type"))
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "aside"])
+@each_paged
 @pytest.mark.parametrize("change", ["bfloat16", "a part"])
 def test_a_step_that_fails_half_way_is_lost(backend: str, change: str) -> None:
     """Gradients are converted with their parameters, and state is not: the step raises torch's

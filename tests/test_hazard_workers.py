@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @each_backend
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_data_loader_workers(backend: str, method: str) -> None:
     if method == "spawn" and backend != "pager":
