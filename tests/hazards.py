@@ -32,11 +32,12 @@ from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import tensors_of
 from dynoffload.units import MiB
 
-_MARKS = {"pager": [needs_pager]}
+_MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}
 
 each_backend = pytest.mark.parametrize(
     "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "aside")]
 )
+"""Every backend; ``aside`` in ``make slow``, as `tests/test_aside.py` has what is its own."""
 
 each_backend_in_time = pytest.mark.parametrize(
     "backend",
