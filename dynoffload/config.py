@@ -56,6 +56,8 @@ class OffloadConfig:
             of 1 MiB and 1/256 of the budget.
         slices: page parameters that hold one matrix for each of several experts by expert, where
             the optimizer treats every element by itself.
+        page_activations: page what autograd saves in the model's forward; else it stays in memory,
+            uncounted, and no saved-tensor hooks are on, as `torch.func.grad` in forward wants it.
         step_aside: leave paging off while a step's measured peak fits the budget.
         io_threads: threads that read and write the spill file, 1 to 16.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
@@ -75,6 +77,7 @@ class OffloadConfig:
     page_bytes: int | None = None
     min_paged_bytes: int | None = None
     slices: bool = True
+    page_activations: bool = True
     step_aside: bool = True
     io_threads: int = 4
     heap_slack_bytes: int = 512 * MiB

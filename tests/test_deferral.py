@@ -173,6 +173,7 @@ def test_old_aliases_show_new_values() -> None:
             pair.step()
             assert pending(pair.session)
             assert_same(views[0].clone(), views[1].clone(), "view")
+        views.clear()  # else the parameter stays where its view is
 
 
 def test_an_eval_pass_sees_the_step() -> None:

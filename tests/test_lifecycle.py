@@ -361,8 +361,8 @@ def test_many_sessions_leave_nothing_in_the_process(backend: str) -> None:
     assert last[1] <= first[1] + 16, "address ranges pile up"
 
 
-def test_a_view_that_outlives_the_block_can_be_read() -> None:
-    """It shows the value of the end; once it is gone, so is the device."""
+def test_a_view_that_outlives_the_block_stays_one() -> None:
+    """It and its parameter share their memory; once they are gone, so is the device."""
     model = small()
     optimizer = adamw(model.parameters())
     before = Resources.now()
@@ -373,8 +373,10 @@ def test_a_view_that_outlives_the_block_can_be_read() -> None:
     for view, parameter in zip(views, model.parameters(), strict=True):
         assert_same(view, parameter.detach(), "view")
         view.add_(1.0)
+        assert_same(view, parameter.detach(), "view")
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    del views, view, gradients
+    del views, view, gradients, model, optimizer, parameter
+    gc.collect()
     assert Resources.now() == before
 
 

@@ -102,6 +102,7 @@ class Activations:
         self._waiting: list[Chunk] = []  # ended, but somebody outside still holds a tensor of it
         self._live = 0  # entries whose saved tensors may still be asked for
         self._closed = False
+        self._borrowed: weakref.WeakSet[Borrowed] = weakref.WeakSet()
 
     # Chunks
 
@@ -127,6 +128,8 @@ class Activations:
     def close(self) -> None:
         """Serve nobody any more; what was saved is lost."""
         self._closed = True
+        while self._borrowed:
+            self._borrowed.pop().let_go()
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -242,7 +245,9 @@ class Activations:
         # Of a row, the region of the first byte that is used; the others come as they are touched.
         region = self.device.owner(tensor.data_ptr() if tensor.numel() else storage.data_ptr())
         if region >= 0:
-            return Borrowed(tensor, region)
+            borrowed = Borrowed(tensor, region)
+            self._borrowed.add(borrowed)
+            return borrowed
         nbytes = storage.nbytes()
         whole = True
         used = tensor.numel() * tensor.element_size()

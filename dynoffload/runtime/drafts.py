@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.fused import FusedStore
+from dynoffload.runtime.modes import Modes, may_wait
 from dynoffload.runtime.slicing import keeps_bits
 from dynoffload.runtime.store import Slot, Store, bytes_of, offset_of, view_of
 from dynoffload.runtime.update import Group, Update, same, snapshot
@@ -53,6 +54,7 @@ class _Draft:
     """An update made on twins, and what it was made from."""
 
     group: Group
+    modes: Modes
     gradient: torch.Tensor | None  # None for a slice: it is known by its region
     places: list[tuple[Any, ...]]  # where the tensors lie, how, and at which version
     state: dict[str, Any]
@@ -165,6 +167,8 @@ class Drafts:
         gradient = slot.parameter.grad if whole else self._part(slot, slot.gradient)
         if gradient is None:
             return
+        if gradient.layout is not torch.strided:
+            return
         if device.owner(gradient.data_ptr()) != slot.gradient or not self._is_eligible(slot):
             return
         parameter, states = slot.parameter, list(slot.states.values())
@@ -190,7 +194,8 @@ class Drafts:
         used = slot.gradient if trial is None else trial
         given_gradient = view_of(device.storage(used), gradient, offset_of(gradient))
         version = given_gradient._version
-        update = Update(group, data, given_gradient, own, [])
+        modes = Modes.now()
+        update = Update(group, data, given_gradient, own, [], modes)
         if trial is not None:
             copied.append(slot.gradient)
             twins = {**twins, slot.gradient: trial}
@@ -217,6 +222,7 @@ class Drafts:
         watched = [*regions, slot.gradient]
         draft = _Draft(
             group=group,
+            modes=modes,
             gradient=gradient if whole else None,
             places=_places(slot, gradient if whole else None, state),
             state=dict(state),
@@ -278,6 +284,8 @@ class Drafts:
             and all(state.get(key) is value for key, value in draft.state.items())
             and _places(slot, draft.gradient, state) == draft.places
             and same(group, draft.group)
+            and Modes.now() == draft.modes
+            and may_wait()
             and same({key: state[key] for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits
         )

@@ -18,6 +18,7 @@ from torch import nn
 
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.held import holders
 from dynoffload.runtime.store import Slot, Store, bytes_of, view_of
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -210,6 +211,7 @@ class FusedStore:
                 not isinstance(value, torch.Tensor)
                 or not self.is_like(fused, value)
                 or self._device.owner(value.data_ptr()) >= 0
+                or holders(value) > 1
             ):
                 continue
             row = fused.states.get(key)
@@ -218,7 +220,7 @@ class FusedStore:
             row = self.state_row(fused, key)
             ours = self.view(fused, row)
             self._fill(row, ours, value)
-            state[key] = ours
+            value.data = ours
 
     # Whether all is where it was put
 

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
 from dynoffload.runtime.fused import Fused, FusedStore, is_zero
+from dynoffload.runtime.held import holders
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.store import Slot
 from dynoffload.runtime.updates import Updates
@@ -126,13 +127,14 @@ class FusedGradients:
         if (
             gradient is None
             or gradient.requires_grad
-            or self._device.owner(gradient.data_ptr()) >= 0
             or not self.rows.is_like(fused, gradient)
+            or self._device.owner(gradient.data_ptr()) >= 0
+            or holders(gradient) > 1
         ):
             return
         row = self.row_for(fused)
         with torch.no_grad():
-            fused.parameter.grad = self.rows.fill_gradient(fused, row, gradient)
+            gradient.data = self.rows.fill_gradient(fused, row, gradient)
         self.rows.point(fused, row)
 
     @uninterrupted

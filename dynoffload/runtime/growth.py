@@ -3,14 +3,46 @@
 What it is: a comparison of the heap's use after each forward with that before it, added up over a
 step. What it is not: a limit; a sample that turns out too large has run by then, and the next one
 is paged.
+
+[Note: what was freed]  Between two forwards of a step a backward frees what the first has left, but
+others free memory too. So what was freed counts only as far as graphs have ended: a hook on the
+output's node says so, as it is called in backward, or dies with the graph.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import nn
 
 from dynoffload.memory.heap import live_bytes
 from dynoffload.memory.limits import resident_bytes
+
+
+class _End:
+    """Called when backward passes an output of a forward; dies with its graph."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def __call__(self, *args: Any) -> None:
+        self.passed = True
+
+
+@dataclass
+class _Left:
+    """What one forward has left in memory, and the end of its graph; None if it has no graph."""
+
+    nbytes: int
+    end: weakref.ref[_End] | None
+
+    def has_ended(self) -> bool:
+        end = None if self.end is None else self.end()
+        return end is None or end.passed
 
 
 class Growth:
@@ -21,6 +53,7 @@ class Growth:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._left: list[_Left] = []
         self._alive = self._depth = self._before = self._after = 0
 
     def begin(self) -> None:
@@ -28,22 +61,54 @@ class Growth:
         self._depth += 1
         if self._depth == 1:
             self._before = self._used()
-            # What was freed since the last forward was left by it; what was added is not ours.
-            self._alive = max(0, self._alive - max(0, self._after - self._before))
+            ended = sum(left.nbytes for left in self._left if left.has_ended())
+            self._left = [left for left in self._left if not left.has_ended()]
+            # See [Note: what was freed]; what was added since is not ours.
+            self._alive = max(0, self._alive - min(ended, max(0, self._after - self._before)))
 
-    def finish(self) -> int:
-        """A forward is over; return the bytes that the step's forwards have left and still hold."""
+    def finish(self, output: Any = None) -> int:
+        """A forward is over, with ``output``; return the bytes that the step's forwards have left
+        and still hold."""
         self._depth -= 1
         if self._depth <= 0:
             self._depth, self._after = 0, self._used()
-            self._alive += max(0, self._after - self._before)
+            nbytes = max(0, self._after - self._before)
+            self._left.append(_Left(nbytes, _end_of(output)))
+            self._alive += nbytes
         return self._alive
 
     def end(self) -> None:
         """The step is over."""
+        self._left = []
         self._alive = self._depth = self._before = self._after = 0
 
     def _used(self) -> int:
         live = live_bytes()
         gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
         return (resident_bytes() if live is None else live) - gradients
+
+
+def _end_of(output: Any) -> weakref.ref[_End] | None:
+    nodes = [tensor.grad_fn for tensor in _tensors_in(output) if tensor.grad_fn is not None]
+    if not nodes:
+        return None
+    end = _End()
+    for node in nodes:
+        node.register_hook(end)
+    return weakref.ref(end)
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an output: a tensor, or a nest of mappings, sequences and objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth:
+        items: Iterable[Any] = ()
+        if isinstance(value, dict):
+            items = value.values()
+        elif isinstance(value, tuple | list):
+            items = value
+        elif hasattr(value, "__dict__"):
+            items = vars(value).values()
+        for item in items:
+            yield from _tensors_in(item, depth - 1)

@@ -6,6 +6,10 @@ hooks in place for the time between; a unit's hook comes before its forward.
 [Note: copies of hooks]  Modules carry their hooks into what is copied or pickled of them. Ours are
 `Hook` objects, of which a copy does nothing: a copied model is a plain one.
 
+[Note: compiled models]  `torch.compile` would trace hooks, and compile what they call. A root's
+hooks are called outside of what is compiled, on both its sides; a unit's do nothing there: what a
+compiled forward reads is fetched as it is touched.
+
 [Note: removed hooks]  A call of a module looks its hooks up before it runs them. One that an
 earlier hook of the same call removes still runs: so `Hook.end` makes it do nothing.
 """
@@ -38,16 +42,21 @@ class Hook:
     Args:
         call: what it does; None does nothing.
         on_copy: called before it is copied or pickled with its module.
+        compiled: whether it is called where a compiled model runs; see [Note: compiled models].
     """
 
     def __init__(
         self,
         call: Callable[..., Any] | None = None,
         on_copy: Callable[[], None] | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
-        self._call, self._on_copy = call, on_copy
+        self._call, self._on_copy, self._compiled = call, on_copy, compiled
 
     def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _outside(self, args) if self._compiled else None
         return None if self._call is None else self._call(*args)
 
     def end(self) -> None:
@@ -60,6 +69,11 @@ class Hook:
         return Hook, ()
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _outside(hook: Hook, args: tuple[Any, ...]) -> Any:
+    return hook(*args)
+
+
 class Hooks:
     """Installs and removes one session's hooks.
 
@@ -68,7 +82,7 @@ class Hooks:
         units: modules to watch.
         slots: parameters whose gradients are adopted.
         fused: those that are paged by slices.
-        activations: its hooks are active during a training forward of the root.
+        activations: its hooks are active during a training forward of the root; None for none.
         on_begin: called with the root's inputs when a training forward begins.
         on_end: called when it has ended.
         on_visit: called with a unit before its forward, in training or not.
@@ -83,7 +97,7 @@ class Hooks:
         units: Sequence[Unit],
         slots: Sequence[Slot],
         fused: Sequence[Fused],
-        activations: Activations,
+        activations: Activations | None,
         *,
         on_begin: Callable[[tuple[Any, ...], dict[str, Any]], None],
         on_end: Callable[[], None],
@@ -98,11 +112,12 @@ class Hooks:
         self._warned = False
         self._frame: FrameType | None = None  # that calls the root
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
-        enter = Hook(self.enter, on_read)
+        enter = Hook(self.enter, on_read, compiled=True)
         self._hooks = [enter]
+        leave = Hook(self._leave, compiled=True)
         handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(Hook(self._leave), always_call=True),
+            model.register_forward_hook(leave, always_call=True),
         ]
         read = Hook(lambda module, prefix, keep_vars: on_read())
         for inner in model.modules():
@@ -134,7 +149,9 @@ class Hooks:
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         self._on_begin(args, kwargs)
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if self._activations is None:
+            return
+        if not _hooks_of_others():
             self._saving = torch.autograd.graph.saved_tensors_hooks(
                 self._activations.pack, self._activations.unpack
             )
@@ -142,17 +159,29 @@ class Hooks:
         elif not self._warned:
             self._warned = True
             logger.warning(
-                "the model is called where saved-tensor hooks are disabled: what autograd saves "
-                "there is neither moved nor counted"
+                "the model is called where saved-tensor hooks are disabled, or others are at work: "
+                "what autograd saves there is neither moved nor counted"
             )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
+        error = sys.exc_info()[1]
+        if self._saving is not None and "saved tensor hooks" in str(error):
+            assert error is not None
+            error.add_note(
+                "dynoffload: what autograd saves is paged by such hooks; pass "
+                "config={'page_activations': False} to offload(), which leaves it in memory"
+            )
         self._abandon()
         if torch.is_grad_enabled():
             self._on_end()
+
+    @property
+    def inside(self) -> bool:
+        """Whether a call of the root runs."""
+        return self._depth > 0
 
     def _abandon(self) -> None:
         self._depth, self._frame = 0, None
@@ -167,6 +196,15 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._abandon()
+
+
+def _hooks_of_others() -> bool:
+    """Return whether saved-tensor hooks of the user's are at work, or all are disabled."""
+    autograd = torch._C._autograd
+    return (
+        not autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        or autograd._top_saved_tensors_default_hooks(True) is not None
+    )
 
 
 def _runs(frame: FrameType | None, inner: FrameType | None) -> bool:

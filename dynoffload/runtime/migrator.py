@@ -132,6 +132,11 @@ class Migrator:
         self._outstanding.clear()
         self.phase = Phase.IDLE
 
+    def forget(self) -> None:
+        """The model's units are others from now on."""
+        self._follow(Reference())
+        self.last_order, self._visits, self._saved = [], [], {}
+
     def set_prefetch(self, prefetch: bool) -> None:
         """From now on plan ahead, or have every use on demand."""
         if self.prefetch and not prefetch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
-from dynoffload.errors import BackendError
+from dynoffload.errors import BackendError, BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
@@ -27,16 +27,18 @@ from dynoffload.memory.places import users_of
 from dynoffload.runtime import experts
 from dynoffload.runtime.activations import Activations
 from dynoffload.runtime.buffers import Buffers
+from dynoffload.runtime.changes import Changes
 from dynoffload.runtime.drafts import Drafts
 from dynoffload.runtime.forecast import Forecast
 from dynoffload.runtime.fused import Fused, FusedStore
 from dynoffload.runtime.fused_gradients import FusedGradients
+from dynoffload.runtime.held import has_its_own, held_parameters
 from dynoffload.runtime.hooks import Hooks
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migrator import Migrator
 from dynoffload.runtime.parts import Parts
 from dynoffload.runtime.restoring import Restoration
-from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.sizing import Sizing, state_tensors, tensors_of
 from dynoffload.runtime.slicing import may_slice, slices_of, sole_owners
 from dynoffload.runtime.store import Slot, Store
 from dynoffload.runtime.units import Unit, units_of
@@ -107,6 +109,8 @@ class Paging:
         self._closing = threading.Event()
         self._where = ""
         self._said = False  # that there is no optimizer
+        self._begun = False
+        self._pages_activations = config.page_activations
         self.device = open_device(sizing, config, spill_dir)
         self.device.reserve(sizing.reserve_bytes)
         self.store = Store(
@@ -133,23 +137,15 @@ class Paging:
         except BaseException:
             self._undo.close()
             raise
+        self._begun = True
 
     def _start(self, config: OffloadConfig) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
         self._undo.callback(self.activations.close)
         self.buffers = Buffers(model, self.device, sizing.min_paged_bytes, self.store.names)
         self._undo.callback(self._restore)
-        by_slices = config.slices and may_slice(optimizer)
-        alone = sole_owners(model.parameters()) if by_slices else set()
-        for name, parameter in model.named_parameters():
-            if not self.store.pages(parameter):
-                continue
-            page, least = self.device.page_bytes, sizing.min_paged_bytes
-            if id(parameter) in alone and slices_of(parameter, page, least) > 1:
-                self.rows.adopt_parameter(name, parameter)
-            else:
-                self.store.adopt_parameter(name, parameter)
-        self.store.forget_sources()
+        self._slices = config.slices and may_slice(optimizer)
+        self._adopt_parameters()
         if optimizer is not None:
             defer = config.defer_updates == "auto"
             self.updates = Updates(
@@ -178,21 +174,53 @@ class Paging:
         self.gradients = FusedGradients(self.rows, self.device, self.updates)
         for fused in self.rows:
             self.gradients.adopt(fused)
-        units = units_of(model, self.store.slots, self.store.fused)
         self.migrator = Migrator(
             self.device,
             self.updates,
             self.activations,
             reserve_bytes=sizing.reserve_bytes,
         )
+        self._changes = Changes()
+        self._undo.callback(self._changes.close)
         self._undo.callback(self._forecast.unwatch)
+        self._undo.callback(lambda: self._hooks.remove())
+        self._watching = contextlib.ExitStack()  # of fused parameters
+        self._undo.callback(lambda: self._watching.close())
+        self._watch()
+        if self.device.guarded and self.updates is not None:
+            self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
+            self._guard.start()
+
+    def _adopt_parameters(self) -> list[nn.Parameter]:
+        """Adopt what can move of the model and was not adopted before; return what was."""
+        adopted = []
+        held = held_parameters(self.model)
+        alone = sole_owners(self.model.parameters()) if self._slices else set()
+        for name, parameter in self.model.named_parameters():
+            known = self.store.slots_of(parameter) or parameter in held
+            if known or not self.store.pages(parameter) or (self._begun and parameter.is_meta):
+                continue
+            page, least = self.device.page_bytes, self.sizing.min_paged_bytes
+            count = slices_of(parameter, page, least) if id(parameter) in alone else 1
+            if self._begun:
+                self._check_room(name, parameter, count)
+            if count > 1:
+                self.rows.adopt_parameter(name, parameter)
+            else:
+                self.store.adopt_parameter(name, parameter)
+            adopted.append(parameter)
+        self.store.forget_sources()
+        return adopted
+
+    def _watch(self) -> None:
+        units = units_of(self.model, self.store.slots, self.store.fused)
         self._forecast.watch(units)
         self._hooks = Hooks(
-            model,
+            self.model,
             units,
             list(self.store.slots.values()),
             list(self.rows),
-            self.activations,
+            self.activations if self._pages_activations else None,
             on_begin=self._begin_forward,
             on_end=self._end_forward,
             on_visit=self._visit,
@@ -200,23 +228,54 @@ class Paging:
             on_fused=self._collect_fused,
             on_read=self.flush,
         )
-        self._undo.callback(self._hooks.remove)
         self._watch_fused(units)
-        if self.device.guarded and self.updates is not None:
-            self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
-            self._guard.start()
+        self._changes.begin(self.store.all_slots())
+
+    @torch.inference_mode(False)
+    def follow_model(self) -> bool:
+        """Adopt what is new in the model, between two samples; return whether hooks are others.
+
+        Raises:
+            BudgetError: a new parameter and its update do not fit; it stays where it is.
+        """
+        if not self._changes.any() or self._hooks.inside or not has_its_own(self.model):
+            return False
+        for parameter in self._adopt_parameters():
+            if parameter in self.store.fused:
+                self.gradients.adopt(self.store.fused[parameter])
+            else:
+                self.store.adopt_gradient(self.store.slots[parameter])
+        if self.updates is not None:
+            self.updates.adopt_all()
+        self._watching.close()
+        self._hooks.remove()
+        self._forecast.unwatch()
+        self.migrator.forget()
+        self._watch()
+        return True
+
+    def _check_room(self, name: str, parameter: nn.Parameter, slices: int) -> None:
+        copies = 2 + state_tensors(self.optimizer) if parameter.requires_grad else 1
+        region = self.device.padded(parameter.nbytes // slices)
+        need = region * copies + 2 * self.sizing.chunk_bytes
+        if need > self.sizing.pool_bytes:
+            raise BudgetError(
+                f"{name}, which was added to the model, needs {format_bytes(need)} at once "
+                f"(parameter, gradient and optimizer state), and the pool has "
+                f"{format_bytes(self.sizing.pool_bytes)}: raise the budget, or make it smaller"
+            )
 
     def _watch_fused(self, units: list[Unit]) -> None:
         """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
         for fused in self.rows:
             if fused.parameter.requires_grad:
-                self._undo.callback(self.gradients.watch(fused).remove)
+                self._watching.callback(self.gradients.watch(fused).remove)
         slices: dict[nn.Module, dict[int, Unit]] = {}
         for unit in units:
             if unit.number is not None:
                 slices.setdefault(unit.module, {})[unit.number] = unit
         for module, numbered in slices.items():
-            self._undo.callback(experts.watch(module, partial(self._parts, module, numbered)))
+            self._watching.callback(experts.watch(module, partial(self._parts, module, numbered)))
 
     def _parts(self, module: nn.Module, units: dict[int, Unit]) -> dict[str, Parts]:
         """Return what stands for the fused parameters of ``module`` in one call."""
@@ -370,43 +429,44 @@ class Paging:
     def is_held_outside(self) -> bool:
         """Return whether somebody holds memory of the device beyond what is restored at the end:
         a view of a parameter, an old gradient, a graph whose backward is still to come."""
+        self.flush()  # what waits for an update is held by it
         held = self.activations.are_held() or self.buffers.are_held()
-        return (
-            held
-            or any(
-                self._others(region)
-                for slot in self.store.slots.values()
-                for region in slot.update_regions()
-            )
-            or any(self._others_of_row(fused, row) for fused in self.rows for row in fused.rows())
-        )
+        return held or bool(self._held(self._adopted()))
 
-    def _others_of_row(self, fused: Fused, row: list[int]) -> bool:
-        own = 1
-        for tensor in self._tensors_of(fused.parameter):
-            own += self.device.owner(tensor.data_ptr()) == row[0]
-        return users_of(self.device.row_storage(row)) > own
+    def _adopted(self) -> dict[int, list[torch.Tensor]]:
+        """Return the tensors of model and optimizer that lie in the device, by their first
+        regions."""
+        tensors = {id(tensor): tensor for tensor in tensors_of(self.model, self.optimizer)}
+        # The user may have taken some out of the model.
+        for parameter in (*self.store.slots, *self.store.fused):
+            for tensor in (parameter, parameter.grad):
+                if tensor is not None:
+                    tensors[id(tensor)] = tensor
+        found: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            if tensor.layout is torch.strided:
+                region = self.device.owner(tensor.data_ptr())
+                if region >= 0:
+                    found.setdefault(region, []).append(tensor)
+        return found
 
-    def _tensors_of(self, parameter: nn.Parameter) -> list[torch.Tensor]:
-        """Return a parameter, its gradient and its state, as far as they are in this memory."""
-        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
-        found = (parameter, parameter.grad, *state.values())
-        return [t for t in found if isinstance(t, torch.Tensor) and t.layout == torch.strided]
-
-    def _others(self, region: int) -> bool:
-        """Return whether ``region`` is held by more than the tensors that were adopted into it."""
-        owner, own = self.device.owner, 1
-        slot = self.store.slot_of(region)
-        if slot is None or slot.shared:
-            return users_of(self.device.storage(region)) > 1 + (slot is not None)
-        parameter = slot.parameter
-        state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
-        for tensor in (parameter, parameter.grad, *state.values()):
-            if isinstance(tensor, torch.Tensor) and owner(tensor.data_ptr()) == region:
-                own += 1
-        return users_of(self.device.storage(region)) > own
+    def _held(self, adopted: Mapping[int, Sequence[torch.Tensor]]) -> set[int]:
+        """Return the first regions of what somebody holds who is none of what was ``adopted``."""
+        storages = {
+            region: self.device.storage(region)
+            for slot in self.store.slots.values()
+            for region in slot.update_regions()
+        }
+        for fused in self.rows:
+            storages.update((row[0], self.device.row_storage(row)) for row in fused.rows())
+        return {
+            region
+            for region, storage in storages.items()
+            if users_of(storage) > 1 + len(adopted.get(region, ()))
+        }
 
     @uninterrupted
+    @torch.inference_mode(False)
     def close(self) -> str:
         """Make all tensors ordinary again, and give the pool and the spill file back.
 
@@ -436,10 +496,12 @@ class Paging:
             )
 
     def _restore(self) -> None:
-        restoration = Restoration(
-            self.device, self.store, self.rows, self.optimizer, self.spill_dir
-        )
-        restoration.run(self.buffers)
+        self.activations.close()
+        adopted = self._adopted()
+        # A block that fails to begin has shown nobody anything: only its error holds what it made.
+        held = self._held(adopted) if self._begun else set()
+        restoration = Restoration(self.device, self.store, self.rows, held, self.spill_dir)
+        restoration.run(self.buffers, adopted)
         self._where = restoration.where
         if restoration.lost:
             raise restoration.lost[0]

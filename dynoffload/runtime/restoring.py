@@ -6,11 +6,10 @@ tensors are ordinary in any case.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.device import Device
@@ -32,7 +31,7 @@ class Restoration:
         device: holds them.
         store: knows which.
         rows: holds those that are paged by slices.
-        optimizer: has their state; None without.
+        held: first regions of what others hold too: it stays where it is.
         directory: for what does not fit in memory.
 
     Attributes:
@@ -45,11 +44,11 @@ class Restoration:
         device: Device,
         store: Store,
         rows: FusedStore,
-        optimizer: Optimizer | None,
+        held: Collection[int],
         directory: Path,
     ) -> None:
         self._device, self._store, self._rows = device, store, rows
-        self._optimizer, self._directory = optimizer, directory
+        self._held, self._directory = held, directory
         self._storages: dict[int, torch.UntypedStorage] = {}  # by the first region
         self._room = int(available_bytes() * (1 - _KEEP_FREE))
         self._outside = self._inside = 0
@@ -58,16 +57,18 @@ class Restoration:
         self.lost: list[SpillError] = []
 
     @torch.no_grad()
-    def run(self, buffers: Buffers) -> None:
-        """Restore everything, ``buffers`` too."""
+    def run(self, buffers: Buffers, adopted: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Restore everything: ``buffers``, and what was ``adopted``, by its first region."""
         buffers.restore(lambda region, tensor: self._ordinary(tensor))
-        for parameter, slot in self._store.slots.items():
-            self._restore(parameter)
+        for tensors in adopted.values():
+            for tensor in tensors:
+                if self._region_of(tensor) >= 0:
+                    tensor.data = self._ordinary(tensor.data)
+        for slot in self._store.slots.values():
             for region in slot.update_regions():
                 if users_of(self._device.storage(region)) <= 1:
                     self._device.discard(region)
-        for parameter, fused in self._store.fused.items():
-            self._restore(parameter)
+        for fused in self._store.fused.values():
             for row in fused.rows():
                 if not self._rows.is_held(row):
                     for region in row:
@@ -79,18 +80,6 @@ class Restoration:
             where += f"{', ' if where else ''}{format_bytes(self._inside)} under the budget still"
             where += f" ({self._refused})"
         self.where = where
-
-    def _restore(self, parameter: nn.Parameter) -> None:
-        held = parameter.grad
-        if held is not None and self._region_of(held) >= 0:
-            parameter.grad = self._ordinary(held)
-        if self._region_of(parameter) >= 0:  # else the user has put another tensor in its place
-            parameter.data = self._ordinary(parameter.data)
-        if self._optimizer is not None and parameter in self._optimizer.state:
-            state = self._optimizer.state[parameter]
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and self._region_of(value) >= 0:
-                    state[key] = self._ordinary(value)
 
     def _region_of(self, tensor: torch.Tensor) -> int:
         return self._device.owner(tensor.data_ptr())
@@ -122,6 +111,8 @@ class Restoration:
     ) -> torch.UntypedStorage:
         if row is None:
             self._device.acquire([region])
+        if region in self._held:  # whoever holds it must go on seeing the tensor
+            return ours
         nbytes = ours.nbytes()
         if nbytes <= self._room:
             self._room -= nbytes

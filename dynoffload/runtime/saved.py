@@ -129,7 +129,7 @@ class Kept:
 class Borrowed:
     """A saved parameter, or a view of one: its region is looked after elsewhere."""
 
-    __slots__ = ("region", "tensor", "version")
+    __slots__ = ("__weakref__", "region", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, region: int) -> None:
         self.tensor, self.region = tensor.detach(), region
@@ -138,6 +138,10 @@ class Borrowed:
     def check(self) -> None:
         """Raise what autograd raises if the parameter was modified since."""
         _check(self.version, self.tensor._version, self.tensor.size(), self.tensor.dtype)
+
+    def let_go(self) -> None:
+        """Hold the region's memory no more: nobody will ask for it."""
+        self.tensor = _EMPTY
 
 
 def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -154,6 +158,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout == torch.strided
         and tensor.device.type == "cpu"
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not is_traceable_wrapper_subclass(tensor)
     )
 
@@ -238,7 +244,7 @@ def bytes_held(tensor: torch.Tensor) -> int:
     if flatten is not None:
         names, _ = flatten()
         return sum(bytes_held(getattr(tensor, name)) for name in names)
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or tensor._is_zerotensor():
         return 0
     if tensor.layout == torch.strided:
         return int(tensor.untyped_storage().nbytes())

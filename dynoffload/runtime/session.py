@@ -23,6 +23,7 @@ from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.forecast import Forecast, Predictor
 from dynoffload.runtime.growth import Growth
+from dynoffload.runtime.held import has_its_own
 from dynoffload.runtime.hooks import Hook
 from dynoffload.runtime.materialize import Init, blank, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.paging import Paging
@@ -96,9 +97,9 @@ class Session:
         self._pid = os.getpid()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(
-                Hook(self._before_forward), with_kwargs=True, prepend=True
+                Hook(self._before_forward, compiled=True), with_kwargs=True, prepend=True
             ),
-            model.register_forward_hook(Hook(self._after_forward), always_call=True),
+            model.register_forward_hook(Hook(self._after_forward, compiled=True), always_call=True),
         ]
         self._growth = Growth(model)
         self._aside_handle: RemovableHandle | None = None
@@ -147,12 +148,16 @@ class Session:
             self.materialize(self._init[0])
         if self._leaves:
             self._step_aside()
-        if not self._config.step_aside or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self._paging is not None and self._paging.follow_model():
+            self._paging.enter(module, args, kwargs)
+        if not self._config.step_aside:
             return
         size = _size_of((args, kwargs))
         if self._paging is not None:
             self._largest = max(self._largest, size)
-        elif self._outgrown or size > self._largest * _GROWTH:
+        elif (self._outgrown or size > self._largest * _GROWTH) and has_its_own(self.model):
             logger.info("a larger sample than any measured: paging again")
             paging = self._come_back()
             self._largest = max(size, self._largest)
@@ -162,7 +167,7 @@ class Session:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._paging is None and self._config.step_aside and torch.is_grad_enabled():
-            peak = self._recording.grew(self._growth.finish())
+            peak = self._recording.grew(self._growth.finish(output))
             self._outgrown = peak > self.sizing.budget
 
     def _progress(self) -> None:
@@ -212,8 +217,11 @@ class Session:
 
     def _step_aside(self) -> None:
         self._leaves = False
-        paging, self._paging = self._paging, None
+        paging = self._paging
         assert paging is not None
+        if paging.is_held_outside():
+            return  # since the step
+        self._paging = None
         paging.close()
         if self.optimizer is not None:
             self._aside_handle = self.optimizer.register_step_post_hook(

@@ -29,8 +29,9 @@ from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import probe
+from dynoffload.runtime.held import held_parameters
 from dynoffload.runtime.slicing import may_slice, slice_bytes, slices_of, sole_owners
-from dynoffload.runtime.store import is_dense
+from dynoffload.runtime.store import can_move
 from dynoffload.runtime.updates import can_split
 from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 
@@ -114,7 +115,7 @@ def ordinary_bytes(
         device: whose memory is not counted; None counts all.
     """
     found: dict[int, int] = {}
-    for whole in _tensors_of(model, optimizer):
+    for whole in tensors_of(model, optimizer):
         for tensor in (whole,) if whole.layout is torch.strided else _parts(whole):
             if tensor.is_meta:
                 continue
@@ -124,11 +125,14 @@ def ordinary_bytes(
     return sum(found.values())
 
 
-def _tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
+def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
+    """Yield parameters with their gradients and optimizer state, and buffers; it reads nothing."""
     states = {} if optimizer is None else optimizer.state
     for parameter in model.parameters():
+        if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+            continue  # a functional call has put it there for now
         yield parameter
-        gradient = parameter.grad
+        gradient = parameter.grad if parameter.is_leaf else None
         if gradient is not None:
             yield gradient
         # Asked as a plain dict: the state that a session watches would make updates first.
@@ -173,8 +177,22 @@ def sizing_of(
             f"{culprit or 'the model'} needs {format_bytes(largest)} at once (parameter, gradient "
             "and optimizer state), besides the smaller tensors that stay, activations and reserve: "
             f"raise the budget to at least {format_bytes(enough)}, or make that layer smaller"
+            f"{_held_too(model)}"
         )
     return sizing
+
+
+def _held_too(model: nn.Module) -> str:
+    """Return what to say of parameters that cannot move, "" if all can."""
+    held = held_parameters(model)
+    name = next((name for name, parameter in model.named_parameters() if parameter in held), "")
+    if not name:
+        return ""
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in held)
+    return (
+        f"; {format_bytes(nbytes)} of parameters stay in memory because something else holds it "
+        f"too: let go of the views, arrays, state_dicts or graphs of {name!r} and others"
+    )
 
 
 def _readable(nbytes: int) -> int:
@@ -197,6 +215,7 @@ def _divide(
     total = padded = updated = widest = 0
     largest, culprit = 0, ""
     resident = list(model.buffers())
+    held = held_parameters(model)
     small = 0
     for name, parameter in model.named_parameters():
         nbytes = parameter.numel() * parameter.element_size()
@@ -204,7 +223,7 @@ def _divide(
         total += nbytes * copies
         if parameter.requires_grad:
             small += _small_state(optimizer, parameter)
-        if nbytes < least or parameter.layout != torch.strided or not is_dense(parameter):
+        if nbytes < least or not can_move(parameter) or parameter in held:
             resident.append(parameter)
             small += nbytes * (copies - 1)
             continue

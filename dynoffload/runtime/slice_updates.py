@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from dynoffload.memory.device import Device
 from dynoffload.runtime.fused import Fused, FusedStore
+from dynoffload.runtime.modes import Modes
 from dynoffload.runtime.slicing import keeps_bits
 from dynoffload.runtime.store import Slot, Store, view_of
 from dynoffload.runtime.update import Group
@@ -44,11 +46,13 @@ class Step:
         group: the hyperparameters at the time of ``step()``, without parameters.
         small: the state that is not of the parameter's form, as it was; None before the first step.
         zero: the gradient is zero.
+        modes: of torch at that time.
     """
 
     group: Group
     small: dict[str, Any] | None
     zero: bool
+    modes: Modes
 
 
 @dataclass(eq=False)
@@ -66,6 +70,11 @@ class SliceUpdate:
     regions: list[int]
     gradient: int | None
     begun: bool = False
+
+    @property
+    def modes(self) -> Modes:
+        """The modes of the first step."""
+        return self.steps[0].modes
 
 
 class SliceUpdates:
@@ -107,7 +116,8 @@ class SliceUpdates:
         assert row is not None
         self.rows.point(fused, row)  # the user may have put a gradient there that was made for him
         clear = self._device.is_clear(row)
-        zero, other = Step(group, small, True), Step(group, small, False)
+        modes = Modes.now()
+        zero, other = Step(group, small, True, modes), Step(group, small, False, modes)
         torch.autograd.graph.increment_version(fused.parameter)
         return [
             (slot, zero if is_clear and not writes else other)
@@ -181,7 +191,9 @@ class SliceUpdates:
                 region = zeros if step.zero else update.gradient
                 assert region is not None
                 update.begun = True
-                self._make(data, tensor(region), states, step)
+                others = step.modes != update.modes
+                with step.modes.again() if others else nullcontext():
+                    self._make(data, tensor(region), states, step)
         finally:
             if zeros is not None:
                 self._device.unpin([zeros])

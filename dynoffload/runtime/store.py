@@ -20,6 +20,7 @@ from torch import nn
 from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.held import holders
 
 if TYPE_CHECKING:
     from dynoffload.runtime.fused import Fused
@@ -57,6 +58,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def can_move(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is one stretch of bytes, read as they lie."""
+    strided = tensor.layout is torch.strided
+    return strided and is_dense(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
 @dataclass(eq=False)
@@ -117,10 +124,9 @@ class Store:
     def pages(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter or state like ``tensor`` is paged."""
         return (
-            tensor.layout == torch.strided
+            can_move(tensor)
             and tensor.device.type in ("cpu", "meta")
             and tensor.numel() * tensor.element_size() >= self._min
-            and is_dense(tensor)
         )
 
     def slot_of(self, region: int) -> Slot | None:
@@ -211,20 +217,28 @@ class Store:
         """Return whether ``slot``'s region holds its parameter.
 
         Where the user has given the parameter another tensor that nobody else holds, it moves into
-        the region; a tensor that somebody else holds, or of another size, stays where it is.
+        the region, or into a new one if it is larger; a tensor that somebody else holds stays where
+        it is.
         """
         data = slot.parameter.data
         if self._device.owner(data.data_ptr()) == slot.region:
             return True
+        if not self.pages(data):
+            return False
         storage = data.untyped_storage()
         ours = self._device.storage(slot.region)
-        if not self.pages(data) or storage.nbytes() != ours.nbytes():
-            return False
         # The storage's own object, the parameter and `data` hold it.
         if users_of(storage) > _OWN_USERS + 1 or users_of(ours) > 1:
             return False
+        if storage.nbytes() > ours.nbytes():
+            region = self._region(storage.nbytes(), slot.name, slot)
+            self._by_region.pop(slot.region, None)
+            self._device.discard(slot.region)
+            self._device.release(slot.region)
+            slot.region = region
+            ours = self._device.storage(region)
         self._device.acquire([slot.region])
-        bytes_of(ours).copy_(bytes_of(storage))
+        bytes_of(ours, 0, storage.nbytes()).copy_(bytes_of(storage))
         slot.parameter.data = view_of(ours, data, offset_of(data))
         return True
 
@@ -234,20 +248,24 @@ class Store:
 
     @torch.no_grad()
     def adopt_gradient(self, slot: Slot) -> None:
-        """Move the gradient that autograd has just made into its region."""
+        """Move the gradient that autograd, or the user, has made into its region.
+
+        Whoever holds the tensor goes on holding the gradient. One whose memory somebody else holds
+        too, such as a part of a buffer of the user's, stays where it is.
+        """
         gradient = slot.parameter.grad
         if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
             return
         if self._device.owner(gradient.untyped_storage().data_ptr()) >= 0:
             return  # accumulated in place
-        if not is_dense(gradient):
+        if not self.pages(gradient) or holders(gradient) > 1:
             return
         with self._gradients:
             region = self._gradient_region(slot, gradient)
             ours = view_of(self._device.storage(region), gradient)
         self._device.acquire([region])
         ours.copy_(gradient)
-        slot.parameter.grad = ours
+        gradient.data = ours
 
     def _gradient_region(self, slot: Slot, gradient: torch.Tensor) -> int:
         nbytes = gradient.numel() * gradient.element_size()
@@ -282,7 +300,7 @@ class Store:
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or not self.pages(value) or value.is_meta:
                 continue
-            if self._device.owner(value.untyped_storage().data_ptr()) >= 0:
+            if self._device.owner(value.untyped_storage().data_ptr()) >= 0 or holders(value) > 1:
                 continue
             nbytes = value.numel() * value.element_size()
             region = slot.states.get(key)
@@ -298,7 +316,7 @@ class Store:
             self._device.acquire([region])
             ours = view_of(self._device.storage(region), value)
             ours.copy_(value)
-            state[key] = ours
+            value.data = ours
         if self._left_in_heap > self._most_left:
             self._left_in_heap = 0
             heap.give_back()

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
+from dynoffload.runtime.modes import Modes
 
 Group = dict[str, Any]
 
@@ -29,6 +30,7 @@ class Update:
         gradient: what it will consume.
         state: the tensors of its optimizer state at that time, None before the first step.
         regions: what it will read and write, locked until then.
+        modes: of torch at that time.
         begun: whether the optimizer's code has started on it.
     """
 
@@ -37,6 +39,7 @@ class Update:
     gradient: torch.Tensor
     state: dict[str, Any] | None
     regions: list[int]
+    modes: Modes
     begun: bool = False
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, cast
@@ -44,7 +45,9 @@ from dynoffload.errors import StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.runtime.drafts import Drafts
 from dynoffload.runtime.fused import Fused, FusedStore
+from dynoffload.runtime.held import are_shared
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
+from dynoffload.runtime.modes import Modes, may_wait
 from dynoffload.runtime.slice_updates import MOST_STEPS, SliceUpdate, SliceUpdates, Step
 from dynoffload.runtime.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.update import Group, Update, check_optimizer, snapshot
@@ -67,6 +70,11 @@ def _without_autocast() -> contextlib.AbstractContextManager[Any]:
     if torch.is_autocast_enabled("cpu"):
         return torch.autocast("cpu", enabled=False)
     return contextlib.nullcontext()
+
+
+def _any_sparse(groups: Iterable[Group]) -> bool:
+    gradients = (parameter.grad for group in groups for parameter in group["params"])
+    return any(g is not None and g.layout is not torch.strided for g in gradients)
 
 
 class Updates:
@@ -186,12 +194,12 @@ class Updates:
     def _commit(self, optimizer: Optimizer, *, at_once: bool, redo: bool) -> None:
         """Make or put off all updates of a step: ``at_once``, and drafts too if ``redo``."""
         with self._mutex:
-            if redo and self.drafts is not None:
-                self.drafts.drop_all()
+            if self.drafts is not None and (redo or _any_sparse(optimizer.param_groups)):
+                self.drafts.drop_all()  # or the step may fail, with nothing changed
             self._flush_used(optimizer.param_groups)
             try:
                 resident, paged, shared, fused = self._split(optimizer.param_groups)
-                self._run(resident, self.optimizer.state)
+                self._step_resident(resident, bool(paged or fused))
                 for parameter in shared:
                     self._adopt_state(parameter)
                 self._put_off(paged)
@@ -199,7 +207,7 @@ class Updates:
                     self._put_off_slices(one, hyper)
             except BaseException as error:
                 if self._begun:
-                    self._lose(error)
+                    self._failure = self.lost = error
                 raise
             finally:
                 self._begun = False
@@ -285,25 +293,40 @@ class Updates:
                         self._begun = True
                         if self.drafts.take(slot, hyper):
                             continue
-                    if slot.shared or not self._store.take_back(slot):
+                    strided = parameter.grad.layout is torch.strided
+                    if slot.shared or not strided or not self._store.take_back(slot):
                         small.append(parameter)
                         shared.append(parameter)
                     else:
+                        self._store.adopt_gradient(slot)
                         paged.append((slot, hyper))
             resident.append({**hyper, "params": small})
         return resident, paged, shared, sliced
 
+    def _step_resident(self, groups: list[Group], others: bool) -> None:
+        """Make the updates of what stays in memory; where one fails, ``others`` are not made."""
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        versions = [parameter._version for parameter in parameters]
+        try:
+            self._run(groups, self.optimizer.state)
+        except BaseException:
+            changed = [parameter._version for parameter in parameters] != versions
+            self._begun = self._begun or (others and changed)
+            raise
+
     def _put_off(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
+        defer, modes = self._defer and may_wait(), Modes.now()
         self._begun = True
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad
             assert gradient is not None
             state = self.optimizer.state.get(parameter)
             copy = None if state is None else dict(state)
-            update = Update(group, parameter.data, gradient, copy, slot.update_regions())
+            regions = slot.update_regions()
+            update = Update(group, parameter.data, gradient, copy, regions, modes)
             torch.autograd.graph.increment_version(parameter)
-            if not self._defer or self._guards(slot, gradient):
+            if not self._defer or (defer and self._guards(slot, gradient)):
                 waiting.append((slot, update))
                 continue
             self._make(slot, update)
@@ -325,7 +348,7 @@ class Updates:
                 continue
             waiting = self.pending.get(slot)
             if isinstance(waiting, SliceUpdate):
-                if step.zero and len(waiting.steps) < MOST_STEPS:
+                if step.zero and len(waiting.steps) < MOST_STEPS and may_wait():
                     waiting.steps.append(step)
                     continue
                 self.flush(slot)
@@ -333,7 +356,7 @@ class Updates:
 
     def _wait_for_slice(self, slot: Slot, step: Step) -> None:
         update = self._slices.begin(slot, step)
-        if self._defer:
+        if self._defer and may_wait():
             self._device.lock(update.regions)
             self.pending[slot] = update
         else:
@@ -354,6 +377,7 @@ class Updates:
         return (
             slot.gradient is not None
             and owner(gradient.data_ptr()) == slot.gradient
+            and not are_shared(state, besides=slot.states)
             and all(
                 key in state and owner(state[key].data_ptr()) == region
                 for key, region in slot.states.items()
@@ -366,7 +390,7 @@ class Updates:
 
         See `Drafts`.
         """
-        if self.drafts is None:
+        if self.drafts is None or not may_wait():
             return
         with self._mutex:
             if slot not in self.pending:
@@ -412,10 +436,11 @@ class Updates:
             if self._defer:
                 self._device.unlock(update.regions)
             try:
-                self._make(slot, update)
+                with update.modes.again():
+                    self._make(slot, update)
             except BaseException as error:
                 if update.begun:
-                    self._lose(error)
+                    self._lose(update, error)
                 else:  # nothing was touched: the update is still to be made
                     self.pending[slot] = update
                     if self._defer:
@@ -458,20 +483,26 @@ class Updates:
                 shown = self._device.show(update.regions)
                 try:
                     storages = dict(zip(update.regions, shown, strict=True))
-                    self._apply(slot, update, storages)
+                    with update.modes.again(own_thread=True):
+                        self._apply(slot, update, storages)
                 finally:
                     storages.clear()
                     shown.clear()
                     self._device.hide(update.regions)
                 self._end(slot, update)
             except BaseException as error:  # the thread that waits must not wait for ever
-                self._lose(error)
+                self._lose(update, error)
             finally:
                 self._device.unlock(update.regions)
             self._end_gradient(slot, update)
 
-    def _lose(self, error: BaseException) -> None:
+    def _lose(self, update: Update | SliceUpdate, error: BaseException) -> None:
+        """An update was cut off: note it, and let go of the memory that it and its error hold."""
         self._failure = self.lost = error
+        if isinstance(update, Update):
+            del update.gradient, update.data
+            update.state = None
+        traceback.clear_frames(error.__traceback__)
 
     def settle(self) -> None:
         """Make every pending update, so that all tensors are those of a finished step.

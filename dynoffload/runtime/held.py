@@ -1,0 +1,54 @@
+"""What somebody else holds too: memory that cannot move, as nobody could tell the other.
+
+What it is: counts of who holds a tensor or its memory. A tensor is moved by giving it other memory
+(`Tensor.data`), so whoever holds the tensor itself follows. A view of it, a numpy array or a graph
+holds the old memory, and would read and write there from then on: such a tensor stays where it is.
+What it is not: the decision about any one tensor (`dynoffload.runtime.store`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynoffload.memory.places import users_of
+
+_OF_STATE = 4  # references to a tensor of state: its dict, the update's copy, and two here
+
+
+def has_its_own(model: nn.Module) -> bool:
+    """Return whether all parameters of ``model`` are its own: a functional call lends it others."""
+    return all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+def held_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of ``model`` whose memory somebody holds who is none of them."""
+    parameters = [p for p in model.parameters() if p.layout is torch.strided and not p.is_meta]
+    storages = [parameter.untyped_storage() for parameter in parameters]
+    counts = Counter(storage._cdata for storage in storages)
+    return {
+        parameter
+        for parameter, storage in zip(parameters, storages, strict=True)
+        if users_of(storage) > counts[storage._cdata] + 1  # and the storage's own object
+    }
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """Return how many tensors hold the memory of ``tensor``, which is one of them."""
+    return users_of(tensor.untyped_storage()) - 1
+
+
+def are_shared(state: Mapping[str, Any], besides: Container[str]) -> bool:
+    """Return whether somebody holds a tensor of a parameter's ``state``, but those ``besides``."""
+    for key in state:  # items would hold them as well
+        value = state[key]
+        if isinstance(value, torch.Tensor) and key not in besides:
+            strange = value.layout is not torch.strided or holders(value) > 1
+            if strange or sys.getrefcount(value) > _OF_STATE:
+                return True
+    return False

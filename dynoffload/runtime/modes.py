@@ -1,0 +1,101 @@
+"""The modes of torch under which an optimizer update is made, though it is made later or elsewhere.
+
+A user's ``step()`` runs under modes of the process (default dtype, deterministic algorithms), of
+its thread (number of threads, flushing of denormal numbers) and of the code around it (autocast,
+inference mode, `torch.func` transformations, function and dispatch modes). An update that is put
+off runs inside whatever reads the parameter next, maybe on another thread: it must be made as at
+``step()``, and what happens to be on there must not see it.
+
+[Note: modes that hold]  Two kinds cannot be carried over, so with them nothing is put off: a mode
+of the user's that watches operators would miss them, and no other thread flushes denormals alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+_LEAST = 5e-324  # the least denormal number
+
+
+def flushes_denormals() -> bool:
+    """Return whether this thread takes denormal numbers for zero."""
+    return _LEAST * 1.0 == 0.0
+
+
+def may_wait() -> bool:
+    """Return whether updates of this moment may be made later; see [Note: modes that hold]."""
+    if flushes_denormals() or torch._C._len_torch_dispatch_stack():
+        return False
+    return not torch._C._len_torch_function_stack() or all(
+        isinstance(mode, DeviceContext) and mode.device.type == "cpu"
+        for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """What an update that waits takes with it.
+
+    Attributes:
+        dtype: the default dtype.
+        deterministic: whether deterministic algorithms are asked for.
+        warn_only: whether those that are missing are only warned of.
+        threads: of one operator.
+    """
+
+    dtype: torch.dtype
+    deterministic: bool
+    warn_only: bool
+    threads: int
+
+    @classmethod
+    def now(cls) -> Modes:
+        """Return the modes of this moment."""
+        return cls(
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_num_threads(),
+        )
+
+    @contextlib.contextmanager
+    def again(self, *, own_thread: bool = False) -> Iterator[None]:
+        """Have these modes, and none of the code around.
+
+        Args:
+            own_thread: this thread does nothing else: its number of threads need not come back.
+        """
+        with contextlib.ExitStack() as undo:
+            now = Modes.now()
+            if now != self:
+                undo.callback(now._set_globals if own_thread else now._set)
+                self._set()
+            if flushes_denormals():
+                undo.callback(torch.set_flush_denormal, True)
+                torch.set_flush_denormal(False)
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                undo.enter_context(temporarily_clear_interpreter_stack())
+            if torch._C._len_torch_dispatch_stack():
+                undo.enter_context(_disable_current_modes())
+            if torch._C._len_torch_function_stack():
+                undo.enter_context(torch._C.DisableTorchFunction())
+            if torch.is_inference_mode_enabled():
+                undo.enter_context(torch.inference_mode(False))
+            yield
+
+    def _set_globals(self) -> None:
+        torch.set_default_dtype(self.dtype)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+
+    def _set(self) -> None:
+        self._set_globals()
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)

@@ -1,0 +1,224 @@
+"""One training program run twice, plainly and under a budget, for the tests of hazards.
+
+What it is: a `Side`, through which a program opens its block and notes what must not differ; and
+`hazard`, which runs the program on the plain side and on a paged one and compares the notes bit for
+bit. A program is written once, against any backend. What it is not: a test.
+
+The backends are those of `tests/devices.py`, and ``aside``: a budget that holds everything, where
+paging steps out of the way after two steps and every tensor becomes ordinary in mid-run.
+
+A look at a parameter has its update made, so a program notes losses while it trains, and what it
+needs to; the whole state is compared when the block has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from devices import KINDS, NO_PAGER, needs_pager
+from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import dynoffload
+from dynoffload.runtime.held import holders
+from dynoffload.runtime.session import Session
+from dynoffload.runtime.sizing import tensors_of
+from dynoffload.units import MiB
+
+_MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}
+
+each_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "aside")]
+)
+"""Every backend; ``aside`` in ``make slow``, as `tests/test_aside.py` has what is its own."""
+
+each_backend_in_time = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
+        for kind in (*KINDS, "aside")
+    ],
+)
+"""For tests of many cases: where the pager works, the others run in ``make slow``."""
+
+each_paged = pytest.mark.parametrize(
+    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in KINDS]
+)
+"""For what is the session's own, and plain PyTorch does not do."""
+
+guarded = pytest.mark.parametrize("backend", [pytest.param("pager", marks=[needs_pager])])
+"""For what only a backend that puts updates off can get wrong."""
+
+
+@dataclass
+class Side:
+    """One of the two runs of a program.
+
+    Attributes:
+        backend: None for the plain run.
+        notes: what the program has seen, in order.
+        sessions: of the blocks that it opened, with their budgets.
+    """
+
+    backend: str | None = None
+    notes: list[tuple[str, Any]] = field(default_factory=list)
+    sessions: list[tuple[Session, int]] = field(default_factory=list)
+
+    @contextmanager
+    def offload(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        share: float = 0.3,
+        states: int = 2,
+        **config: Any,
+    ) -> Iterator[Session | None]:
+        """Open a block whose budget is ``share`` of what the model takes; note the state at its
+        end."""
+        if self.backend is None:
+            yield None
+        else:
+            options = {**SMALL_PAGES, "step_aside": False, "policy": "repeat", **config}
+            if self.backend == "aside":
+                options["step_aside"] = True
+                budget = footprint_of(model, states) * 4 + 8 * MiB
+            else:
+                options["backend"] = self.backend
+                wanted = int(share * footprint_of(model, states))
+                budget, _ = least_budget(model, optimizer, wanted, options)
+            with dynoffload.offload(
+                model, optimizer, budget=budget, pilot=None, config=options
+            ) as session:
+                self.sessions.append((session, budget))
+                yield session
+            _assert_ordinary(model, optimizer)
+        self.see_state(model, optimizer)
+
+    def see(self, what: str, value: Any) -> None:
+        """Note a value, or a nest of them, as it is now."""
+        self.notes.append((what, _frozen(value)))
+
+    def see_state(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Note parameters, gradients, buffers and optimizer state."""
+        named = dict(model.named_parameters())
+        self.see("parameters", named)
+        self.see("gradients", {name: p.grad for name, p in named.items()})
+        self.see("buffers", dict(model.named_buffers()))
+        if optimizer is not None:
+            self.see("optimizer", optimizer.state_dict())
+
+    def fails(self, what: str, do: Callable[..., Any], *args: Any) -> BaseException | None:
+        """Note with which type of error ``do`` fails, or that it does not; return the error."""
+        try:
+            do(*args)
+        except Exception as error:
+            self.see(what, type(error).__name__)
+            return error
+        self.see(what, "no error")
+        return None
+
+    def step(
+        self, loss: Tensor, optimizer: Optimizer, *, set_to_none: bool = True, zero: bool = True
+    ) -> None:
+        """Make one step as most loops do."""
+        loss.backward()
+        optimizer.step()
+        if zero:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        self.see("loss", loss)
+
+
+def hazard(
+    backend: str, program: Callable[[Side], None], *, moves: bool = True, budgeted: bool = True
+) -> Side:
+    """Run ``program`` on both sides and assert that nothing it has noted differs.
+
+    Args:
+        backend: of the paged side.
+        program: takes the side.
+        moves: whether to assert that bytes have moved, without which it would show little.
+        budgeted: whether to assert that no step took more than the budget. The memory of parameters
+            and gradients that the program holds itself is counted, and cannot leave.
+
+    Returns:
+        The paged side.
+    """
+    plain, paged = Side(), Side(backend)
+    for side in (plain, paged):
+        torch.manual_seed(0)
+        program(side)
+        side.see("state of the random numbers", torch.get_rng_state())
+    assert [what for what, _ in paged.notes] == [what for what, _ in plain.notes]
+    for number, ((what, actual), (_, expected)) in enumerate(
+        zip(paged.notes, plain.notes, strict=True)
+    ):
+        assert_same(actual, expected, f"{what} (note {number})")
+    if backend != "aside":
+        for session, budget in paged.sessions:
+            for step in session.log.steps if budgeted else ():
+                assert step.peak_fast_bytes <= budget, f"step {step.step}: {step.peak_fast_bytes}"
+        if moves:
+            rows = [row for session, _ in paged.sessions for row in session.log.steps]
+            moved = sum(row.bytes_in + row.bytes_out for row in rows)
+            assert moved, "no byte was moved: this shows nothing"
+    return paged
+
+
+def _assert_ordinary(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Assert that tensors lie in memory of their own, but those of which somebody holds a view."""
+    arenas = arena_ranges()
+    for tensor in tensors_of(model, optimizer):
+        if tensor.layout is torch.strided and holders(tensor) == 1:
+            address = tensor.data_ptr()
+            assert not any(start <= address < end for start, end in arenas)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if value.layout is not torch.strided:
+            value = value.to_dense()
+        return value.clone().resolve_conj().resolve_neg()
+    if isinstance(value, Mapping):
+        return {key: _frozen(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_frozen(item) for item in value]
+    return value
+
+
+class Mlp(nn.Module):
+    """Linear layers with residuals: each weight takes four small pages."""
+
+    def __init__(self, width: int = 64, depth: int = 5, classes: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits ``[rows, classes]`` for ``[rows, width]``."""
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return self.head(x)
+
+
+def batch(step: int, rows: int = 8, width: int = 64, classes: int = 10) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets that follow from ``step``, drawn from no shared generator."""
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(rows, width, generator=generator),
+        torch.randint(0, classes, (rows,), generator=generator),
+    )
+
+
+def loss_of(model: nn.Module, step: int, **sizes: int) -> Tensor:
+    """Return the cross-entropy of ``model`` on `batch`."""
+    x, y = batch(step, **sizes)
+    return F.cross_entropy(model(x).float(), y)

@@ -1,0 +1,142 @@
+"""Hazard: mixed precision, where casts of weights are kept and steps are skipped.
+
+The graph: linear layers under `torch.autocast`, whose cache holds a low-precision copy of each
+weight until its block ends, so that a weight used twice is cast once; gradient scaling, where the
+step looks at all gradients, divides them, and is left out when one is not finite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+
+
+class Twice(Mlp):
+    """Each weight is used twice, and once with autocast off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(layer(x)))
+            with torch.autocast("cpu", enabled=False):
+                x = x.float() + 0.1 * layer(x.float())
+        return self.head(x)
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("around", ["forward", "loop"])
+def test_autocast(backend: str, dtype: torch.dtype, cache: bool, around: str) -> None:
+    """Around the loop, casts are kept over steps: old ones, as in plain PyTorch."""
+
+    def cast(here: str) -> torch.autocast:
+        return torch.autocast("cpu", dtype, enabled=here == around, cache_enabled=cache)
+
+    def program(side: Side) -> None:
+        model = Twice(depth=4)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer), cast("loop"):
+            for step in range(4):
+                if around == "forward":
+                    with cast("forward"):
+                        loss = loss_of(model, step)
+                else:
+                    loss = loss_of(model, step)
+                side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_eval_under_autocast_between_steps(backend: str) -> None:
+    """Casts made without grad are kept too, and a later forward with grad takes no such one."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                with torch.autocast("cpu", torch.bfloat16):
+                    with torch.no_grad():
+                        side.see("before", loss_of(model, 50 + step))
+                    loss = loss_of(model, step)
+                    side.step(loss, optimizer)
+                    with torch.inference_mode():
+                        side.see("after", loss_of(model, 50 + step))
+
+    hazard(backend, program)
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradient_scaling(backend: str, fused: bool, clip: bool) -> None:
+    """The third step overflows and is left out, with the scale halved after it."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        with side.offload(model, optimizer):
+            for step in range(6):
+                with torch.autocast("cpu", torch.float16):
+                    loss = loss_of(model, step)
+                scaler.scale(loss).backward()
+                if step == 2:
+                    model.layers[1].weight.grad[3, 4] = float("inf")
+                if clip:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                side.see("loss", loss)
+                side.see("scale", scaler.get_scale())
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_scaling_of_two_optimizers(backend: str) -> None:
+    """One belongs to the block and the other, for parameters outside of it, does not."""
+
+    def program(side: Side) -> None:
+        model, outside = Mlp(), nn.Linear(10, 10)
+        optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        other = AdamW(outside.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                x, y = batch(step)
+                loss = F.cross_entropy(outside(model(x)), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.step(other)
+                scaler.update()
+                optimizer.zero_grad()
+                other.zero_grad()
+                side.see("loss", loss)
+        side.see_state(outside, other)
+
+    hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}], ids=str)
+def test_bfloat16_weights_under_autocast(backend: str, options: dict[str, Any]) -> None:
+    def program(side: Side) -> None:
+        model = Mlp(width=96).to(torch.bfloat16)
+        optimizer = AdamW(model.parameters(), lr=1e-2, **options)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = loss_of(model, step, width=96)
+                side.step(loss, optimizer)
+
+    hazard(backend, program)

@@ -1,0 +1,103 @@
+"""Hazard: compiled models, whose code runs no module's hooks after the first call.
+
+The graph: linear layers with dropout under `torch.compile`, by the default backend where a compiler
+is there, and by ``aot_eager``; the managed root compiled from outside, compiled in place, or with
+compiled parts. Compared with plain PyTorch compiled the same way.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from hazards import Mlp, Side, batch, each_backend_in_time, hazard, loss_of
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+no_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler was found"
+)
+
+
+@each_backend_in_time
+@pytest.mark.parametrize(
+    ("engine", "what"),
+    [
+        ("aot_eager", "outside"),
+        ("aot_eager", "in place"),
+        ("aot_eager", "parts"),
+        pytest.param("inductor", "outside", marks=[no_compiler, pytest.mark.slow]),
+    ],
+)
+def test_a_compiled_model(backend: str, engine: str, what: str) -> None:
+    """With an evaluation between steps, which is compiled by itself."""
+
+    def program(side: Side) -> None:
+        torch._dynamo.reset()
+        model = Mlp(depth=3)
+        call: nn.Module = model
+        if what == "parts":
+            for layer in model.layers:
+                layer.compile(backend=engine)
+        elif what == "in place":
+            model.compile(backend=engine)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            if what == "outside":
+                call = torch.compile(model, backend=engine)
+            for step in range(4):
+                side.step(loss_of(call, step), optimizer)
+                if step == 2:
+                    with torch.no_grad():
+                        side.see("score", loss_of(call, 50))
+
+    hazard(backend, program)
+
+
+@each_backend_in_time
+def test_compiled_before_the_block(backend: str) -> None:
+    """It has run, with its weights elsewhere, and what it compiled is used again."""
+
+    def program(side: Side) -> None:
+        torch._dynamo.reset()
+        model = Mlp(depth=3)
+        call = torch.compile(model, backend="aot_eager")
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        side.step(loss_of(call, 0), optimizer)
+        with side.offload(model, optimizer):
+            for step in range(1, 4):
+                side.step(loss_of(call, step), optimizer)
+        side.step(loss_of(call, 5), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend_in_time
+def test_a_compiled_function_over_the_weights(backend: str) -> None:
+    """A penalty that reads all parameters outside of any module."""
+
+    def program(side: Side) -> None:
+        torch._dynamo.reset()
+        model = Mlp(depth=3)
+
+        @torch.compile(backend="aot_eager")
+        def penalty(weights: list[torch.Tensor]) -> torch.Tensor:
+            return torch.stack([w.square().sum() for w in weights]).sum()
+
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                x, y = batch(step)
+                loss = F.cross_entropy(model(x), y) + 1e-3 * penalty(list(model.parameters()))
+                side.step(loss, optimizer)
+
+    hazard(backend, program)

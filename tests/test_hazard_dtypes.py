@@ -1,0 +1,130 @@
+"""Hazard: the model's dtype, device or memory format set in mid-run.
+
+The graph: linear layers converted by ``.to(torch.bfloat16)``, ``.half()`` and ``.double()`` while
+updates wait, which gives each parameter other data of another size; ``.to("cpu")``, ``.cpu()`` and
+``.to(dtype)`` that change nothing; single parameters converted; the process's default dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    each_paged,
+    hazard,
+    loss_of,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from dynoffload.errors import StepLostError
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "half": lambda model: model.half(),
+    "double": lambda model: model.double(),
+    "a part": lambda model: model.head.double(),
+    "nothing by device": lambda model: model.to("cpu"),
+    "nothing by cpu()": lambda model: model.cpu(),
+    "nothing by dtype": lambda model: model.float(),
+    "type": lambda model: model.type(torch.float64),
+}
+
+
+class Casting(Mlp):
+    """Takes any dtype of weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.layers[0].weight.dtype)
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return self.head(x.to(self.head.weight.dtype))
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("change", CHANGES)
+def test_converted_in_mid_run(backend: str, change: str) -> None:
+    """After a step, with the state forgotten, which is in the old dtype."""
+
+    def program(side: Side) -> None:
+        model = Casting()
+        optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+        share = 1.0 if change in ("double", "type", "a part") else 0.5
+        with side.offload(model, optimizer, share=share):
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                if step == 2:
+                    CHANGES[change](model)
+                    optimizer.state.clear()
+
+    hazard(backend, program, moves=False, budgeted=change not in ("double", "type"))
+
+
+@each_paged
+@pytest.mark.parametrize("change", ["bfloat16", "a part"])
+def test_a_step_that_fails_half_way_is_lost(backend: str, change: str) -> None:
+    """Gradients are converted with their parameters, and state is not: the step raises torch's
+    error as plainly. Plainly some parameters have moved by then and others not; here it may be
+    others, so the next step is refused."""
+    side = Side(backend)
+    model = Casting()
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    def go_on() -> None:
+        optimizer.step()
+        model.to("cpu")  # reads every parameter, so that all updates are made
+        optimizer.step()
+
+    def train() -> None:
+        with side.offload(model, optimizer):
+            for step in range(3):
+                side.step(loss_of(model, step), optimizer)
+            loss_of(model, 3).backward()
+            CHANGES[change](model)
+            with pytest.raises((RuntimeError, StepLostError)):
+                go_on()
+            optimizer.step()
+
+    with pytest.raises(StepLostError, match="the step is lost"):
+        train()
+
+
+@each_backend
+def test_back_and_forth(backend: str) -> None:
+    """Evaluated in half precision between steps, and converted back: bits are lost, the same."""
+
+    def program(side: Side) -> None:
+        model = Casting()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                if step in (1, 3):
+                    model.to(torch.bfloat16)
+                    with torch.no_grad():
+                        side.see("score", model(batch(50)[0]))
+                    model.to(torch.float32)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_one_parameters_data_in_another_dtype(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Casting()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.6):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+                head = model.head
+                head.weight.data = head.weight.data.to(torch.bfloat16).to(torch.float32)
+
+    hazard(backend, program)

@@ -1,0 +1,200 @@
+"""Hazard: an exception anywhere in a step, after which training goes on.
+
+The graph: linear layers with a fuse that blows in forward, in a hook, in backward (an autograd
+Function, a tensor's hook), in the loss, in the closure or in a hook of the step, at a chosen step;
+the loop catches it, zeroes the gradients or not, and goes on. Exceptions that unwind past forward
+leave it without its end; what was saved for a backward that will not come must be let go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+
+class Blown(Exception):
+    """The test's own."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """No `Exception`: forward hooks do not run after it."""
+
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Blown
+
+
+class Fused(Mlp):
+    blows = ""
+    error: type[BaseException] = Blown
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x + F.gelu(layer(x))
+            if index == 2:
+                if self.blows == "forward":
+                    raise self.error
+                if self.blows == "function":
+                    x = Fuse.apply(x)
+                if self.blows == "hook of a tensor":
+                    x.register_hook(self.blow)
+        return self.head(x)
+
+    def blow(self, *args: Any) -> None:
+        raise self.error
+
+
+STAGES = ["forward", "function", "hook of a tensor", "hook", "loss", "closure", "hook of step"]
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [Blown, Interrupt])
+@pytest.mark.parametrize("zero", [True, False])
+def test_training_goes_on(backend: str, stage: str, error: type[BaseException], zero: bool) -> None:
+    """Twice in a row, so that the second meets what the first has left."""
+
+    def program(side: Side) -> None:
+        model = Fused()
+        model.error = error
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.4):
+            for step in range(7):
+                bad = step in (2, 3)
+                model.blows = stage if bad else ""
+                handle: Any = None
+                if bad and stage == "hook":
+                    handle = model.layers[3].register_forward_pre_hook(model.blow)
+                if bad and stage == "hook of step":
+                    handle = optimizer.register_step_pre_hook(model.blow)
+                x, y = batch(step)
+                try:
+                    loss = F.cross_entropy(model(x), y)
+                    if bad and stage == "loss":
+                        raise error
+                    loss.backward()
+                    if bad and stage == "closure":
+                        optimizer.step(model.blow)
+                    else:
+                        optimizer.step()
+                except (Blown, Interrupt) as caught:
+                    side.see("caught", type(caught).__name__)
+                finally:
+                    if handle is not None:
+                        handle.remove()
+                if zero or not bad:
+                    optimizer.zero_grad()
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_an_error_of_torchs_own(backend: str) -> None:
+    """A wrong shape, in forward and in the loss."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(5):
+                x, y = batch(step)
+                side.fails("forward", model, x[:, :7])
+                out = model(x)
+                side.fails("loss", F.cross_entropy, out, y[:3])
+                F.cross_entropy(out, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_the_block_ends_by_an_exception(backend: str, stage: str) -> None:
+    """And the model trains on, plainly and in another block."""
+
+    def program(side: Side) -> None:
+        model = Fused()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+
+        def train(first: int, last: int) -> None:
+            for step in range(first, last):
+                x, y = batch(step)
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                side.see("loss", loss)
+
+        try:
+            with side.offload(model, optimizer):
+                train(0, 3)
+                model.blows = "forward" if stage == "forward" else "function"
+                train(3, 4)
+        except Blown:
+            side.see("left", stage)
+        model.blows = ""
+        train(4, 5)
+        with side.offload(model, optimizer):
+            train(5, 8)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_anomaly_detection(backend: str) -> None:
+    """A NaN in backward raises, and training goes on."""
+
+    class Rooted(Mlp):
+        bad = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out * torch.sqrt(torch.zeros(1) * out.sum()) if self.bad else out
+
+    def program(side: Side) -> None:
+        model = Rooted()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            with torch.autograd.detect_anomaly():
+                for step in range(4):
+                    model.bad = step == 2
+                    x, y = batch(step)
+                    side.fails("backward", F.cross_entropy(model(x), y).backward)
+                    if not model.bad:
+                        optimizer.step()
+                    optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="Anomaly"):
+        hazard(backend, program)
+
+
+@each_backend
+def test_a_model_that_is_no_sequence_of_modules(backend: str) -> None:
+    """The forward that failed had visited its units in part; another order comes next."""
+
+    def program(side: Side) -> None:
+        model = Fused()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(6):
+                x, y = batch(step)
+                model.blows = "forward" if step % 2 else ""
+                error = side.fails("forward", lambda x=x: model(x))
+                if error is None:
+                    side.step(F.cross_entropy(model(x), y), optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    hazard(backend, program)

@@ -1,0 +1,129 @@
+"""Hazard: parameters that do not train, always or for a while.
+
+The graph: a frozen trunk under a head that trains; a frozen layer between trained ones, through
+which gradients pass; layers frozen and thawed in mid-run, with gradients and updates of theirs
+still waiting; a model without anything to train; one frozen by ``requires_grad_(False)`` alone and
+one that is left out of the optimizer.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hazards import Mlp, Side, each_backend, each_backend_in_time, hazard, loss_of
+from torch import nn
+from torch.optim import AdamW
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("frozen", ["trunk", "middle", "biases"])
+@pytest.mark.parametrize("listed", [True, False], ids=["in the optimizer", "left out"])
+def test_partly_frozen(backend: str, frozen: str, listed: bool) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        for name, parameter in model.named_parameters():
+            if (
+                (frozen == "trunk" and "layers" in name)
+                or (frozen == "middle" and name.startswith(("layers.1", "layers.2")))
+                or (frozen == "biases" and name.endswith("bias"))
+            ):
+                parameter.requires_grad_(False)
+        weights = [p for p in model.parameters() if listed or p.requires_grad]
+        optimizer = AdamW(weights, lr=1e-2, weight_decay=0.1)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_trained_but_not_in_the_optimizer(backend: str) -> None:
+    """Its gradient is made, and grows, and nobody steps it."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.layers[:2].parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_frozen_and_thawed_in_mid_run(backend: str, set_to_none: bool) -> None:
+    """Gradual unfreezing, and a layer frozen right after a step, whose update still waits."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        for layer in model.layers[:3]:
+            layer.requires_grad_(False)
+        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        with side.offload(model, optimizer):
+            for step in range(7):
+                side.step(loss_of(model, step), optimizer, set_to_none=set_to_none)
+                if step in (1, 2, 3):
+                    model.layers[3 - step].requires_grad_(True)
+                if step == 4:
+                    model.layers[4].requires_grad_(False)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_frozen_between_backward_and_step(backend: str) -> None:
+    """The step updates it all the same: it has a gradient."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                loss_of(model, step).backward()
+                model.layers[1].requires_grad_(False)
+                optimizer.step()
+                model.layers[1].requires_grad_(True)
+                optimizer.zero_grad()
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_nothing_trains(backend: str) -> None:
+    """A frozen model's forward, with grad mode on, with an input that has a gradient."""
+
+    def program(side: Side) -> None:
+        model = Mlp().requires_grad_(False)
+        with side.offload(model, share=0.6):
+            for step in range(3):
+                generator = torch.Generator().manual_seed(step)
+                x = torch.randn(4, 64, generator=generator).requires_grad_()
+                model(x).square().sum().backward()
+                side.see("slope", x.grad)
+
+    hazard(backend, program, moves=False)
+
+
+@each_backend
+def test_low_rank_adapters(backend: str) -> None:
+    """Large frozen weights with small trained ones beside them."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(64, 64).requires_grad_(False)
+            self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+    def program(side: Side) -> None:
+        model = nn.Sequential(*(Adapted() for _ in range(5)), nn.Linear(64, 10))
+        optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program, moves=False)

@@ -1,0 +1,196 @@
+"""Hazard: models that are run without their modules' own parameters, or transformed.
+
+The graph: linear layers called by `functional_call` with their own parameters, with changed copies,
+and stacked for an ensemble under ``vmap``; gradients by `torch.func.grad`, per sample and as
+Jacobians, outside of the managed forward; ``torch.func.grad`` inside it, which torch refuses where
+saved-tensor hooks are on.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, stack_module_state, vmap
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+
+
+@each_backend
+def test_functional_call_with_its_own_parameters(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                named = dict(model.named_parameters())
+                loss = loss_of(lambda x, named=named: functional_call(model, named, (x,)), step)
+                side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_functional_call_one_step_ahead(backend: str) -> None:
+    """Meta-learning: a forward with parameters that one inner step has changed, and a backward
+    through both."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = SGD(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.6, states=0):
+            for step in range(3):
+                named = dict(model.named_parameters())
+                made = torch.autograd.grad(
+                    loss_of(model, step), list(named.values()), create_graph=True
+                )
+                ahead = {n: p - 0.1 * g for (n, p), g in zip(named.items(), made, strict=True)}
+                loss = loss_of(lambda x, ahead=ahead: functional_call(model, ahead, (x,)), step)
+                side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("detached", [True, False])
+def test_gradients_by_transformation(backend: str, detached: bool) -> None:
+    """`torch.func.grad` of the managed model, put into ``.grad`` by hand."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.6):
+            for step in range(4):
+                named = {n: p.detach() if detached else p for n, p in model.named_parameters()}
+                x, y = batch(step)
+
+                def loss(named: dict[str, Tensor], x: Tensor = x, y: Tensor = y) -> Tensor:
+                    return F.cross_entropy(functional_call(model, named, (x,)), y)
+
+                made, value = grad_and_value(loss)(named)
+                for name, parameter in model.named_parameters():
+                    parameter.grad = made.pop(name).detach()
+                optimizer.step()
+                optimizer.zero_grad()
+                side.see("loss", value)
+
+    hazard(backend, program, moves=False)
+
+
+@each_backend
+def test_gradients_per_sample(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                named = {n: p.detach() for n, p in model.named_parameters()}
+
+                def loss(named: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+                    return F.cross_entropy(functional_call(model, named, (x[None],)), y[None])
+
+                each = vmap(grad(loss), in_dims=(None, 0, 0))(named, *batch(step, rows=3))
+                side.see("norms", {n: g.flatten(1).norm(dim=1) for n, g in each.items()})
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_jacobians(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                x = batch(step, rows=1)[0][0]
+                side.see("jacrev", jacrev(lambda x: model(x))(x))
+                side.see("jvp", jvp(lambda x: model(x), (x,), (torch.ones_like(x),)))
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_an_ensemble_out_of_the_managed_model(backend: str) -> None:
+    """`stack_module_state` copies the weights of the model and of a copy of it."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                side.step(loss_of(model, step), optimizer)
+                stacked = stack_module_state([model, copy.deepcopy(model)])
+                skeleton = copy.deepcopy(model).to("meta")
+
+                def call(
+                    weights: dict[str, Tensor], x: Tensor, skeleton: nn.Module = skeleton
+                ) -> Tensor:
+                    return functional_call(skeleton, weights, (x,))
+
+                with torch.no_grad():
+                    x, _ = batch(step)
+                    side.see("ensemble", vmap(call, in_dims=(0, None))(stacked[0], x))
+
+    hazard(backend, program)
+
+
+class Slopes(nn.Module):
+    """A physics-informed network: its forward needs its own derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp(classes=1, depth=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = vmap(grad(lambda row: self.inner(row).sum()))(x)
+        return self.inner(x) + slope.square().sum(1, keepdim=True)
+
+
+@each_backend
+def test_a_transformation_inside_forward(backend: str) -> None:
+    """With ``page_activations=False`` no hooks are on, and it works."""
+
+    def program(side: Side) -> None:
+        model = Slopes()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, page_activations=False):
+            for step in range(4):
+                side.step(model(batch(step)[0]).square().mean(), optimizer)
+
+    hazard(backend, program)
+
+
+@pytest.mark.parametrize("backend", ["mapped"])
+def test_a_transformation_inside_forward_is_told_the_remedy(backend: str) -> None:
+    """Torch's own error stays, with a note that says which option helps."""
+    side = Side(backend)
+    model = Slopes()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer):
+        with pytest.raises(RuntimeError, match="saved tensor hooks") as raised:
+            model(batch(0)[0])
+        assert any("page_activations" in note for note in raised.value.__notes__)
+
+
+@each_backend
+def test_forward_mode(backend: str) -> None:
+    """Dual numbers through the managed forward."""
+    import torch.autograd.forward_ad as fwad
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                x, _ = batch(step)
+                with fwad.dual_level():
+                    out = model(fwad.make_dual(x, torch.ones_like(x)))
+                    side.see("tangent", fwad.unpack_dual(out).tangent)
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)

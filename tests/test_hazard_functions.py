@@ -1,0 +1,157 @@
+"""Hazard: custom autograd Functions, which keep parameters in ways that no hook sees.
+
+The graph: a linear layer written as a Function that saves its weight with ``save_for_backward``,
+or puts it on ``ctx`` as an attribute (no saved-tensor hook runs), or saves a view, a clone, or
+its own result; with a backward of its own that reads it, one that is differentiable, and one that
+writes the gradient by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hazards import Side, batch, each_backend, each_backend_in_time, hazard
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.optim import AdamW
+
+
+class Saving(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Stashing(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ ctx.weight, grad.t() @ ctx.x
+
+
+class SavingViews(Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.t()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        x, weight = inputs
+        ctx.save_for_backward(x, weight.t(), output.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, turned, output = ctx.saved_tensors
+        return grad @ turned.t() + 0 * output, grad.t() @ x
+
+
+class Dirty(Function):
+    """Works in place, marks it, and saves its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y = (x @ weight.t()).tanh_()
+        ctx.save_for_backward(x, weight, y)
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if grad is None:
+            return None, None
+        x, weight, y = ctx.saved_tensors
+        grad = grad * (1 - y * y)
+        return grad @ weight, grad.t() @ x
+
+
+class Direct(Function):
+    """Accumulates the weight's gradient by hand and returns none for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            made = grad.t() @ x
+            weight = ctx.weight
+            weight.grad = made if weight.grad is None else weight.grad.add_(made)
+        return grad @ weight.detach(), None
+
+
+class Layers(nn.Module):
+    def __init__(self, function: type[Function]) -> None:
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = self.function.apply(x, weight) + x
+        return x
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("function", [Saving, Stashing, SavingViews, Dirty, Direct])
+def test_a_function_that_keeps_its_weight(backend: str, function: type[Function]) -> None:
+    def program(side: Side) -> None:
+        model = Layers(function)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                x, _ = batch(step)
+                side.step(model(x.requires_grad_()).square().mean(), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_a_function_differentiated_twice(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Layers(Saving)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                x, _ = batch(step)
+                x.requires_grad_()
+                y = model(x).square().mean()
+                (slope,) = torch.autograd.grad(y, x, create_graph=True)
+                side.step(y + slope.square().sum(), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_a_stashed_weight_after_the_step(backend: str) -> None:
+    """The first graph's backward comes after the step and reads the new weight, unchecked."""
+
+    def program(side: Side) -> None:
+        model = Layers(Stashing)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                x, _ = batch(step)
+                late = model(x).mean()
+                side.step(model(x + 1).square().mean(), optimizer)
+                late.backward()
+                side.see("late", [p.grad for p in model.parameters()])
+
+    hazard(backend, program)

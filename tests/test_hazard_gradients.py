@@ -1,0 +1,225 @@
+"""Hazard: gradients that users read, write, replace and keep between backward and the next one.
+
+The graph: linear layers, whose gradients are accumulated over micro-batches, clipped by norm and by
+value, scaled, made noisy, zeroed in place or set to None, put in by hand, kept in a buffer of the
+user's own, or averaged out of one. Each voids what was drafted in backward, and each must come
+after the update that still waits for the old gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hazards import Mlp, Side, each_backend, each_backend_in_time, hazard, loss_of
+from torch import nn
+from torch.optim import SGD, AdamW
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("clip", ["norm", "norm of each", "value", "none"])
+def test_accumulation_and_clipping(backend: str, clip: str, set_to_none: bool) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                for part in range(3):
+                    (loss_of(model, 10 * step + part) / 3).backward()
+                if clip == "norm":
+                    side.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+                elif clip == "norm of each":
+                    for parameter in model.parameters():
+                        nn.utils.clip_grad_norm_(parameter, 0.05, foreach=False)
+                elif clip == "value":
+                    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+    hazard(backend, program)
+
+
+def _scaled(step: int, model: nn.Module) -> None:
+    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+
+
+def _noisy(step: int, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad += 0.01 * torch.randn_like(parameter.grad)
+
+
+def _without_a_trace(step: int, model: nn.Module) -> None:
+    """By ``.data``, whose writes the gradient's version does not count."""
+    for parameter in model.parameters():
+        parameter.grad.data.mul_(0.25)
+
+
+def _by_numpy(step: int, model: nn.Module) -> None:
+    model.layers[2].weight.grad.numpy()[:5] = 0.125
+
+
+def _replaced(step: int, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.sign()
+
+
+def _traded(step: int, model: nn.Module) -> None:
+    one, other = model.layers[0].weight, model.layers[1].weight
+    one.grad, other.grad = other.grad, one.grad
+
+
+def _one_for_two(step: int, model: nn.Module) -> None:
+    model.layers[0].weight.grad = model.layers[1].weight.grad
+
+
+def _transposed(step: int, model: nn.Module) -> None:
+    model.layers[3].weight.grad = model.layers[3].weight.grad.t()
+
+
+def _normalized_by_data(step: int, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad / (parameter.grad.norm() + 1e-6)
+
+
+WRITES: dict[str, Callable[[int, nn.Module], None]] = {
+    "scaled by foreach": _scaled,
+    "noise": _noisy,
+    "by .data": _without_a_trace,
+    "by numpy": _by_numpy,
+    "replaced": _replaced,
+    "traded": _traded,
+    "one for two": _one_for_two,
+    "transposed": _transposed,
+    "other .data": _normalized_by_data,
+}
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_changed_before_the_step(backend: str, how: str, set_to_none: bool) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                loss_of(model, step).backward()
+                if step:
+                    WRITES[how](step, model)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_gradients_in_a_buffer_of_the_users(backend: str) -> None:
+    """``p.grad`` are views of one flat tensor, as data parallelism by hand keeps them: backward
+    accumulates there, the user scales the flat tensor, and the step reads it."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+            start = 0
+            for parameter in model.parameters():
+                stop = start + parameter.numel()
+                parameter.grad = flat[start:stop].view_as(parameter)
+                start = stop
+            for step in range(4):
+                loss_of(model, step).backward()
+                side.see("norm", flat.norm())
+                flat.mul_(0.5)
+                optimizer.step()
+                flat.zero_()
+            side.see("gradients", [p.grad for p in model.parameters()])
+
+    hazard(backend, program, moves=False, budgeted=False)
+
+
+@each_backend
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_gradient_that_the_user_keeps(backend: str, when: str) -> None:
+    """The tensor that was ``p.grad`` goes on being it, while nobody puts another in its place."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        kept = []
+        if when == "before":
+            loss_of(model, 50).backward()
+            kept = [p.grad for p in model.parameters()]
+        with side.offload(model, optimizer, states=1):
+            for step in range(4):
+                loss_of(model, step).backward()
+                if not kept:
+                    kept = [p.grad for p in model.parameters()]
+                side.see("kept", kept)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                kept[0].add_(0.01)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_microbatch_gradients_collected(backend: str) -> None:
+    """Each micro-batch's gradients are kept by the user, averaged, and put in by hand."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                collected = []
+                for part in range(3):
+                    optimizer.zero_grad()
+                    loss_of(model, 10 * step + part).backward()
+                    collected.append([p.grad for p in model.parameters()])
+                for parameter, *made in zip(model.parameters(), *collected, strict=True):
+                    parameter.grad = torch.stack(made).mean(0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_data_of_parameters_replaced(backend: str) -> None:
+    """``p.data = x``, with ``x`` kept by the user or not, between step and forward."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.6):
+            kept = []
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                model.layers[1].weight.data = model.layers[1].weight.data * 0.9
+                if step == 1:
+                    kept.append(torch.full((64, 64), 0.01))
+                    model.layers[2].weight.data = kept[0]
+                if step == 3:
+                    kept[0].mul_(2)
+            side.see("kept", kept)
+
+    hazard(backend, program, budgeted=False)
+
+
+@each_backend
+def test_zeroed_between_backward_and_step(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                loss_of(model, step).backward()
+                model.layers[step].weight.grad.zero_()
+                model.zero_grad(set_to_none=step == 3)
+                loss_of(model, step + 50).backward()
+                optimizer.step()
+
+    hazard(backend, program)

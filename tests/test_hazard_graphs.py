@@ -1,0 +1,258 @@
+"""Hazard: graphs that live longer than from one forward to its backward.
+
+The graph: a backward with ``retain_graph`` and another through the same saved tensors; gradients of
+gradients (a gradient penalty, and a Hessian's product with a vector); several forwards before one
+backward; backwards in another order than their forwards; ``autograd.grad`` of some parameters;
+graphs that are dropped; a backward inside forward.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+
+
+@each_backend
+def test_backward_twice_through_one_graph(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                loss = loss_of(model, step)
+                loss.backward(retain_graph=True)
+                side.see("head", model.head.weight.grad)
+                side.step(loss * 0.5, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_backward_twice_without_keeping_the_graph(backend: str) -> None:
+    """The second raises, as in plain PyTorch, and the step goes on with the first."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                loss = loss_of(model, step)
+                loss.backward()
+                side.fails("second", loss.backward)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_gradient_penalty(backend: str) -> None:
+    """The norm of the input's gradient is part of the loss."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                x, y = batch(step)
+                x.requires_grad_()
+                loss = F.cross_entropy(model(x), y)
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                side.step(loss + slope.norm(), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_penalty_on_the_parameters_gradients(backend: str) -> None:
+    """``backward(create_graph=True)``: each ``.grad`` has a graph of its own."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = SGD(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.5, states=0):
+            for step in range(3):
+                loss = loss_of(model, step)
+                made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+                penalty = sum(g.square().sum() for g in made)
+                side.step(loss + 0.1 * penalty, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_backward_with_create_graph(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = SGD(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.5, states=0):
+            for step in range(3):
+                loss = loss_of(model, step)
+                loss.backward(create_graph=True)
+                side.see("has a graph", model.head.weight.grad.requires_grad)
+                penalty = sum(p.grad.square().sum() for p in model.parameters())
+                optimizer.zero_grad()
+                side.step(penalty, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_product_of_hessian_and_vector(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.5):
+            for step in range(3):
+                weights = list(model.parameters())
+                loss = loss_of(model, step)
+                first = torch.autograd.grad(loss, weights, create_graph=True)
+                product = sum((g * g.detach().sign()).sum() for g in first)
+                side.see("product", torch.autograd.grad(product, weights, retain_graph=True))
+                side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_several_forwards_before_a_backward(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                losses = [loss_of(model, 10 * step + part, rows=2 + part) for part in range(4)]
+                side.step(sum(losses) / 4, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_backwards_in_the_order_of_their_forwards(backend: str) -> None:
+    """Not the reverse, which plans expect; and a third graph is dropped without one."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                first, second, third = (loss_of(model, 10 * step + part) for part in range(3))
+                first.backward()
+                del third
+                gc.collect()
+                second.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                side.see("losses", [first, second])
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_gradients_of_some_parameters(backend: str) -> None:
+    """``autograd.grad`` runs no accumulation; ``backward(inputs=...)`` for some only."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                loss = loss_of(model, step)
+                some = [model.layers[1].weight, model.head.weight]
+                made = torch.autograd.grad(loss, some, retain_graph=True)
+                side.see("made", made)
+                loss.backward(inputs=[*some, model.layers[0].bias])
+                optimizer.step()
+                optimizer.zero_grad()
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_a_graph_kept_over_steps(backend: str) -> None:
+    """Truncated backpropagation through time: a state carries its graph over two steps; only the
+    part before the last ``detach`` may be asked for after weights have changed."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.carry = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.out = nn.Linear(64, 10)
+
+        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            state = torch.tanh(self.inner(x) + self.carry(state))
+            return self.out(state), state
+
+    def program(side: Side) -> None:
+        model = Cell()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            state = torch.zeros(8, 64)
+            for step in range(6):
+                x, y = batch(step)
+                out, state = model(x, state)
+                out2, state = model(x + 1, state)
+                side.step(F.cross_entropy(out, y) + F.cross_entropy(out2, y), optimizer)
+                state = state.detach()
+            out, state = model(x, state)
+            optimizer.zero_grad()
+            loss_of(lambda x: model(x, torch.zeros(8, 64))[0], 1).backward()
+            optimizer.step()
+            side.fails("a graph that a step has overtaken", out.sum().backward)
+            optimizer.zero_grad()
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_a_backward_inside_forward(backend: str) -> None:
+    """Forces from energies: forward asks autograd for the input's gradient."""
+
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = Mlp(classes=1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = x.detach().requires_grad_()
+            energy = self.energy(x).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+            return energy, -force
+
+    def program(side: Side) -> None:
+        model = Forces()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                energy, force = model(batch(step)[0])
+                side.step(energy.square() + force.square().mean(), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_a_model_that_calls_itself(backend: str) -> None:
+    """Recursion over the managed root: inner calls are part of the outer sample."""
+
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(64, 64), nn.Linear(64, 10)
+
+        def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+            x = torch.tanh(self.inner(x))
+            return self(x, depth - 1) if depth else self.out(x)
+
+    def program(side: Side) -> None:
+        model = Recursive()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)

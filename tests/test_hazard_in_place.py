@@ -1,0 +1,233 @@
+"""Hazard: parameters and buffers that are written in place while updates wait.
+
+The graph: an exponential moving average of the weights, kept in a model or in lists; weight norm
+and spectral norm, old and by parametrization; batch norm's running statistics; weights clamped,
+scaled and initialised anew between steps; buffers that forward writes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hazards import Mlp, Side, each_backend, hazard, loss_of
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim import AdamW
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    after: Callable[[int, nn.Module], None] = lambda step, model: None,
+    **options: float,
+) -> Callable[[Side], None]:
+    """Return the program that trains ``make()`` and calls ``after`` each step."""
+
+    def program(side: Side) -> None:
+        model = make()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, **options):
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                after(step, model)
+
+    return program
+
+
+@each_backend
+def test_moving_average_by_hand(backend: str) -> None:
+    """Read right after the step, when no update has been made."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        average = [p.detach().clone() for p in model.parameters()]
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                for mean, parameter in zip(average, model.parameters(), strict=True):
+                    mean.lerp_(parameter.detach(), 0.1)
+                side.see("average", average)
+
+    hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("foreach", [False, True])
+def test_averaged_model(backend: str, foreach: bool) -> None:
+    """`AveragedModel` copies the managed model, and reads it by foreach kernels or one by one."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            how = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if foreach else {}
+            average = AveragedModel(model, **how)
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                average.update_parameters(model)
+            side.see_state(average)
+        side.see_state(average)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_the_average_trades_places_with_the_weights(backend: str) -> None:
+    """Evaluation by the averaged weights: `.data` of all parameters is exchanged and put back."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        average = copy.deepcopy(model)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+
+        def trade() -> None:
+            for ours, theirs in zip(model.parameters(), average.parameters(), strict=True):
+                ours.data, theirs.data = theirs.data, ours.data
+
+        with side.offload(model, optimizer):
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                with torch.no_grad():
+                    for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+                        mean.lerp_(now, 0.5)
+                trade()
+                with torch.no_grad():
+                    side.see("score", loss_of(model, 100))
+                trade()
+
+    hazard(backend, program)
+
+
+def weight_normed(old: bool) -> nn.Module:
+    norm = torch.nn.utils.weight_norm if old else parametrizations.weight_norm
+    return nn.Sequential(*(norm(nn.Linear(64, 64)) for _ in range(4)), nn.Linear(64, 10))
+
+
+@each_backend
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("old", [True, False], ids=["hook", "parametrization"])
+def test_weight_norm(backend: str, old: bool) -> None:
+    """The weight is made in forward, of two parameters; as a hook, before ours."""
+    hazard(backend, trained(lambda: weight_normed(old)))
+
+
+@each_backend
+@pytest.mark.parametrize("old", [True, False], ids=["hook", "parametrization"])
+def test_spectral_norm(backend: str, old: bool) -> None:
+    """Its power iteration writes buffers in forward, which backward must not see changed."""
+    norm = torch.nn.utils.spectral_norm if old else parametrizations.spectral_norm
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(norm(nn.Linear(64, 64)) for _ in range(4)), nn.Linear(64, 10))
+
+    hazard(backend, trained(make))
+
+
+class Symmetric(nn.Module):
+    """A parametrization that reads its weight twice."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).t()
+
+
+@each_backend
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_parametrization_of_the_users(backend: str, cached: bool) -> None:
+    def make() -> nn.Module:
+        model = Mlp()
+        for layer in model.layers:
+            parametrize.register_parametrization(layer, "weight", Symmetric())
+        return model
+
+    def program(side: Side) -> None:
+        model = make()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                if cached:
+                    with parametrize.cached():
+                        loss = loss_of(model, step) + loss_of(model, step + 50)
+                else:
+                    loss = loss_of(model, step)
+                side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_a_parametrization_added_and_removed_in_mid_run(backend: str) -> None:
+    """Removing one writes the made weight into the parameter, by ``set_``."""
+
+    def after(step: int, model: nn.Module) -> None:
+        layer = model.layers[1]
+        if step == 1:
+            parametrize.register_parametrization(layer, "weight", Symmetric())
+        if step == 3:
+            parametrize.remove_parametrizations(layer, "weight")
+
+    hazard(backend, trained(Mlp, after))
+
+
+@each_backend
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm(backend: str, momentum: float | None) -> None:
+    """Running statistics and the count of batches are buffers that forward writes."""
+
+    def make() -> nn.Module:
+        layers: list[nn.Module] = []
+        for _ in range(3):
+            layers += [nn.Linear(64, 64), nn.BatchNorm1d(64, momentum=momentum), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(64, 10))
+
+    def program(side: Side) -> None:
+        model = make()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+            update_bn([torch.randn(8, 64) for _ in range(3)], model)
+            side.step(loss_of(model, 9), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_weights_written_between_steps(backend: str) -> None:
+    """Clamped, scaled, and one layer initialised anew; each after the update that waits."""
+
+    def after(step: int, model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+            model.layers[0].weight.div_(model.layers[0].weight.norm(dim=1, keepdim=True))
+            torch._foreach_mul_([layer.weight for layer in model.layers[1:]], 0.999)
+        if step == 2:
+            model.layers[3].reset_parameters()
+            nn.init.orthogonal_(model.layers[2].weight)
+
+    hazard(backend, trained(Mlp, after))
+
+
+class Counting(nn.Module):
+    """Writes a large buffer in forward, and reads it there, and replaces another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.register_buffer("memory", torch.zeros(8, 64))
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.memory.mul_(0.9).add_(x, alpha=0.1)
+        self.last = x.detach().clone()
+        return self.inner(x + self.memory.clone())
+
+
+@each_backend
+def test_buffers_that_forward_writes(backend: str) -> None:
+    hazard(backend, trained(Counting))

@@ -1,0 +1,216 @@
+"""Hazard: modes of torch that change between a step and the update that it has put off.
+
+The graph: linear layers, whose first updates make state: under one default dtype, device, number of
+threads or mode at ``step()``, and another when the parameter is read. Updates made behind the
+user's back must be as at ``step()``, and what is on where they are made must not see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hazards import Mlp, Side, each_backend, each_backend_in_time, guarded, hazard, loss_of
+from torch import nn
+from torch.optim import AdamW
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def flushing() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormal numbers")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def read(side: Side, model: nn.Module) -> None:
+    """Look at the weights: whatever waits is made now."""
+    side.see("norm", model.layers[1].weight.detach().double().norm())
+
+
+SCOPES: dict[str, Callable[[], Any]] = {
+    "dtype": lambda: default_dtype(torch.float64),
+    "device": lambda: default_device("meta"),
+    "deterministic": deterministic,
+    "denormals": flushing,
+    "threads": lambda: threads(2),
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("where", ["at the step", "at the look", "at both"])
+def test_a_mode_at_the_step_or_at_the_look(backend: str, scope: str, where: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        # Learning rates so small that most updates are denormal numbers
+        optimizer = AdamW(model.parameters(), lr=1e-42 if scope == "denormals" else 1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                loss_of(model, step).backward()
+                if where != "at the look" and scope not in ("inference", "device"):
+                    with SCOPES[scope]():
+                        optimizer.step()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+                if where != "at the step":
+                    with SCOPES[scope]():
+                        model.layers[1].weight.detach().sum()
+                read(side, model)
+            side.see("steps", [s["step"].dtype for s in optimizer.state.values()])
+
+    hazard(backend, program)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the elements that in-place operators write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.calls.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Doubling(TorchFunctionMode):
+    """Changes results: products of tensors made under it are twice as large."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.zeros_like else result
+
+
+@guarded
+def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
+    """All are made inside of it; in which order, and how many at once, is ours."""
+    side = Side(backend)
+    model = Mlp(depth=3)
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    with side.offload(model, optimizer) as session:
+        for step in range(3):
+            loss_of(model, step).backward()
+            with Counting() as counting:
+                optimizer.step()
+            optimizer.zero_grad()
+            assert session is not None
+            assert session._paging is not None
+            assert session._paging.updates is not None
+            assert not session._paging.updates.pending
+            assert sum("addcdiv_" in call for call in counting.calls) == len([*model.parameters()])
+
+
+@guarded
+def test_a_mode_around_a_look_sees_no_update(backend: str) -> None:
+    side = Side(backend)
+    model = Mlp(depth=3)
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    with side.offload(model, optimizer):
+        for step in range(3):
+            side.step(loss_of(model, step), optimizer)
+            with Counting() as counting, torch.no_grad():
+                loss_of(model, 50)
+            assert not any("addcdiv" in call for call in counting.calls)
+
+
+@each_backend
+def test_a_mode_that_changes_operators(backend: str) -> None:
+    """First at the step, then around forward."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                loss_of(model, step).backward()
+                if step == 1:
+                    with Doubling():
+                        optimizer.step()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+                with Doubling():
+                    side.see("score", loss_of(model, 50).detach())
+
+    hazard(backend, program)
+
+
+class Summing(torch.optim.SGD):
+    """Not split; here to show that modes reach optimizers of the user's as well."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    noise = torch.zeros(parameter.shape)
+                    parameter.data.add_(parameter.grad + noise, alpha=-group["lr"])
+        return None
+
+
+@each_backend
+def test_an_optimizer_of_the_users_under_a_default_dtype(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = Summing(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, states=0, share=0.6):
+            for step in range(3):
+                loss_of(model, step).backward()
+                with default_dtype(torch.float64):
+                    optimizer.step()
+                optimizer.zero_grad()
+                read(side, model)
+
+    hazard(backend, program)

@@ -1,0 +1,258 @@
+"""Hazard: how each optimizer makes its updates, when they are split by parameter and put off.
+
+The graph: a few linear layers, with every optimizer of `torch.optim` in each of its variants
+(for-loop, foreach, fused, capturable, differentiable, amsgrad, maximize, centered, nesterov, and
+rates that are tensors), over an odd-sized and a small parameter too; transformers' Adafactor, whose
+state is factored; optimizers of the user's own, with state for a group or a name of their own; and
+those that are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hazards import Mlp, Side, each_backend, each_backend_in_time, guarded, hazard, loss_of
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import dynoffload
+from dynoffload.errors import ConfigError
+
+REFUSED = {"LBFGS", "Muon", "SparseAdam"}
+EXTRAS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    ],
+    "Adam": [{"amsgrad": True}, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
+    "AdamW": [{"amsgrad": True}],
+    "NAdam": [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    "RAdam": [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    "RMSprop": [{"centered": True}, {"momentum": 0.9, "centered": True}],
+    "Adagrad": [{"initial_accumulator_value": 0.1, "lr_decay": 0.01}],
+    "ASGD": [{"t0": 2.0, "weight_decay": 0.01}],
+    "Rprop": [{"etas": (0.4, 1.3)}],
+}
+
+
+def _stock() -> list[type[Optimizer]]:
+    return [
+        kind
+        for name, kind in sorted(vars(torch.optim).items())
+        if inspect.isclass(kind) and issubclass(kind, Optimizer) and name != "Optimizer"
+    ]
+
+
+def _variants() -> list[Any]:
+    found = []
+    for kind in _stock():
+        if kind.__name__ in REFUSED:
+            continue
+        known = inspect.signature(kind).parameters
+        options: list[dict[str, Any]] = [{}, *EXTRAS.get(kind.__name__, [])]
+        options += [{name: True} for name in ("foreach", "fused", "maximize") if name in known]
+        options += [{"foreach": False}] if "foreach" in known else []
+        if kind.__name__ in ("SGD", "Adam", "AdamW", "Adagrad"):
+            options.append({"lr": "tensor", "foreach": False})
+            options += [{**extra, "fused": True} for extra in EXTRAS[kind.__name__][:1]]
+        found += [
+            pytest.param(kind, option, id=f"{kind.__name__}-{option or 'default'}")
+            for option in options
+        ]
+    return found
+
+
+class Uneven(nn.Module):
+    """Layers of odd sizes: 67 × 67 and 67 × 5, and a scale of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(67, 67) for _ in range(3))
+        self.head = nn.Linear(67, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * self.scale)
+        return self.head(x)
+
+
+def train(
+    side: Side, make: Callable[[Iterable[nn.Parameter]], Optimizer], steps: int = 5, states: int = 2
+) -> None:
+    model = Uneven()
+    optimizer = make(model.parameters())
+    with side.offload(model, optimizer, states=states):
+        for step in range(steps):
+            side.step(loss_of(model, step, width=67, classes=5), optimizer)
+
+
+@pytest.mark.parametrize(("kind", "options"), _variants())
+@each_backend_in_time
+def test_every_optimizer_of_torch(
+    backend: str, kind: type[Optimizer], options: dict[str, Any]
+) -> None:
+    options = dict(options)
+    options["lr"] = torch.tensor(1e-2) if options.get("lr") == "tensor" else 1e-2
+    hazard(backend, lambda side: train(side, lambda p: kind(p, **options)))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_split_is_refused(name: str) -> None:
+    """Before anything is touched, with the optimizer's name and what to use."""
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
+    address = model.weight.data_ptr()
+    with pytest.raises(ConfigError, match=rf"{name} .*: use an optimizer with dense state per"):
+        with dynoffload.offload(model, optimizer, budget="10MB"):
+            raise AssertionError("it was accepted")
+    assert model.weight.data_ptr() == address
+
+
+def test_no_optimizer_of_torch_is_forgotten() -> None:
+    """What a new release of torch adds must be looked at, and be here or in the refusals."""
+    known = {
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam"),
+        *("RAdam", "RMSprop", "Rprop", "SGD"),
+        *REFUSED,
+    }
+    assert {kind.__name__ for kind in _stock()} == known
+
+
+@each_backend
+def test_capturable(backend: str) -> None:
+    """Capturable optimizers want an accelerator: the error is torch's, at the step."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2, capturable=True, foreach=False)
+        with side.offload(model, optimizer):
+            loss_of(model, 0).backward()
+            side.fails("step", optimizer.step)
+            for group in optimizer.param_groups:
+                group["capturable"] = False
+            optimizer.state.clear()
+            side.step(loss_of(model, 1), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_differentiable(backend: str) -> None:
+    """Torch refuses to write leaf parameters with a graph: the error is its own."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2, differentiable=True)
+        with side.offload(model, optimizer):
+            loss_of(model, 0).backward()
+            side.fails("step", optimizer.step)
+            optimizer.zero_grad()
+            optimizer.state.clear()
+
+    hazard(backend, program, moves=False)
+
+
+@each_backend
+@pytest.mark.parametrize("relative", [True, False])
+def test_adafactor_of_transformers(backend: str, relative: bool) -> None:
+    """Factored moments, and a rate that comes from the parameter's own size."""
+    from transformers.optimization import Adafactor
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        rate = None if relative else 1e-2
+        return Adafactor(
+            parameters,
+            lr=rate,
+            scale_parameter=relative,
+            relative_step=relative,
+            warmup_init=relative,
+            beta1=0.9,
+        )
+
+    hazard(backend, lambda side: train(side, make))
+
+
+class Sign(Optimizer):
+    """One of the user's: a momentum under a name of its own, and a count for the whole group."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["trace"] = parameter.grad.clone()
+                state["trace"].lerp_(parameter.grad, 0.1)
+                parameter.add_(state["trace"].sign(), alpha=-group["lr"] / group["count"])
+
+
+class Late(AdamW):
+    """A subclass outside of torch's modules: its step runs whole."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["weight_decay"] *= 0.9
+        return super().step(closure)
+
+
+@each_backend
+@pytest.mark.parametrize("kind", [Sign, Late])
+def test_an_optimizer_of_the_users(backend: str, kind: type[Optimizer]) -> None:
+    hazard(backend, lambda side: train(side, lambda p: kind(p, lr=1e-2), states=1))
+
+
+@each_backend
+def test_a_step_of_the_instance(backend: str) -> None:
+    """``optimizer.step`` wrapped by an attribute of the instance, as schedulers do."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        plain, calls = optimizer.step, []
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return plain(*args, **kwargs)
+
+        optimizer.step = counted  # type: ignore[method-assign]
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+        side.see("calls", len(calls))
+
+    hazard(backend, program)
+
+
+@guarded
+def test_a_closure_that_runs_the_model_twice(backend: str) -> None:
+    """As line searches do by hand: forward and backward inside ``step()``."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+
+                def closure(step: int = step) -> Tensor:
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        loss_of(model, step + 20)
+                    loss = loss_of(model, step)
+                    loss.backward()
+                    return loss
+
+                side.see("loss", optimizer.step(closure))
+
+    hazard(backend, program)

@@ -1,0 +1,121 @@
+"""Hazard: the user's own saved-tensor hooks, of which only the innermost pair runs.
+
+The graph: tanh layers, whose outputs are saved, under hooks that count, quantize or copy what is
+saved (`save_on_cpu`); within a module's forward (theirs run, not ours), around the model's call
+(ours run, and theirs for what is saved outside of it, unless they are told of by forward), and
+around the whole block; and with hooks disabled by `disable_saved_tensors_hooks`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+
+class Rounding(saved_tensors_hooks):
+    """Saves floating tensors in half precision, so that gradients tell whether it ran."""
+
+    def __init__(self) -> None:
+        def pack(tensor: Tensor) -> Tensor:
+            return tensor.half() if tensor.is_floating_point() else tensor
+
+        def unpack(tensor: Tensor) -> Tensor:
+            return tensor.float() if tensor.is_floating_point() else tensor
+
+        super().__init__(pack, unpack)
+
+
+class Hooked(nn.Module):
+    """Some of its layers run under hooks of their own."""
+
+    def __init__(self, hooks: type[AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 10)
+        self.hooks = hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            with self.hooks() if index % 2 else nullcontext():
+                x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+@each_backend
+@pytest.mark.parametrize("hooks", [Rounding, save_on_cpu])
+def test_hooks_within_forward(backend: str, hooks: type[AbstractContextManager[None]]) -> None:
+    def program(side: Side) -> None:
+        model = Hooked(hooks)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("hooks", [Rounding, save_on_cpu])
+@pytest.mark.parametrize("where", ["call", "block"])
+def test_hooks_around_the_model(
+    backend: str, hooks: type[AbstractContextManager[None]], where: str
+) -> None:
+    """What changes what is saved must change the gradients here as it does there."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with hooks() if where == "block" else nullcontext():
+            with side.offload(model, optimizer):
+                for step in range(4):
+                    with hooks() if where == "call" else nullcontext():
+                        loss = loss_of(model, step)
+                    side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_hooks_on_one_tensor(backend: str) -> None:
+    """``grad_fn._raw_saved_...register_hooks`` cannot be had twice: the error is autograd's."""
+
+    def program(side: Side) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                out = model(batch(step)[0])
+                side.see("saved", out.grad_fn._saved_result)
+                side.step(out.square().mean(), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("where", ["call", "inside"])
+def test_hooks_disabled(backend: str, where: str) -> None:
+    """Ours stay off where hooks are disabled. A forward that disables them refuses to run under
+    any, so they must be turned off by ``page_activations=False``."""
+
+    class Disabling(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            with disable_saved_tensors_hooks("not here"):
+                return super().forward(x)
+
+    def program(side: Side) -> None:
+        model = Mlp() if where == "call" else Disabling()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, page_activations=where == "call"):
+            for step in range(4):
+                with disable_saved_tensors_hooks("no") if where == "call" else nullcontext():
+                    loss = F.cross_entropy(model(batch(step)[0]), batch(step)[1])
+                side.step(loss, optimizer)
+
+    hazard(backend, program)

@@ -1,0 +1,147 @@
+"""Hazard: what autograd has saved is written in place before backward.
+
+The graph: an operator that saves its input or output (``tanh``, ``mul``, ``linear``), and then a
+write into that tensor, or into a view of it, or into the weight. Plain autograd notices by the
+tensor's version and raises; saved-tensor hooks switch its check off, so ours must raise the same
+error. Writes that autograd allows must go on giving the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hazards import Side, batch, each_backend, each_backend_in_time, hazard
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+
+def _after_tanh(x: Tensor, weight: Tensor) -> Tensor:
+    y = torch.tanh(F.linear(x, weight))
+    y.add_(1)
+    return y
+
+
+def _a_view_of_it(x: Tensor, weight: Tensor) -> Tensor:
+    y = torch.tanh(F.linear(x, weight))
+    y[:2].zero_()
+    return y
+
+
+def _an_input_of_mul(x: Tensor, weight: Tensor) -> Tensor:
+    a = F.linear(x, weight)
+    b = a * a.sigmoid()
+    with torch.no_grad():
+        a.mul_(2)
+    return b
+
+
+def _by_out(x: Tensor, weight: Tensor) -> Tensor:
+    a = F.linear(x, weight)
+    b = a.exp()
+    with torch.no_grad():
+        torch.add(a, 1, out=b)
+    return a + b
+
+
+def _after_a_second_save(x: Tensor, weight: Tensor) -> Tensor:
+    a = torch.tanh(F.linear(x, weight))
+    b = a * a
+    a.relu_()
+    c = a * a
+    return b + c
+
+
+def _allowed_before_the_save(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight).add_(1).relu_().mul(2).relu_()
+
+
+def _allowed_between_saves(x: Tensor, weight: Tensor) -> Tensor:
+    """``linear`` saves its input, ``relu_`` its output: the two have different versions."""
+    h = F.linear(x, weight)
+    h.relu_()
+    return F.linear(h, weight)
+
+
+FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "output of tanh": _after_tanh,
+    "view of an output": _a_view_of_it,
+    "input of mul, without grad": _an_input_of_mul,
+    "by out=": _by_out,
+    "between two saves": _after_a_second_save,
+    "allowed: before the save": _allowed_before_the_save,
+    "allowed: relu_": _allowed_between_saves,
+}
+
+
+class Writing(nn.Module):
+    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.way = forward
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = self.way(x, weight)
+        return x
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("how", FORWARDS)
+def test_a_write_into_what_is_saved(backend: str, how: str) -> None:
+    def program(side: Side) -> None:
+        model = Writing(FORWARDS[how])
+        optimizer = SGD(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, states=0):
+            for step in range(3):
+                x, _ = batch(step)
+                loss = model(x).square().mean()
+                error = side.fails("backward", loss.backward)
+                if not how.startswith("allowed"):
+                    assert "modified by an inplace operation" in str(error)
+                optimizer.step()
+                optimizer.zero_grad()
+                side.see("loss", loss)
+
+    hazard(backend, program, moves=False)
+
+
+@each_backend
+@pytest.mark.parametrize("what", ["input", "weight", "output"])
+def test_a_write_after_forward(backend: str, what: str) -> None:
+    """Between forward and backward, from outside of the model."""
+
+    def program(side: Side) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Sigmoid())
+        optimizer = SGD(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, states=0):
+            for step in range(3):
+                x, _ = batch(step)
+                y = model(x)
+                with torch.no_grad():
+                    {"input": x, "weight": model[1].weight, "output": y}[what].mul_(0.5)
+                side.fails("backward", y.sum().backward)
+                optimizer.zero_grad()
+
+    hazard(backend, program, moves=False)
+
+
+@each_backend
+def test_a_step_between_forward_and_backward(backend: str) -> None:
+    """The optimizer's step writes the weights in place: so an older graph raises."""
+
+    def program(side: Side) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        optimizer = SGD(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, states=0):
+            for step in range(3):
+                x, _ = batch(step)
+                first, second = model(x).sum(), model(x + 1).sum()
+                first.backward()
+                optimizer.step()
+                side.fails("backward", second.backward)
+                optimizer.zero_grad()
+
+    hazard(backend, program, moves=False)

@@ -1,0 +1,123 @@
+"""Hazard: modules and parameters added, replaced and deleted in mid-run.
+
+The graph: linear layers of which one is replaced by a new one, one is deleted, one is added, one is
+wrapped by an adapter, two trade places, and one gets a new parameter, while updates wait. What is
+new is paged from the next sample on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hazards import Mlp, Side, each_backend, each_backend_in_time, hazard, loss_of
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+
+def _replaced(model: Mlp, optimizer: Optimizer) -> None:
+    model.layers[1] = nn.Linear(64, 64)
+    optimizer.add_param_group({"params": model.layers[1].parameters()})
+
+
+def _replaced_parameter(model: Mlp, optimizer: Optimizer) -> None:
+    old = model.layers[1].weight
+    model.layers[1].weight = nn.Parameter(old.detach().clone() * 0.5)
+    (group,) = optimizer.param_groups
+    group["params"] = [model.layers[1].weight if p is old else p for p in group["params"]]
+    optimizer.state[model.layers[1].weight] = optimizer.state.pop(old)
+
+
+def _deleted(model: Mlp, optimizer: Optimizer) -> None:
+    del model.layers[2]
+
+
+def _deleted_everywhere(model: Mlp, optimizer: Optimizer) -> None:
+    gone = set(model.layers[2].parameters())
+    del model.layers[2]
+    (group,) = optimizer.param_groups
+    group["params"] = [p for p in group["params"] if p not in gone]
+    for parameter in gone:
+        optimizer.state.pop(parameter, None)
+
+
+def _added(model: Mlp, optimizer: Optimizer) -> None:
+    more = [nn.Linear(64, 64) for _ in range(4)]
+    model.layers.extend(more)
+    optimizer.add_param_group({"params": [p for layer in more for p in layer.parameters()]})
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 16, bias=False), nn.Linear(16, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _wrapped(model: Mlp, optimizer: Optimizer) -> None:
+    for index in (0, 2):
+        model.layers[index] = adapted = Adapted(model.layers[index])
+        new = [*adapted.down.parameters(), *adapted.up.parameters()]
+        optimizer.add_param_group({"params": new})
+
+
+def _traded(model: Mlp, optimizer: Optimizer) -> None:
+    layers = model.layers
+    layers[0], layers[3] = layers[3], layers[0]
+
+
+def _grown(model: Mlp, optimizer: Optimizer) -> None:
+    """An embedding-like layer is resized: the head gets more rows."""
+    old, model.head = model.head, nn.Linear(64, 20)
+    with torch.no_grad():
+        model.head.weight[:10] = old.weight
+    optimizer.add_param_group({"params": model.head.parameters()})
+
+
+SURGERY: dict[str, Callable[[Mlp, Optimizer], None]] = {
+    "a module replaced": _replaced,
+    "a parameter replaced": _replaced_parameter,
+    "deleted": _deleted,
+    "deleted everywhere": _deleted_everywhere,
+    "added": _added,
+    "wrapped": _wrapped,
+    "traded": _traded,
+    "grown": _grown,
+}
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("surgery", SURGERY)
+def test_surgery_in_mid_run(backend: str, surgery: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(7):
+                if step == 3:
+                    SURGERY[surgery](model, optimizer)
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_what_is_new_is_paged(backend: str) -> None:
+    """Ten layers are added to five, under a budget for five."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                if step == 1:
+                    model.layers.extend(nn.Linear(64, 64, bias=False) for _ in range(10))
+                    new = [p for layer in model.layers[5:] for p in layer.parameters()]
+                    optimizer.add_param_group({"params": new})
+
+    hazard(backend, program)

@@ -1,0 +1,138 @@
+"""Hazard: parameters that get no gradient, in a step or ever.
+
+The graph: heads of which one is trained at a time; a branch that is computed and never reaches the
+loss; layers dropped at random (LayerDrop); a gate that no sample takes. A parameter without a
+gradient must keep its bits *and its optimizer state*: moments do not decay, step counts do not
+count, weight decay does not bite. With ``set_to_none=False`` a gradient of zeros is one, and they
+do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+
+class Heads(nn.Module):
+    """A trunk and four heads; a sample takes one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(64, 64)
+        self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](torch.tanh(self.trunk(x)))
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: AdamW(p, lr=1e-2, weight_decay=0.1),
+        lambda p: SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
+        lambda p: Adagrad(p, lr=1e-2, lr_decay=0.1),
+    ],
+    ids=["adamw", "momentum", "adagrad"],
+)
+def test_one_head_at_a_time(
+    backend: str, make: Callable[[Any], Optimizer], set_to_none: bool
+) -> None:
+    def program(side: Side) -> None:
+        model = Heads()
+        optimizer = make(model.parameters())
+        with side.offload(model, optimizer):
+            for step, head in enumerate([0, 1, 0, 0, 2, 1, 0]):
+                x, _ = batch(step)
+                side.step(model(x, head).square().mean(), optimizer, set_to_none=set_to_none)
+            side.see("states", len(optimizer.state))
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_a_branch_that_never_reaches_the_loss(backend: str) -> None:
+    """It saves activations that no backward asks for, and its parameters get no gradient."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.taken, self.lost = Mlp(depth=2), Mlp(depth=3)
+            self.score: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.score = self.lost(x).detach().mean()
+            unused = self.lost(x * 2)
+            return self.taken(x) + 0 * unused.detach()
+
+    def program(side: Side) -> None:
+        model = Branching()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                side.see("score", model.score)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_layers_dropped_at_random(backend: str) -> None:
+    """By numbers from the shared generator, whose state must not be moved by the session."""
+
+    class Dropping(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if torch.rand(()) < 0.6:
+                    x = x + F.gelu(layer(x))
+            return self.head(F.dropout(x, 0.1))
+
+    def program(side: Side) -> None:
+        model = Dropping()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(8):
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_gradients_taken_away_before_the_step(backend: str) -> None:
+    """``p.grad = None`` between backward and ``step()``: then that parameter does not move."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        with side.offload(model, optimizer):
+            for step in range(5):
+                loss = loss_of(model, step)
+                loss.backward()
+                model.layers[step].weight.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+                side.see("loss", loss)
+
+    hazard(backend, program)
+
+
+@each_backend
+def test_a_step_without_any_gradient(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    hazard(backend, program)
