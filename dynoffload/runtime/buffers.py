@@ -70,6 +70,7 @@ class Buffers:
         return (
             storage.nbytes() >= self._min
             and storage.resizable()  # else it is numpy's memory, or another library's
+            and not storage.is_shared()  # with other processes
             and self._device.owner(storage.data_ptr()) < 0
             and users_of(storage) <= _OWN
         )

@@ -56,6 +56,9 @@ from dynoffload.runtime.watched import WatchedState
 logger = logging.getLogger(__name__)
 
 
+_OF_SCALER = ("grad_scale", "found_inf")  # what a `GradScaler` gives an optimizer for one step
+
+
 def can_split(optimizer: Optimizer) -> bool:
     """Return whether the updates of ``optimizer`` are known to be made one by one like together."""
     return type(optimizer).__module__.startswith("torch.optim")
@@ -111,6 +114,8 @@ class Updates:
         self.pending: dict[Slot, Update | SliceUpdate] = {}
         self._slices = SliceUpdates(optimizer, store, rows, device, self._run)
         self.drafts: Drafts | None = None  # only of an optimizer that `splits`
+        self._scaled = False  # whether the updates that are made are those of a scaled step
+        self._holds = False  # whether signals wait until the step is over
         self._begun = False  # whether a step has changed something and is not over
         self.behind = 0  # updates made because of an unannounced access
         self._failure: BaseException | None = None  # of an update made behind somebody's back
@@ -163,6 +168,7 @@ class Updates:
 
         Between the two the optimizer has nothing left to do, and shows no parameters.
         """
+        self._restore_groups()  # a hook that ran after ours, registered just before, has failed
         before = cast(OrderedDict[int, Any], self.optimizer._optimizer_step_pre_hooks)
         if next(reversed(before), None) != self._pre.id:
             before.move_to_end(self._pre.id)
@@ -184,19 +190,20 @@ class Updates:
                 loss = closure()
             rest = {key: value for key, value in kwargs.items() if key != "closure"}
             answer = ((args[0], lambda: loss, *args[2:]), rest)
-        scaled = any(
-            getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")
-        )
-        self._commit(optimizer, at_once=scaled or not self._defer, redo=scaled)
+        self._commit(optimizer)
         return answer
 
     @uninterrupted
-    def _commit(self, optimizer: Optimizer, *, at_once: bool, redo: bool) -> None:
-        """Make or put off all updates of a step: ``at_once``, and drafts too if ``redo``."""
+    def _commit(self, optimizer: Optimizer) -> None:
+        """Make or put off all updates of a step; one under a `GradScaler` makes all at once."""
+        scaled = any(getattr(optimizer, name, None) is not None for name in _OF_SCALER)
         with self._mutex:
-            if self.drafts is not None and (redo or _any_sparse(optimizer.param_groups)):
+            if self.drafts is not None and (scaled or _any_sparse(optimizer.param_groups)):
                 self.drafts.drop_all()  # or the step may fail, with nothing changed
+            if scaled:
+                self.flush_all()  # of earlier steps, which the scaler has no part in
             self._flush_used(optimizer.param_groups)
+            self._scaled = scaled
             try:
                 resident, paged, shared, fused = self._split(optimizer.param_groups)
                 self._step_resident(resident, bool(paged or fused))
@@ -205,16 +212,19 @@ class Updates:
                 self._put_off(paged)
                 for one, hyper in fused:
                     self._put_off_slices(one, hyper)
+                self._begun = False
+                if scaled or not self._defer:
+                    self.flush_all()
             except BaseException as error:
                 if self._begun:
                     self._failure = self.lost = error
                 raise
             finally:
-                self._begun = False
-            if at_once:
-                self.flush_all()
+                self._begun = self._scaled = False
         # The optimizer's own code now finds nothing left to do. Nobody else may find that.
-        hold()
+        self._holds = next(reversed(optimizer._optimizer_step_pre_hooks), None) == self._pre.id
+        if self._holds:  # else another hook of the user's runs first, and may raise
+            hold()
         self._groups = optimizer.param_groups
         optimizer.param_groups = [{**group, "params": []} for group in self._groups]
 
@@ -235,7 +245,8 @@ class Updates:
         if self._groups is not None:
             self.optimizer.param_groups = self._groups
             self._groups = None
-            admit()
+            if self._holds:
+                admit()
 
     def _flush_used(self, groups: list[Group]) -> None:
         """Make the pending updates that a step over ``groups`` meets: its own parameters', and
@@ -404,6 +415,9 @@ class Updates:
             return
         shadow = object.__new__(type(self.optimizer))
         shadow.__dict__.update(self.optimizer.__dict__, param_groups=groups, state=state)
+        if not self._scaled:
+            for name in _OF_SCALER:
+                shadow.__dict__.pop(name, None)
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -638,7 +652,7 @@ class Updates:
             self.check()
         except BaseException as error:
             self.abandon()  # else whoever reads those parameters would wait for updates for ever
-            self._lose(error)
+            self._failure = self.lost = error
             raise
         finally:
             state = self.optimizer.state
