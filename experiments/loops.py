@@ -84,7 +84,7 @@ class Loop:
         if self.checkpointing and getattr(model, "supports_gradient_checkpointing", False):
             kwargs = {"use_reentrant": self.checkpointing == "reentrant"}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-            if kwargs["use_reentrant"] and hasattr(model, "enable_input_require_grads"):
+            if kwargs["use_reentrant"] and _embeds(model):
                 model.enable_input_require_grads()
         if self.frozen == "half":
             for parameter in list(model.parameters())[::2]:
@@ -132,6 +132,15 @@ class Loop:
             scaler.update()
             optimizer.zero_grad()
             yield losses
+
+
+def _embeds(model: Any) -> bool:
+    """Return whether the inputs are embedded in one table, whose output can be made to need a
+    gradient."""
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 def loops(count: int, first: int = 0) -> list[Loop]:
