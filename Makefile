@@ -64,6 +64,7 @@ bench: $(STAMP)
 	$(BIN)/dynoffload experiment paged --json docs/results/paged.json
 	$(BIN)/dynoffload experiment breakdown --json docs/results/breakdown.json
 	$(BIN)/dynoffload experiment breakdown --tokens 512 --json docs/results/breakdown-512.json
+	$(BIN)/dynoffload experiment exactness --json docs/results/exactness.json
 	$(BIN)/dynoffload experiment resident --json docs/results/resident.json
 	$(BIN)/dynoffload experiment pilot-accuracy --json docs/results/pilot-accuracy.json
 	$(BIN)/dynoffload experiment pilot-stalls --json docs/results/pilot-stalls.json
