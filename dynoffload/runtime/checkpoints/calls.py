@@ -112,8 +112,14 @@ def _session_of(model: nn.Module, optimizer: Optimizer | None) -> Session | None
     """Return the session that manages ``model``, if there is one.
 
     Raises:
-        ConfigError: it has another optimizer.
+        ConfigError: it has another optimizer, or these are no model and optimizer.
     """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
+        raise ConfigError(
+            "save_checkpoint and load_checkpoint take (model, optimizer, directory): a "
+            "torch.nn.Module and a torch.optim.Optimizer or None, not "
+            f"{type(model).__name__} and {type(optimizer).__name__}"
+        )
     session = offload.session_of(model)
     if session is not None and optimizer is not None and optimizer is not session.optimizer:
         raise ConfigError(
