@@ -5,6 +5,6 @@ What it is: the name under which users find it. transformers is imported only wh
 
 from __future__ import annotations
 
-from dynoffload.runtime.experts import register
+from dynoffload.runtime.experts.calls import register
 
 __all__ = ["register"]

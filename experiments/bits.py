@@ -34,9 +34,16 @@ def first_difference(found: Any, expected: Any, what: str = "") -> str:
         if not isinstance(found, Tensor):
             return f"{what} is no tensor"
         if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-            return f"{what}: {found.dtype} {list(found.shape)}, not {expected.dtype} "
-        count = int((_bytes(found) != _bytes(expected)).sum()) if expected.numel() else 0
-        return f"{what}: {count} bytes of {_bytes(expected).numel()} differ" if count else ""
+            kinds = [f"{t.dtype} {list(t.shape)}" for t in (found, expected)]
+            return f"{what}: {kinds[0]}, not {kinds[1]}"
+        if torch.equal(_bytes(found), _bytes(expected)):
+            return ""
+        wrong = (_bytes(found) != _bytes(expected)).view(expected.numel(), -1).any(1)
+        first = int(wrong.nonzero()[0])
+        return (
+            f"{what}: {int(wrong.sum())} of {expected.numel()} elements differ, first at {first}: "
+            f"{found.reshape(-1)[first]} is not {expected.reshape(-1)[first]}"
+        )
     if isinstance(expected, Mapping):
         if not isinstance(found, Mapping) or found.keys() != expected.keys():
             return f"{what} has other keys"

@@ -32,12 +32,12 @@ from dynoffload.memory import heap
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.runtime.activations import Activations
-from dynoffload.runtime.drafts import Drafts
-from dynoffload.runtime.migrator import Migrator
+from dynoffload.runtime.adoption.store import Store
+from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.store import Store
-from dynoffload.runtime.updates import Updates
+from dynoffload.runtime.updates.drafts import Drafts
+from dynoffload.runtime.updates.updates import Updates
 from dynoffload.units import format_seconds
 
 _UPDATES = "the optimizer's own updates"

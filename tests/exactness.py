@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 import dynoffload
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
+from dynoffload.experiments.bits import first_difference
 from dynoffload.memory.pager import probe
 from dynoffload.pilot.pilot import Prediction
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.sample import Sample
-from dynoffload.runtime.hooks import Hook
+from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.units import parse_bytes
@@ -50,30 +51,8 @@ def bits(tensor: Tensor) -> bytes:
 
 def assert_same(actual: Any, expected: Any, what: str) -> None:
     """Assert that two values, or nests of them, are equal bit for bit."""
-    if isinstance(expected, Tensor):
-        assert isinstance(actual, Tensor), f"{what} is {type(actual).__name__}, not a tensor"
-        assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} != {expected.dtype}"
-        assert actual.shape == expected.shape, f"{what}: {actual.shape} != {expected.shape}"
-        if bits(actual) != bits(expected):
-            different = (actual != expected).reshape(-1)
-            first = int(different.nonzero()[0]) if bool(different.any()) else -1
-            raise AssertionError(
-                f"{what} differs in {int(different.sum())} of {different.numel()} elements, first "
-                f"at {first}: {actual.reshape(-1)[first]} is not {expected.reshape(-1)[first]}"
-            )
-    elif isinstance(expected, Mapping):
-        assert isinstance(actual, Mapping), f"{what} is {type(actual).__name__}"
-        assert set(actual) == set(expected), f"{what}: {list(actual)} != {list(expected)}"
-        for key, value in expected.items():
-            assert_same(actual[key], value, f"{what}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected), f"{what}: {len(actual)} != {len(expected)} items"
-        for index, value in enumerate(expected):
-            assert_same(actual[index], value, f"{what}[{index}]")
-    elif isinstance(expected, float) and expected != expected:
-        assert actual != actual, f"{what}: {actual!r} != {expected!r}"
-    else:
-        assert actual == expected, f"{what}: {actual!r} != {expected!r}"
+    difference = first_difference(actual, expected, what)
+    assert not difference, difference
 
 
 def assert_same_training(

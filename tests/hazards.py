@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import dynoffload
-from dynoffload.runtime.held import holders
+from dynoffload.runtime.adoption.held import holders
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import tensors_of
 from dynoffload.units import MiB

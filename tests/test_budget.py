@@ -227,11 +227,11 @@ def test_counting_makes_no_update_that_was_put_off() -> None:
         assert session._paging is not None
         updates = session._paging.updates
         assert updates is not None
-        pending = list(updates.pending)
+        pending = list(updates.waiting.pending)
         assert pending
         device = session._paging.device
         outside = ordinary_bytes(twin.model, twin.optimizer, device)
-        assert list(updates.pending) == pending
+        assert list(updates.waiting.pending) == pending
         assert 0 < outside < ordinary_bytes(twin.model, twin.optimizer)
         assert outside <= session.sizing.small_bytes
 

@@ -233,6 +233,26 @@ def test_before_the_first_step_and_parameters_without_state(tmp_path: Path) -> N
     assert_same_training(model, optimizer, reference, its)
 
 
+def test_an_expanded_buffer_loads_once_it_is_cloned(tmp_path: Path) -> None:
+    """What load_state_dict cannot fill is refused with what to do; the checkpoint is none the
+    worse."""
+
+    def model() -> nn.Module:
+        made = nn.Linear(4, 4)
+        made.register_buffer("scale", torch.tensor([[1.0], [2.0]]).expand(2, 3))
+        return made
+
+    dynoffload.save_checkpoint(saved := model(), None, tmp_path / "run")
+    loaded = model()
+    bias = loaded.bias.clone()
+    with pytest.raises(CheckpointError, match=r"memory in 'scale'.*a clone.*nothing was loaded"):
+        dynoffload.load_checkpoint(loaded, None, tmp_path / "run")
+    assert torch.equal(loaded.bias, bias)
+    loaded.scale = torch.zeros(2, 3)
+    dynoffload.load_checkpoint(loaded, None, tmp_path / "run")
+    assert_same(loaded.state_dict(), saved.state_dict(), "the loaded model")
+
+
 def test_scaler_generator_and_objects_with_state(tmp_path: Path) -> None:
     """`extra` takes whatever has a state of numbers, texts and tensors."""
 

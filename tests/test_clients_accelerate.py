@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dynoffload
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.update import innermost
+from dynoffload.runtime.updates.update import innermost
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -84,10 +84,11 @@ def test_a_changed_byte_is_told_to_whoever_called(kind: str, page: int, tmp_path
         regions = four(device)
         bad, *_ = absent = [r for r in regions if r not in device.resident()]
         flip(device, bad)
+        device.names[bad] = "layers.3.weight"
         for _ in range(2):
             with pytest.raises(CorruptionError, match="not those that were written") as caught:
                 device.acquire([bad])
-            assert f"region {bad} (" in str(caught.value)
+            assert "layers.3.weight (" in str(caught.value)
             assert str(tmp_path) in str(caught.value)
             assert "check that disk" in str(caught.value)
             assert caught.value.errno == errno.EBADMSG

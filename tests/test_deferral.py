@@ -46,7 +46,7 @@ def pending(session: Session) -> int:
     """Return how many updates wait."""
     assert session._paging is not None
     assert session._paging.updates is not None
-    return len(session._paging.updates.pending)
+    return len(session._paging.updates.waiting.pending)
 
 
 def backward(model: nn.Module, step: int) -> Tensor:
@@ -794,7 +794,7 @@ def test_a_failing_update_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
             pair.step()
             with monkeypatch.context() as patch:
                 assert session._paging is not None
-                patch.setattr(session._paging.updates, "_step", broken)
+                patch.setattr(session._paging.updates.maker, "step", broken)
                 twin.model.embedding.weight.norm()
             pair.step()
 
@@ -845,7 +845,7 @@ def test_an_update_behind_the_back_leaves_the_optimizer_alone(
         assert session._paging is not None
         assert session._paging.updates is not None
         updates = session._paging.updates
-        step = updates._step
+        step = updates.maker.step
 
         def slow(optimizer: Any) -> None:
             if threading.current_thread().name == "dynoffload-guard":
@@ -854,7 +854,7 @@ def test_an_update_behind_the_back_leaves_the_optimizer_alone(
             step(optimizer)
 
         with monkeypatch.context() as patch:
-            patch.setattr(updates, "_step", slow)
+            patch.setattr(updates.maker, "step", slow)
             watcher = threading.Thread(target=lambda: twin.model.embedding.weight.norm())
             watcher.start()
             assert begun.wait(100)

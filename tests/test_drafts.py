@@ -19,7 +19,7 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from dynoffload.errors import SpillError, StepLostError
 from dynoffload.memory.pager import Pager
-from dynoffload.runtime.drafts import Drafts
+from dynoffload.runtime.updates.drafts import Drafts
 
 pytestmark = [needs_pager, pytest.mark.timeout(60)]
 

@@ -149,7 +149,7 @@ def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
             assert session is not None
             assert session._paging is not None
             assert session._paging.updates is not None
-            assert not session._paging.updates.pending
+            assert not session._paging.updates.waiting.pending
             assert sum("addcdiv_" in call for call in counting.calls) == len([*model.parameters()])
 
 

@@ -74,7 +74,7 @@ def test_they_count_and_change_nothing(backend: str) -> None:
         assert session.stats["peak_fast_bytes"].max() <= budget
         paging = session._paging
         assert paging is not None
-        assert len(paging.buffers._tensors) == 2  # the others are gone, and their regions
+        assert len(paging.adoption.buffers._tensors) == 2  # the others are gone, and their regions
     twin.assert_same()
     for name, buffer in twin.model.named_buffers():
         assert buffer.clone() is not None, name
@@ -148,7 +148,7 @@ def test_regions_do_not_pile_up_in_evaluation() -> None:
             with torch.no_grad():
                 for model in (twin.model, twin.reference):
                     model(torch.full((4, 32), float(number)))
-            assert len(paging.buffers._tensors) <= 2
+            assert len(paging.adoption.buffers._tensors) <= 2
     twin.assert_same()
 
 

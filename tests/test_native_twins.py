@@ -11,7 +11,7 @@ from exactness import needs_pager
 
 from dynoffload.memory.pager import Pager
 from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
-from dynoffload.runtime.store import bytes_of
+from dynoffload.runtime.adoption.store import bytes_of
 
 pytestmark = [needs_pager, pytest.mark.timeout(30)]
 

@@ -16,8 +16,8 @@ from dynoffload.reporting import write_run
 from dynoffload.reporting.columns import Columns
 from dynoffload.reporting.summary import left_out, summarize
 from dynoffload.runtime import recording
+from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.store import Store
 from dynoffload.runtime.telemetry import RunLog, StepStats
 from dynoffload.units import GiB, MiB
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import dynoffload
 import dynoffload.moe
 from dynoffload.errors import BudgetError
-from dynoffload.runtime.slice_updates import MOST_STEPS
+from dynoffload.runtime.updates.slices import MOST_STEPS
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 Loss = Callable[[int], Tensor]
@@ -633,14 +633,39 @@ def train(twin: Twin, loss_of: Callable[[nn.Module, int], Tensor], steps: range)
             plain(model, optimizer, partial(loss_of, model), number)
 
 
+def zeroing(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
+    """A step that keeps gradients and writes zeros over them."""
+    value = loss(number)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return value.detach()
+
+
+LOOPS = {
+    "plain": plain,
+    "clipped by norm": clipped,
+    "clipped by value": clipped_by_value,
+    "zeroed in place": zeroing,
+}
+
+
 @needs_pager
-def test_experts_that_are_not_hit_move_no_byte() -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_experts_that_are_not_hit_move_no_byte(loop: str) -> None:
     """Over forty steps of AdamW, which in plain PyTorch changes all experts in each; under a budget
-    that holds neither all parameters nor half of the state."""
+    that holds neither all parameters nor half of the state. Clipping reads and writes every
+    gradient as a whole: those of experts that are not hit are zeros before and after."""
     twin = Twin(Chosen(8), lambda p: AdamW(p, lr=1e-2))
     hits = [[1, 5], [5], [1, 6]]
+
+    def loss(model: nn.Module, number: int) -> Tensor:
+        return chosen_loss(model, (number, hits[number % 3]))
+
     with twin.paged(footprint_of(twin.model) // 5, config=PAGES) as session:
-        train(twin, lambda model, n: chosen_loss(model, (n, hits[n % 3])), range(45))
+        for number in range(45):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                LOOPS[loop](model, optimizer, partial(loss, model), number)
         counts = moved(session, 5)
         assert session.stats["bytes_in"].iloc[5:].min() > 0, "everything fits: this shows nothing"
         for number in range(8):
@@ -687,7 +712,7 @@ def test_a_slice_lags_behind_by_so_many_steps() -> None:
             train(
                 twin, lambda model, n: chosen_loss(model, (n, [n % 2])), range(number, number + 1)
             )
-            waiting = [len(getattr(u, "steps", ())) for u in updates.pending.values()]
+            waiting = [len(getattr(u, "steps", ())) for u in updates.waiting.pending.values()]
             most = max(most, *waiting)
         assert most == MOST_STEPS
     twin.assert_same()
@@ -882,7 +907,7 @@ def test_updates_of_slices_are_drafted_in_backward() -> None:
                 before = [slot for slot in before if drafts.has(slot)]
                 optimizer.step()
                 if model is twin.model:
-                    waiting = [slot for slot in before if slot in updates.pending]
+                    waiting = [slot for slot in before if slot in updates.waiting.pending]
                     taken.append(bool(before) and not waiting)
                     assert number != 10 or waiting == before
                 optimizer.zero_grad()

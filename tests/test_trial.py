@@ -13,8 +13,8 @@ from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_
 from torch.optim import AdamW
 
 from dynoffload.planning.blocks import Vocabulary
+from dynoffload.runtime.migration.trial import GROWTH, SETTLING, TRIED, WATCHED, Trial
 from dynoffload.runtime.telemetry import StepStats
-from dynoffload.runtime.trial import GROWTH, SETTLING, TRIED, WATCHED, Trial
 
 
 def step(stall: float, wasted: int = 0) -> StepStats:

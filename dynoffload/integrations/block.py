@@ -13,7 +13,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.runtime.offload import offload
 
 if TYPE_CHECKING:
-    from dynoffload.runtime.forecast import Predictor
+    from dynoffload.runtime.migration.forecast import Predictor
     from dynoffload.runtime.offload import OffloadBlock
     from dynoffload.runtime.session import Session
 

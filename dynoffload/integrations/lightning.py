@@ -35,7 +35,7 @@ with importing("lightning", extra="lightning"):
     from lightning.pytorch.callbacks import Callback
 
 if TYPE_CHECKING:
-    from dynoffload.runtime.forecast import Predictor
+    from dynoffload.runtime.migration.forecast import Predictor
     from dynoffload.runtime.session import Session
 
 

@@ -17,8 +17,8 @@ import torch
 
 from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.pager import in_user_mode
+from dynoffload.runtime.adoption.store import offset_of, view_of
 from dynoffload.runtime.session import Session
-from dynoffload.runtime.store import offset_of, view_of
 
 
 class ReadableState:

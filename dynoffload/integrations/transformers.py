@@ -42,7 +42,7 @@ with importing("transformers", extra="transformers"):
     from transformers import Trainer, TrainerCallback
 
 if TYPE_CHECKING:
-    from dynoffload.runtime.forecast import Predictor
+    from dynoffload.runtime.migration.forecast import Predictor
     from dynoffload.runtime.session import Session
 
 

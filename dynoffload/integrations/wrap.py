@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
 from dynoffload.runtime.offload import is_managed
-from dynoffload.runtime.update import innermost
+from dynoffload.runtime.updates.update import innermost
 
 
 class Wrap:

@@ -7,7 +7,7 @@ accelerator needs its regions made present first. What differs above is one fact
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from dynoffload.planning.schedule import Schedule, Use
+from dynoffload.units import format_bytes
 
 
 class Cause(IntEnum):
@@ -65,6 +66,11 @@ class Counters:
     events_lost: int = 0
 
 
+def called(names: Mapping[int, str], region: int, nbytes: int) -> str:
+    """Return what messages call a region."""
+    return f"{names.get(region, f'region {region}')} ({format_bytes(nbytes)})"
+
+
 class Device(Protocol):
     """Fast memory of a fixed size, and regions that a spill file backs.
 
@@ -73,12 +79,14 @@ class Device(Protocol):
         guarded: an access to a locked region waits until its owner unlocks it.
         page_bytes: regions are padded to this.
         capacity: bytes of the pool; never exceeded.
+        names: what messages call regions; filled by their owner.
     """
 
     name: str
     guarded: bool
     page_bytes: int
     capacity: int
+    names: dict[int, str]
 
     def allocate(self, nbytes: int, *, extra: bool = False) -> int:
         """Return a new region of ``nbytes`` without content or fast memory.
@@ -119,8 +127,8 @@ class Device(Protocol):
         """Let regions hold zeros, which takes no fast memory and moves no byte."""
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
-        """Return of each region whether nobody can have written to it since it was cleared; in
-        doubt it is not clear."""
+        """Return of each region that was cleared whether it holds only zeros still; in doubt, as
+        where the answer would have to be read from below, it is not clear."""
 
     def storage(self, region: int) -> torch.UntypedStorage:
         """Return the storage whose bytes are the region's; the same address for life."""

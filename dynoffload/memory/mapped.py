@@ -102,7 +102,7 @@ class MappedFile(Places):
         self._closed = False
         self._mapping = mapping
         self._account = Account(pages, record)
-        self._transfers = Transfers(self._account, mapping, spill, threads, self._watch)
+        self._transfers = Transfers(self._account, mapping, spill, threads, self.names, self._watch)
 
     # Places
 

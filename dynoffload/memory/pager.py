@@ -17,7 +17,7 @@ import torch
 
 from dynoffload.errors import BackendError, BudgetError, DynOffloadError, SpillError
 from dynoffload.memory import native_pager
-from dynoffload.memory.device import Cause, Counters, Event, EventKind
+from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
 from dynoffload.memory.native_pager import FailureKind
 from dynoffload.memory.places import REGIONS, Place, Places, arena_pages
 from dynoffload.memory.spill import LOST, SpillFile
@@ -260,9 +260,8 @@ class Pager(Places):
     ) -> DynOffloadError:
         """Return the error for what the native part could not do to ``regions``."""
         kind, why = FailureKind(failure.kind), reason_of(failure.error)
-        sizes = {region: self.size(region) for region in (*regions, failure.region)}
-        need = format_bytes(sum(sizes[region] for region in set(regions)))
-        one = f"region {failure.region} ({format_bytes(sizes[failure.region])})"
+        need = format_bytes(sum(map(self.size, set(regions))))
+        one = self._called(failure.region)
         if kind is FailureKind.READ:
             return spill_failure(failure.error, f"{self._spill.unreadable(one, why)}; {LOST}")
         if kind is FailureKind.WRITE:
@@ -330,13 +329,16 @@ class Pager(Places):
         """See `Device.resident_bytes`."""
         return int(self._native.pager_in_use(self._handle)) * self.page_bytes
 
+    def _called(self, region: int) -> str:
+        return called(self.names, region, self.size(region))
+
     def counters(self) -> Counters:
         """See `Device.counters`."""
         native = native_pager.NativeCounters()
         self._native.pager_counters(self._handle, ctypes.byref(native))
         if native.error:
             region, why = native.error_region, reason_of(native.error)
-            one = f"region {region} ({format_bytes(self.size(region))})"
+            one = self._called(region)
             told = self._spill.unwritable if native.error_is_write else self._spill.unreadable
             raise spill_failure(native.error, told(one, why))
         return Counters(

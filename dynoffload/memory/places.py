@@ -57,6 +57,7 @@ class Places(ABC):
         self.capacity, self.page_bytes = capacity, page_bytes
         self.spill_dir = spill.directory
         self._spill, self._base = spill, base
+        self.names: dict[int, str] = {}
         self._extents = Extents(arena_pages(page_bytes))
         self._free_ids = list(range(REGIONS - 1, -1, -1))
         self._places: dict[int, Place] = {}

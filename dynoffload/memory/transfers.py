@@ -20,12 +20,11 @@ from contextlib import contextmanager
 from dynoffload.errors import SpillError
 from dynoffload.memory.account import Account, Holding, State
 from dynoffload.memory.debug import Watch
-from dynoffload.memory.device import Cause, EventKind
+from dynoffload.memory.device import Cause, EventKind, called
 from dynoffload.memory.following import NEVER
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.spill import SpillFile, reason
 from dynoffload.planning.schedule import Kind
-from dynoffload.units import format_bytes
 
 _INSPECT_S = 0.1  # how long an unannounced access may stay unseen while nothing else is to do
 _ATTEMPTS = 3
@@ -39,6 +38,7 @@ class Transfers:
         mapping: moves bytes.
         spill: the file behind it.
         threads: how many transfers may run at once, besides those of waiting threads.
+        names: what messages call regions.
         watch: compares what comes back with what left, in debug mode.
     """
 
@@ -48,9 +48,11 @@ class Transfers:
         mapping: Mapping,
         spill: SpillFile,
         threads: int,
+        names: dict[int, str],
         watch: Watch | None = None,
     ) -> None:
         self._account, self._mapping, self._spill = account, mapping, spill
+        self._names = names
         self._watch = watch
         self._stopping = False
         self._threads = [
@@ -344,10 +346,10 @@ class Transfers:
 
     def unreadable(self, h: Holding, failure: int) -> str:
         """Return the message for a region that cannot be read back."""
-        return self._spill.unreadable(_name(h), reason(failure))
+        return self._spill.unreadable(self._called(h), reason(failure))
 
     def _unwritable(self, h: Holding, failure: int) -> str:
-        told = self._spill.unwritable(_name(h), reason(failure))
+        told = self._spill.unwritable(self._called(h), reason(failure))
         return f"{told}; until then it stays in memory"
 
     @contextmanager
@@ -366,6 +368,5 @@ class Transfers:
             if interrupt is not None:
                 raise interrupt
 
-
-def _name(h: Holding) -> str:
-    return f"region {h.region} ({format_bytes(h.nbytes)})"
+    def _called(self, h: Holding) -> str:
+        return called(self._names, h.region, h.nbytes)

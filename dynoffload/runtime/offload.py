@@ -24,13 +24,13 @@ from dynoffload.errors import ConfigError, NotEnteredError
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.profiler.network import fingerprint
-from dynoffload.runtime.forecast import Predictor
 from dynoffload.runtime.host import within_host
 from dynoffload.runtime.materialize import Init, remember
+from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
-from dynoffload.runtime.update import check_optimizer, innermost
+from dynoffload.runtime.updates.update import check_optimizer, innermost
 from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)

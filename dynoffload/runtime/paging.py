@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,35 +19,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
-from dynoffload.errors import BackendError, BudgetError
+from dynoffload.errors import BackendError
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
-from dynoffload.memory.places import users_of
-from dynoffload.runtime import experts
-from dynoffload.runtime.activations import Activations
-from dynoffload.runtime.buffers import Buffers
-from dynoffload.runtime.changes import Changes
-from dynoffload.runtime.drafts import Drafts
-from dynoffload.runtime.forecast import Forecast
-from dynoffload.runtime.fused import Fused, FusedStore
-from dynoffload.runtime.fused_gradients import FusedGradients
-from dynoffload.runtime.held import has_its_own, held_parameters
-from dynoffload.runtime.hooks import Hooks
+from dynoffload.runtime.adopting import Adoption
+from dynoffload.runtime.adoption.changes import Changes
+from dynoffload.runtime.adoption.fused import Fused
+from dynoffload.runtime.adoption.held import has_its_own
+from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.adoption.units import Unit, units_of
+from dynoffload.runtime.experts import calls
+from dynoffload.runtime.experts.gradients import FusedGradients
+from dynoffload.runtime.experts.parts import Parts
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.migrator import Migrator
-from dynoffload.runtime.parts import Parts
-from dynoffload.runtime.restoring import Restoration
-from dynoffload.runtime.sizing import Sizing, state_tensors, tensors_of
-from dynoffload.runtime.slicing import may_slice, slices_of, sole_owners
-from dynoffload.runtime.store import Slot, Store
-from dynoffload.runtime.units import Unit, units_of
-from dynoffload.runtime.updates import Updates
-from dynoffload.units import MiB, format_bytes
+from dynoffload.runtime.migration.forecast import Forecast
+from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.passes.activations import Activations
+from dynoffload.runtime.passes.hooks import Hooks
+from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.updates.drafts import Drafts
+from dynoffload.runtime.updates.updates import Updates
+from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-_LEFT_IN_HEAP = 32 * MiB  # by new optimizer state, which the first step makes all at once
 
 
 def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Device:
@@ -109,14 +104,18 @@ class Paging:
         self._closing = threading.Event()
         self._where = ""
         self._said = False  # that there is no optimizer
-        self._begun = False
         self._pages_activations = config.page_activations
         self.device = open_device(sizing, config, spill_dir)
         self.device.reserve(sizing.reserve_bytes)
-        self.store = Store(
-            self.device, sizing.min_paged_bytes, min(_LEFT_IN_HEAP, config.heap_slack_bytes)
+        self.adoption = Adoption(
+            model,
+            optimizer,
+            sizing,
+            self.device,
+            heap_slack=config.heap_slack_bytes,
+            slices=config.slices,
         )
-        self.rows = FusedStore(self.device, self.store)
+        self.store, self.rows = self.adoption.store, self.adoption.rows
         self.activations = Activations(
             self.device,
             sizing.chunk_bytes,
@@ -137,15 +136,14 @@ class Paging:
         except BaseException:
             self._undo.close()
             raise
-        self._begun = True
+        self.adoption.begun()
 
     def _start(self, config: OffloadConfig) -> None:
-        model, optimizer, sizing = self.model, self.optimizer, self.sizing
+        optimizer, sizing = self.optimizer, self.sizing
         self._undo.callback(self.activations.close)
-        self.buffers = Buffers(model, self.device, sizing.min_paged_bytes, self.store.names)
+        self.adoption.begin_buffers()
         self._undo.callback(self._restore)
-        self._slices = config.slices and may_slice(optimizer)
-        self._adopt_parameters()
+        self.adoption.adopt_parameters()
         if optimizer is not None:
             defer = config.defer_updates == "auto"
             self.updates = Updates(
@@ -164,7 +162,7 @@ class Paging:
                     self.device,
                     capacity=sizing.pool_bytes - sizing.reserve_bytes,
                     share=config.draft_share,
-                    run=self.updates.run_on,
+                    run=self.updates.maker.run_on,
                 )
             self._undo.callback(self._end_guard)
             self._undo.callback(self.updates.close)
@@ -190,27 +188,6 @@ class Paging:
         if self.device.guarded and self.updates is not None:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
-
-    def _adopt_parameters(self) -> list[nn.Parameter]:
-        """Adopt what can move of the model and was not adopted before; return what was."""
-        adopted = []
-        held = held_parameters(self.model)
-        alone = sole_owners(self.model.parameters()) if self._slices else set()
-        for name, parameter in self.model.named_parameters():
-            known = self.store.slots_of(parameter) or parameter in held
-            if known or not self.store.pages(parameter) or (self._begun and parameter.is_meta):
-                continue
-            page, least = self.device.page_bytes, self.sizing.min_paged_bytes
-            count = slices_of(parameter, page, least) if id(parameter) in alone else 1
-            if self._begun:
-                self._check_room(name, parameter, count)
-            if count > 1:
-                self.rows.adopt_parameter(name, parameter)
-            else:
-                self.store.adopt_parameter(name, parameter)
-            adopted.append(parameter)
-        self.store.forget_sources()
-        return adopted
 
     def _watch(self) -> None:
         units = units_of(self.model, self.store.slots, self.store.fused)
@@ -240,7 +217,7 @@ class Paging:
         """
         if not self._changes.any() or self._hooks.inside or not has_its_own(self.model):
             return False
-        for parameter in self._adopt_parameters():
+        for parameter in self.adoption.adopt_parameters():
             if parameter in self.store.fused:
                 self.gradients.adopt(self.store.fused[parameter])
             else:
@@ -254,17 +231,6 @@ class Paging:
         self._watch()
         return True
 
-    def _check_room(self, name: str, parameter: nn.Parameter, slices: int) -> None:
-        copies = 2 + state_tensors(self.optimizer) if parameter.requires_grad else 1
-        region = self.device.padded(parameter.nbytes // slices)
-        need = region * copies + 2 * self.sizing.chunk_bytes
-        if need > self.sizing.pool_bytes:
-            raise BudgetError(
-                f"{name}, which was added to the model, needs {format_bytes(need)} at once "
-                f"(parameter, gradient and optimizer state), and the pool has "
-                f"{format_bytes(self.sizing.pool_bytes)}: raise the budget, or make it smaller"
-            )
-
     def _watch_fused(self, units: list[Unit]) -> None:
         """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
         for fused in self.rows:
@@ -275,7 +241,7 @@ class Paging:
             if unit.number is not None:
                 slices.setdefault(unit.module, {})[unit.number] = unit
         for module, numbered in slices.items():
-            self._watching.callback(experts.watch(module, partial(self._parts, module, numbered)))
+            self._watching.callback(calls.watch(module, partial(self._parts, module, numbered)))
 
     def _parts(self, module: nn.Module, units: dict[int, Unit]) -> dict[str, Parts]:
         """Return what stands for the fused parameters of ``module`` in one call."""
@@ -297,32 +263,7 @@ class Paging:
     def flush(self) -> None:
         """Make every update that was put off."""
         if self.updates is not None:
-            self.updates.flush_all()
-
-    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors are about to be written outside a step: have those that are paged at hand."""
-        known = [slot for tensor in tensors for slot in self.store.slots_of(tensor)]
-        self.device.touch([slot.region for slot in known])
-
-    @contextlib.contextmanager
-    def held(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Keep the regions under a small tensor, or under a piece of one, at hand."""
-        regions = self.store.regions_under(tensor)
-        self.device.acquire(regions, pin=True)
-        try:
-            yield
-        finally:
-            self.device.unpin(regions)
-
-    def adopt(self, parameter: nn.Parameter) -> None:
-        """The parameter has got optimizer state: move it into regions."""
-        slot, fused = self.store.slots.get(parameter), self.store.fused.get(parameter)
-        if self.optimizer is None:
-            return
-        if slot is not None:
-            self.store.adopt_state(slot, self.optimizer.state[parameter])
-        if fused is not None:
-            self.rows.adopt_state(fused, self.optimizer.state[parameter])
+            self.updates.waiting.flush_all()
 
     def settle(self) -> None:
         """Make every update that was put off.
@@ -331,7 +272,7 @@ class Paging:
             StepLostError: a step was lost, and nothing was loaded since.
         """
         if self.updates is not None:
-            self.updates.settle()
+            self.updates.waiting.settle()
 
     def abandon(self) -> None:
         """Forget every update that was put off, and any loss: all is about to be replaced."""
@@ -357,14 +298,13 @@ class Paging:
         self.migrator.end_forward()
         self._forecast.end()
         if self.updates is not None:
-            self.updates.keep_order()
+            self.updates.restore_groups()
 
     @uninterrupted
     def _collect(self, slot: Slot) -> None:
         self.activations.settle()
         self.store.adopt_gradient(slot)
         if self.updates is not None:
-            self.updates.keep_order()
             self.updates.draft(slot)
         else:
             self._say_without_optimizer()
@@ -373,9 +313,7 @@ class Paging:
     def _collect_fused(self, fused: Fused) -> None:
         self.activations.settle()
         self.gradients.adopt(fused)
-        if self.updates is not None:
-            self.updates.keep_order()
-        else:
+        if self.updates is None:
             self._say_without_optimizer()
 
     def _say_without_optimizer(self) -> None:
@@ -389,9 +327,9 @@ class Paging:
     def _visit(self, unit: Unit) -> None:
         self._on_progress()
         self.migrator.visit(unit)
-        if self.updates is not None and self.updates.pending:
+        if self.updates is not None and self.updates.waiting.pending:
             for slot in unit.slots:
-                self.updates.flush(slot)
+                self.updates.waiting.flush(slot)
         self.device.touch(unit.regions)
 
     def _backward_use(self, region: int) -> None:
@@ -401,7 +339,7 @@ class Paging:
 
     def _end_step(self) -> None:
         self.activations.sweep()
-        self.buffers.sweep()
+        self.adoption.buffers.sweep()
         self.migrator.end_step()
         self._on_step()
 
@@ -411,7 +349,7 @@ class Paging:
         while not self._closing.is_set():
             region = self.device.handed(0.05)
             if region >= 0:
-                updates.serve(region)
+                updates.waiting.serve(region)
             elif region == -2:
                 return
 
@@ -420,50 +358,17 @@ class Paging:
     def lose(self, error: BaseException) -> None:
         """A load was cut off: until another, this is no state to save."""
         if self.updates is not None:
-            self.updates.lost = error
+            self.updates.waiting.lost = error
 
     def is_lost(self) -> bool:
         """Return whether a step, or a load, was cut off, and nothing was loaded since."""
-        return self.updates is not None and self.updates.lost is not None
+        return self.updates is not None and self.updates.waiting.lost is not None
 
     def is_held_outside(self) -> bool:
         """Return whether somebody holds memory of the device beyond what is restored at the end:
         a view of a parameter, an old gradient, a graph whose backward is still to come."""
         self.flush()  # what waits for an update is held by it
-        held = self.activations.are_held() or self.buffers.are_held()
-        return held or bool(self._held(self._adopted()))
-
-    def _adopted(self) -> dict[int, list[torch.Tensor]]:
-        """Return the tensors of model and optimizer that lie in the device, by their first
-        regions."""
-        tensors = {id(tensor): tensor for tensor in tensors_of(self.model, self.optimizer)}
-        # The user may have taken some out of the model.
-        for parameter in (*self.store.slots, *self.store.fused):
-            for tensor in (parameter, parameter.grad):
-                if tensor is not None:
-                    tensors[id(tensor)] = tensor
-        found: dict[int, list[torch.Tensor]] = {}
-        for tensor in tensors.values():
-            if tensor.layout is torch.strided:
-                region = self.device.owner(tensor.data_ptr())
-                if region >= 0:
-                    found.setdefault(region, []).append(tensor)
-        return found
-
-    def _held(self, adopted: Mapping[int, Sequence[torch.Tensor]]) -> set[int]:
-        """Return the first regions of what somebody holds who is none of what was ``adopted``."""
-        storages = {
-            region: self.device.storage(region)
-            for slot in self.store.slots.values()
-            for region in slot.update_regions()
-        }
-        for fused in self.rows:
-            storages.update((row[0], self.device.row_storage(row)) for row in fused.rows())
-        return {
-            region
-            for region, storage in storages.items()
-            if users_of(storage) > 1 + len(adopted.get(region, ()))
-        }
+        return self.activations.are_held() or self.adoption.is_held()
 
     @uninterrupted
     @torch.inference_mode(False)
@@ -497,11 +402,4 @@ class Paging:
 
     def _restore(self) -> None:
         self.activations.close()
-        adopted = self._adopted()
-        # A block that fails to begin has shown nobody anything: only its error holds what it made.
-        held = self._held(adopted) if self._begun else set()
-        restoration = Restoration(self.device, self.store, self.rows, held, self.spill_dir)
-        restoration.run(self.buffers, adopted)
-        self._where = restoration.where
-        if restoration.lost:
-            raise restoration.lost[0]
+        self._where = self.adoption.restore(self.spill_dir)

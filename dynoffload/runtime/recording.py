@@ -24,7 +24,7 @@ from dynoffload.errors import CorruptionError, SpillError
 from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
 from dynoffload.memory.limits import resident_bytes
-from dynoffload.runtime.store import Store
+from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.telemetry import (
     MemorySample,
     PhaseSpan,

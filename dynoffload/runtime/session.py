@@ -18,15 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
+from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
-from dynoffload.runtime.forecast import Forecast, Predictor
 from dynoffload.runtime.growth import Growth
-from dynoffload.runtime.held import has_its_own
-from dynoffload.runtime.hooks import Hook
 from dynoffload.runtime.materialize import Init, blank, give_weights, modules_on_meta, recipe_of
+from dynoffload.runtime.migration.forecast import Forecast, Predictor
 from dynoffload.runtime.paging import Paging
+from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.sizing import Sizing, ordinary_bytes
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
@@ -278,7 +278,7 @@ class Session:
 
     def _bring(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._paging is not None:
-            self._paging.bring(tensors)
+            self._paging.adoption.bring(tensors)
 
     def save(
         self,
@@ -336,7 +336,7 @@ class Session:
             directory,
             extra=extra,
             max_shard_size=max_shard_size,
-            memory=self._paging or Ordinary(),
+            memory=self._paging.adoption if self._paging else Ordinary(),
         )
 
     def _load(
@@ -365,7 +365,7 @@ class Session:
                 optimizer,
                 directory,
                 extra=extra,
-                memory=self._paging or Ordinary(),
+                memory=self._paging.adoption if self._paging else Ordinary(),
                 prepare=prepare,
             )
         except BaseException as error:
@@ -397,7 +397,7 @@ class Session:
             return
         if self._init is not None:
             init, self._init = self._init, None
-            give_weights(self.model, init[0], self._empty, paging.bring)
+            give_weights(self.model, init[0], self._empty, paging.adoption.bring)
         where = paging.close()
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)

@@ -29,10 +29,10 @@ from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import probe
-from dynoffload.runtime.held import held_parameters
-from dynoffload.runtime.slicing import may_slice, slice_bytes, slices_of, sole_owners
-from dynoffload.runtime.store import can_move
-from dynoffload.runtime.updates import can_split
+from dynoffload.runtime.adoption.held import held_parameters
+from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
+from dynoffload.runtime.adoption.store import can_move
+from dynoffload.runtime.updates.updates import can_split
 from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room

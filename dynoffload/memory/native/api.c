@@ -80,17 +80,17 @@ API void pager_clear(struct pager *p, const uint32_t *ids, uint32_t count)
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count; i++) {
         forget(p, ids[i]);
-        p->regions[ids[i]].clear = 1;
+        p->regions[ids[i]].clear = p->regions[ids[i]].cleared = 1;
     }
     pthread_mutex_unlock(&p->mutex);
 }
 
-/* Say of each region whether nothing can have been written to it since it was cleared. */
+/* Say of each region that was cleared whether it holds nothing else now. */
 API void pager_is_clear(struct pager *p, const uint32_t *ids, uint32_t count, uint8_t *answers)
 {
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count; i++)
-        answers[i] = p->regions[ids[i]].clear && !p->regions[ids[i]].dirty;
+        answers[i] = (uint8_t)transfer_is_clear(p, ids[i]);
     pthread_mutex_unlock(&p->mutex);
 }
 

@@ -26,7 +26,9 @@
  *
  * [Note: clear regions]  A region may be declared to hold zeros only. As long as nobody has had it at
  * its address since, there is nothing to read or write: its pages are zeroed as it is fetched, and
- * dropped as it is evicted.
+ * dropped as it is evicted. Gradients that stay zero are still read and scaled in place by those who
+ * clip them. So one that was cleared and then visited is looked through, up to the first byte that
+ * is not zero, before it is written or spoken for: zeros only, and it is clear again.
  *
  * [Note: letting go]  The owner needs the interpreter's lock, and the thread that waits may hold it:
  * numpy and pickle read memory under it. A signal to that thread interrupts its sleep; the handler,
@@ -85,6 +87,7 @@ struct region {
     uint8_t dirty;      /* the file's copy, if any, is older than the pages */
     uint8_t has_copy;   /* the file holds its content */
     uint8_t clear;      /* see [Note: clear regions] */
+    uint8_t cleared;    /* it was clear, and may be again */
     uint8_t locked;     /* see [Note: locked regions] */
     uint8_t waited;     /* somebody waits for it: install as soon as staged */
     uint8_t asleep;     /* and cannot be told of a failure: an access that sleeps in the kernel */
@@ -213,6 +216,7 @@ void transfer_fill(struct pager *, uint32_t region); /* pages for a region witho
 void transfer_record(struct pager *, int kind, int cause, uint32_t region, double start, uint64_t bytes);
 void transfer_end_wait(struct pager *, uint32_t region);
 void transfer_drop(struct pager *, uint32_t region); /* forget its pages, whatever they hold */
+int transfer_is_clear(struct pager *, uint32_t region);
 void transfer_watch(struct pager *);                 /* see [Note: no room] */
 
 /* plan.c */

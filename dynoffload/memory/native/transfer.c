@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <string.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -196,7 +195,7 @@ void transfer_drop(struct pager *p, uint32_t id)
         leave(p, r);
     r->dirty = 0;
     r->has_copy = 0;
-    r->clear = 0;
+    r->clear = r->cleared = 0;
     pthread_cond_signal(&p->work);
 }
 
@@ -205,6 +204,23 @@ static void failed(struct pager *p, uint32_t id, int error, int is_write)
     p->counters.error = error;
     p->counters.error_region = id;
     p->counters.error_is_write = is_write;
+}
+
+/* Does every byte of a region that is in slots and in flight hold zero? Without the mutex. */
+static int holds_zeros(struct pager *p, const struct region *r)
+{
+    for (uint32_t i = 0; i < r->pages; i++) {
+        const char *slot = p->base + (uint64_t)(p->arena_pages + r->slots[i]) * p->page_bytes;
+        if (*slot || memcmp(slot, slot + 1, p->page_bytes - 1))
+            return 0;
+    }
+    return 1;
+}
+
+static void become_clear(struct region *r)
+{
+    r->clear = 1;
+    r->dirty = r->has_copy = 0;
 }
 
 /* Evict a region that is resident or staged. Drops the mutex while it writes. */
@@ -225,14 +241,19 @@ static void evict(struct pager *p, uint32_t id, int cause)
         p->writing += r->pages;
         p->moving++;
         pthread_mutex_unlock(&p->mutex);
-        int error = transfer_io(p, r, 1);
+        int zeros = r->cleared && holds_zeros(p, r);
+        int error = zeros ? 0 : transfer_io(p, r, 1);
         pthread_mutex_lock(&p->mutex);
         p->writing -= r->pages;
         p->moving--;
-        p->write_error = error;
-        p->write_region = id;
         r->state = STAGED;
-        if (error) { /* what could not be written stays; the owner is told */
+        if (!zeros) {
+            p->write_error = error;
+            p->write_region = id;
+        }
+        if (zeros) {
+            become_clear(r);
+        } else if (error) { /* what could not be written stays; the owner is told */
             r->busy = 1;
             failed(p, id, error, 1);
         } else {
@@ -248,6 +269,40 @@ static void evict(struct pager *p, uint32_t id, int cause)
         leave(p, r);
     pthread_cond_broadcast(&p->done);
     pthread_cond_broadcast(&p->work);
+}
+
+/* Does the region hold zeros only, as far as that is told without reading the file? Drops the mutex
+ * while it looks; if it does, its pages go. */
+int transfer_is_clear(struct pager *p, uint32_t id)
+{
+    struct region *r = &p->regions[id];
+    while (r->state == READING || r->state == WRITING)
+        pthread_cond_wait(&p->done, &p->mutex);
+    if (r->clear && !r->dirty)
+        return 1;
+    if (!r->cleared || r->locked || r->pins || r->shown || r->state == ABSENT)
+        return 0;
+    if (r->state == RESIDENT) {
+        if (pool_withdraw(p, r, MOVE_SOON_S))
+            return 0;
+        r->state = STAGED;
+    }
+    r->state = WRITING;
+    p->moving++;
+    pthread_mutex_unlock(&p->mutex);
+    int zeros = holds_zeros(p, r);
+    pthread_mutex_lock(&p->mutex);
+    p->moving--;
+    r->state = STAGED;
+    if (zeros)
+        become_clear(r);
+    if ((r->waited || r->asleep) && !r->locked)
+        transfer_install(p, id);
+    else if (zeros && !r->pins)
+        leave(p, r);
+    pthread_cond_broadcast(&p->done);
+    pthread_cond_broadcast(&p->work);
+    return zeros;
 }
 
 /* Give a region without a copy its slots, for which there is room; zeroed, without the mutex, if it

@@ -111,6 +111,7 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, const uint32_t *twi
         a->dirty = b->dirty, b->dirty = old.dirty;
         a->has_copy = b->has_copy, b->has_copy = old.has_copy;
         a->clear = b->clear, b->clear = old.clear;
+        a->cleared = b->cleared, b->cleared = old.cleared;
         a->sum = b->sum, b->sum = old.sum;
         a->prefetched = b->prefetched, b->prefetched = old.prefetched;
         a->stamp = b->stamp, b->stamp = old.stamp;

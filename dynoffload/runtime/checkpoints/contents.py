@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError
+from dynoffload.runtime.adoption.store import is_dense
 from dynoffload.runtime.checkpoints.tensors import check_savable
 from dynoffload.runtime.checkpoints.values import KIND, TENSOR, Put, encode
-from dynoffload.runtime.store import is_dense
 
 _PARAM_NAMES = "param_names"  # of a group: torch's own record, which the model's names replace
 

@@ -90,15 +90,21 @@ def match_model(checkpoint: Opened, model: nn.Module) -> None:
                 for name, first in tied.items()
                 if their_ties.get(name, name) != their_ties.get(first, first)
             ],
-            "elements share memory in": [
-                repr(name)
-                for name, tensor in live.items()
-                if tensor.numel() > 1 and 0 in tensor.squeeze().stride()
-            ],
         },
         type(model).__name__,
         "Tie and clone tensors as before it was saved",
     )
+    expanded = [
+        repr(name)
+        for name, tensor in live.items()
+        if tensor.numel() > 1 and 0 in tensor.squeeze().stride()
+    ]
+    if expanded:  # by `Tensor.expand`; nor does load_state_dict fill it
+        raise CheckpointError(
+            f"elements share memory in {_some(expanded)} of this {type(model).__name__}, so "
+            f"checkpoint {checkpoint.path} cannot be loaded into it: put a clone in the place of "
+            "each, then load; nothing was loaded"
+        )
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.memory.device import Device
-from dynoffload.runtime.fused import Fused, FusedStore
-from dynoffload.runtime.modes import Modes
-from dynoffload.runtime.slicing import keeps_bits
-from dynoffload.runtime.store import Slot, Store, view_of
-from dynoffload.runtime.update import Group
+from dynoffload.runtime.adoption.fused import Fused, FusedStore
+from dynoffload.runtime.adoption.slicing import keeps_bits
+from dynoffload.runtime.adoption.store import Slot, Store, view_of
+from dynoffload.runtime.updates.modes import Modes
+from dynoffload.runtime.updates.update import Group
 
 MOST_STEPS = 64
 """Steps that a slice may lag behind: what waits is bounded, and so is the time to catch up."""

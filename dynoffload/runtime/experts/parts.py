@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynoffload.runtime.fused import Fused
-from dynoffload.runtime.fused_gradients import Filling, FusedGradients
+from dynoffload.runtime.adoption.fused import Fused
+from dynoffload.runtime.experts.gradients import Filling, FusedGradients
 
 
 class _Maker:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from dynoffload.runtime.store import Slot
+from dynoffload.runtime.adoption.store import Slot
 
 
 class Changes:

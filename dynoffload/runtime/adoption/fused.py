@@ -4,7 +4,7 @@ A *row* is a run of regions whose addresses follow one another, one for each sli
 lies over one row, its gradient over another, and so does each tensor of its optimizer state, so the
 model, the optimizer and all aliases see ordinary tensors, while each slice is a `Slot` that moves
 by itself. This file owns rows and adoption into them; when slices are updated is the business of
-`slice_updates`, how gradients arrive that of `fused_gradients`.
+`updates`, how their gradients arrive that of `experts`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.held import holders
-from dynoffload.runtime.store import Slot, Store, bytes_of, view_of
+from dynoffload.runtime.adoption.held import holders
+from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, view_of
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -20,10 +20,10 @@ from torch import nn
 from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.held import holders
+from dynoffload.runtime.adoption.held import holders
 
 if TYPE_CHECKING:
-    from dynoffload.runtime.fused import Fused
+    from dynoffload.runtime.adoption.fused import Fused
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Store:
         self._most_left = left_bytes
         self.slots: dict[nn.Parameter, Slot] = {}  # of those that are paged whole
         self.fused: dict[nn.Parameter, Fused] = {}  # of those that are paged by slices
-        self.names: dict[int, str] = {}  # region -> name, for reports
+        self.names = device.names
         self._by_region: dict[int, Slot] = {}
         self._storages: dict[int, int] = {}  # address of an adopted storage -> its region
         self._left_in_heap = 0

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.parts import Parts
+from dynoffload.runtime.experts.parts import Parts
 
 NAME = "dynoffload"
 _MODULE = "transformers.integrations.moe"

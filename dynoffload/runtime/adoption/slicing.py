@@ -14,13 +14,12 @@ size, parameters in half precision are updated whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-
-from dynoffload.runtime.update import Group
 
 _ELEMENTWISE = frozenset(
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
@@ -78,7 +77,7 @@ def sole_owners(parameters: Iterable[nn.Parameter]) -> set[int]:
     }
 
 
-def keeps_bits(group: Group, whole: torch.Tensor, count: int) -> bool:
+def keeps_bits(group: Mapping[str, Any], whole: torch.Tensor, count: int) -> bool:
     """Return whether updates of ``count`` slices give the bits of the update of the ``whole``; see
     [Note: tails].
 

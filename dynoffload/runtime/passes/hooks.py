@@ -26,10 +26,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from dynoffload.runtime.activations import Activations
-from dynoffload.runtime.fused import Fused
-from dynoffload.runtime.store import Slot
-from dynoffload.runtime.units import Unit
+from dynoffload.runtime.adoption.fused import Fused
+from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.passes.activations import Activations
 
 logger = logging.getLogger(__name__)
 

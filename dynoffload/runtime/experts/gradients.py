@@ -22,11 +22,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
-from dynoffload.runtime.fused import Fused, FusedStore, is_zero
-from dynoffload.runtime.held import holders
+from dynoffload.runtime.adoption.fused import Fused, FusedStore, is_zero
+from dynoffload.runtime.adoption.held import holders
+from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.store import Slot
-from dynoffload.runtime.updates import Updates
+from dynoffload.runtime.updates.updates import Updates
 
 
 class Filling:
@@ -107,7 +107,7 @@ class FusedGradients:
         row = self.rows.free_row(fused)
         if self._updates is not None:
             for slot in fused.slots:
-                self._updates.vacate(slot, row[slot.number])
+                self._updates.waiting.vacate(slot, row[slot.number])
         self._device.clear(row)
         return row
 
@@ -190,4 +190,4 @@ class FusedGradients:
     def _settle(self, slot: Slot, region: int) -> None:
         """Make the update that still has to read the gradient in ``region``."""
         if self._updates is not None and slot.owed == region:
-            self._updates.flush(slot)
+            self._updates.waiting.flush(slot)

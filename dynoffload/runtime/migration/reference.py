@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynoffload.planning.schedule import Use
-from dynoffload.runtime.store import Slot
-from dynoffload.runtime.units import Unit
+from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.adoption.units import Unit
 
 Chosen = Mapping[Slot, Mapping[int, int]]
 """The slots whose updates are drafted in backward, with the twins of their regions."""

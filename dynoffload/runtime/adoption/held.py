@@ -3,7 +3,7 @@
 What it is: counts of who holds a tensor or its memory. A tensor is moved by giving it other memory
 (`Tensor.data`), so whoever holds the tensor itself follows. A view of it, a numpy array or a graph
 holds the old memory, and would read and write there from then on: such a tensor stays where it is.
-What it is not: the decision about any one tensor (`dynoffload.runtime.store`).
+What it is not: the decision about any one tensor (`dynoffload.runtime.adoption.store`).
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import NextUse, Policy, Schedule
-from dynoffload.runtime.activations import Activations
-from dynoffload.runtime.reference import NONE, Chosen, Reference, Visit
-from dynoffload.runtime.saved import Chunk
-from dynoffload.runtime.store import Slot
-from dynoffload.runtime.units import Unit
-from dynoffload.runtime.updates import Updates
+from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.migration.reference import NONE, Chosen, Reference, Visit
+from dynoffload.runtime.passes.activations import Activations
+from dynoffload.runtime.passes.saved import Chunk
+from dynoffload.runtime.updates.updates import Updates
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class Migrator:
         return visits
 
     def _is_pending(self, slot: Slot) -> bool:
-        return self._updates is not None and slot in self._updates.pending
+        return self._updates is not None and slot in self._updates.waiting.pending
 
 
 def _has_gradient(slot: Slot) -> bool:

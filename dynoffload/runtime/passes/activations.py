@@ -31,8 +31,9 @@ import torch
 from dynoffload.errors import BudgetError, StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.adoption.store import bytes_of, is_dense, offset_of, view_of
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.saved import (
+from dynoffload.runtime.passes.saved import (
     Borrowed,
     Chunk,
     Entry,
@@ -43,7 +44,6 @@ from dynoffload.runtime.saved import (
     cast_that_autocast_keeps,
     is_plain,
 )
-from dynoffload.runtime.store import bytes_of, is_dense, offset_of, view_of
 from dynoffload.units import format_bytes
 
 _ALIGNMENT = 64

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dynoffload.runtime.fused import Fused
-from dynoffload.runtime.store import Slot
+from dynoffload.runtime.adoption.fused import Fused
+from dynoffload.runtime.adoption.store import Slot
 
 
 @dataclass(frozen=True, eq=False)

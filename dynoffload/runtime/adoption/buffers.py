@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.store import bytes_of, offset_of, view_of
+from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 
 _OWN = 2  # users of a new buffer's storage: the tensor, and the storage's own object
 

@@ -26,10 +26,10 @@ from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.sample import Features, Sample, describe_sample
-from dynoffload.runtime.hooks import Hook
+from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.migration.trial import Trial
+from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.telemetry import StepStats
-from dynoffload.runtime.trial import Trial
-from dynoffload.runtime.units import Unit
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.buffers import Buffers
-from dynoffload.runtime.fused import FusedStore
-from dynoffload.runtime.store import Store, offset_of, view_of
+from dynoffload.runtime.adoption.buffers import Buffers
+from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.adoption.store import Store, offset_of, view_of
 from dynoffload.units import format_bytes
 
 _KEEP_FREE = 0.1  # share of available memory that restoration leaves alone

@@ -16,7 +16,7 @@ longer.
 
 The gradient of a slice of a fused parameter (see `fused`) is taken for complete once its expert has
 been through backward; what else may still be added is a visit of its region, and voids the draft.
-State that is the parameter's as a whole is counted on by `slice_updates`, not here.
+State that is the parameter's as a whole is counted on by `slices`, not here.
 
 Some optimizers write into the gradient while they step (SGD with ``foreach`` and ``nesterov``).
 Nobody may see that before ``step()``. Whether one does depends on which hyperparameters are set, so
@@ -35,11 +35,11 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.device import Device
-from dynoffload.runtime.fused import FusedStore
-from dynoffload.runtime.modes import Modes, may_wait
-from dynoffload.runtime.slicing import keeps_bits
-from dynoffload.runtime.store import Slot, Store, bytes_of, offset_of, view_of
-from dynoffload.runtime.update import Group, Update, same, snapshot
+from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.adoption.slicing import keeps_bits
+from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, offset_of, view_of
+from dynoffload.runtime.updates.modes import Modes, may_wait
+from dynoffload.runtime.updates.update import Group, Update, same, snapshot
 
 logger = logging.getLogger(__name__)
 

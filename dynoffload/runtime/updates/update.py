@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.modes import Modes
+from dynoffload.runtime.updates.modes import Modes
 
 Group = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""What will run next, and moving it in time."""

@@ -1,0 +1,1 @@
+"""Optimizer steps without a barrier: split by parameter, put off, made when needed."""

@@ -1,0 +1,410 @@
+"""Optimizer steps without a barrier: each paged parameter's update waits for its next use.
+
+A stock ``optimizer.step()`` would need all parameters, gradients and state at once. Here it splits
+into one sub-step per paged parameter, made by the optimizer's own code on a group that holds this
+parameter alone, with the hyperparameters as they were at ``step()``. For the optimizers of
+`torch.optim` whose state belongs to parameters, the bits are those of the whole step.
+
+[Note: deferral]  On a guarded device the sub-step of a paged parameter is put off until the
+parameter is next used: a module's forward, or any other access to it, its gradient or its state,
+which the device holds back (the regions are locked) until `Waiting.serve` has made the update
+behind its back, under other addresses. Elsewhere sub-steps run inside ``step()``.
+
+Deferral is only for what the device guards: where the user has put other tensors in the place of
+adopted ones (``p.grad = mine``, ``p.data = mine``), the sub-step runs inside ``step()`` too. What
+a put-off update will change counts as changed at once, so that a backward which still needs the
+old value raises as it does in plain PyTorch.
+
+[Note: interrupts]  Ctrl-C in the middle would leave regions locked for an update that is not noted,
+an update half made, or an optimizer without parameters. So signals wait until what was begun is
+done; see `interrupts`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from dynoffload.memory.device import Device
+from dynoffload.runtime.adoption.fused import Fused, FusedStore
+from dynoffload.runtime.adoption.held import are_shared
+from dynoffload.runtime.adoption.store import Slot, Store
+from dynoffload.runtime.interrupts import admit, hold, uninterrupted
+from dynoffload.runtime.updates.drafts import Drafts
+from dynoffload.runtime.updates.making import OF_SCALER, Maker
+from dynoffload.runtime.updates.modes import Modes, may_wait
+from dynoffload.runtime.updates.slices import MOST_STEPS, SliceUpdate, Step
+from dynoffload.runtime.updates.update import Group, Update, check_optimizer, snapshot
+from dynoffload.runtime.updates.waiting import Waiting
+from dynoffload.runtime.updates.watched import WatchedState
+
+logger = logging.getLogger(__name__)
+
+_REGISTER = "register_step_pre_hook"
+
+
+def can_split(optimizer: Optimizer) -> bool:
+    """Return whether the updates of ``optimizer`` are known to be made one by one like together."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def _any_sparse(groups: Iterable[Group]) -> bool:
+    gradients = (parameter.grad for group in groups for parameter in group["params"])
+    return any(g is not None and g.layout is not torch.strided for g in gradients)
+
+
+class Updates:
+    """Splits the steps of one optimizer into updates, and puts those off that may wait.
+
+    Args:
+        optimizer: the user's.
+        store: its parameters' slots.
+        rows: the rows of those that are paged by slices.
+        device: holds their regions.
+        defer: put updates off; needs a guarded device.
+        on_step: called after each ``step()`` of the user.
+
+    Attributes:
+        maker: makes the updates.
+        waiting: those that were put off.
+        drafts: those made in backward, or None.
+        splits: whether steps are split at all.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: Store,
+        rows: FusedStore,
+        device: Device,
+        *,
+        defer: bool,
+        on_step: Callable[[], None],
+    ) -> None:
+        check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self._store = store
+        self._device = device
+        self._defer = defer and device.guarded
+        self._on_step = on_step
+        self._groups: list[Group] | None = None
+        self.maker = Maker(optimizer, store, rows, device)
+        self._slices = self.maker.slices
+        self.waiting = Waiting(self.maker, store, device, locks=self._defer)
+        self.drafts: Drafts | None = None
+        self._begun = False  # whether a step has changed something and is not over
+        self._signature = inspect.signature(self.maker.step)
+        self.splits = can_split(optimizer)
+        if not self.splits:
+            logger.warning(
+                "%s is not one of torch.optim: its step runs whole, and its state pages on demand",
+                type(optimizer).__name__,
+            )
+        self._watch()
+        self._pre = optimizer.register_step_pre_hook(self._before)
+        self._post = optimizer.register_step_post_hook(self._after)
+        first = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+        first.move_to_end(self._post.id, last=False)
+        self._register, optimizer.__dict__[_REGISTER] = (
+            getattr(optimizer, _REGISTER),
+            self._before_ours,
+        )
+        self._handles = [
+            self._pre,
+            self._post,
+            optimizer.register_state_dict_pre_hook(lambda _: self.waiting.flush_all()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.waiting.flush_all()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
+        ]
+
+    def _watch(self) -> None:
+        state = self.optimizer.state
+        if self._defer and not isinstance(state, WatchedState):
+            self.optimizer.state = WatchedState(state, self._look)
+
+    def _look(self, parameter: torch.Tensor | None) -> None:
+        if not self.waiting.any():
+            return
+        if parameter is None:
+            self.waiting.flush_all()
+            return
+        slot = self._store.slots.get(parameter)  # type: ignore[call-overload]
+        if slot is not None:  # of a fused parameter, what is not guarded is up to date
+            self.waiting.flush(slot)
+
+    def _loaded(self) -> None:
+        self._watch()
+        self.adopt_all()
+
+    # The user's step()
+
+    def _before_ours(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a step pre-hook of the user's, to run before ours.
+
+        Ours is the last before the optimizer's own code, and the first after it: between the two
+        the optimizer has nothing left to do, and shows no parameters.
+        """
+        handle = cast(RemovableHandle, self._register(hook))
+        order = cast(OrderedDict[int, Any], self.optimizer._optimizer_step_pre_hooks)
+        order.move_to_end(self._pre.id)
+        return handle
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.splits:
+            return None
+        self.waiting.check()
+        self._signature.bind(*args, **kwargs)  # refuses what the optimizer's own code would
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        answer = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            rest = {key: value for key, value in kwargs.items() if key != "closure"}
+            answer = ((args[0], lambda: loss, *args[2:]), rest)
+        self._commit(optimizer)
+        return answer
+
+    @uninterrupted
+    def _commit(self, optimizer: Optimizer) -> None:
+        """Make or put off all updates of a step; one under a `GradScaler` makes all at once."""
+        scaled = any(getattr(optimizer, name, None) is not None for name in OF_SCALER)
+        with self.waiting.mutex:
+            if self.drafts is not None and (scaled or _any_sparse(optimizer.param_groups)):
+                self.drafts.drop_all()  # or the step may fail, with nothing changed
+            if scaled:
+                self.waiting.flush_all()  # of earlier steps, which the scaler has no part in
+            self._flush_used(optimizer.param_groups)
+            self.maker.scaled = scaled
+            try:
+                resident, paged, shared, fused = self._split(optimizer.param_groups)
+                self._step_resident(resident, bool(paged or fused))
+                for parameter in shared:
+                    self.maker.adopt_state(parameter)
+                self._put_off(paged)
+                for one, hyper in fused:
+                    self._put_off_slices(one, hyper)
+                self._begun = False
+                if scaled or not self._defer:
+                    self.waiting.flush_all()
+            except BaseException as error:
+                if self._begun:
+                    self.waiting.fail(error)
+                raise
+            finally:
+                self._begun = self.maker.scaled = False
+        # The optimizer's own code now finds nothing left to do. Nobody else may find that.
+        hold()
+        self._groups = optimizer.param_groups
+        optimizer.param_groups = [{**group, "params": []} for group in self._groups]
+
+    @uninterrupted
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.restore_groups()
+        if not self.splits:
+            self.adopt_all()
+        if self.drafts is not None:
+            self.drafts.end_step()
+        self._store.release_orphans()
+        for fused in self._store.fused.values():
+            owed = {slot.owed for slot in fused.slots if slot.owed is not None}
+            self._slices.rows.release_rows(fused, owed)
+        self._on_step()
+
+    def restore_groups(self) -> None:
+        """Show the optimizer's groups again, also where something has failed between our hooks."""
+        if self._groups is not None:
+            self.optimizer.param_groups = self._groups
+            self._groups = None
+            admit()
+
+    def _flush_used(self, groups: list[Group]) -> None:
+        """Make the pending updates that a step over ``groups`` meets: its own parameters', and
+        those whose memory the user has put in the place of something that it reads."""
+        owner, slot_of = self._device.owner, self._store.slot_of
+        used = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
+        for parameter, group in used:
+            fused = self._store.fused.get(parameter)
+            if fused is not None:
+                self._slices.rows.take_back(fused)
+                if self._slices.splits(fused, group):
+                    continue  # each slice's updates are made in order
+            for slot in self._store.slots_of(parameter):
+                self.waiting.flush(slot)
+            if not self.waiting.pending:
+                continue
+            state = dict.get(self.optimizer.state, parameter, {})
+            for tensor in (parameter, parameter.grad, *state.values()):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    lender = slot_of(owner(tensor.data_ptr()))
+                    if lender is not None:
+                        for slot in self._store.slots_of(lender.parameter):
+                            self.waiting.flush(slot)
+
+    def _split(
+        self, groups: list[Group]
+    ) -> tuple[
+        list[Group], list[tuple[Slot, Group]], list[nn.Parameter], list[tuple[Fused, Group]]
+    ]:
+        """Return what is updated at once, as groups; what can be put off; of the former the paged
+        parameters, whose memory is also another's or no longer ours; and those that are updated by
+        slices."""
+        resident: list[Group] = []
+        paged: list[tuple[Slot, Group]] = []
+        shared: list[nn.Parameter] = []
+        sliced: list[tuple[Fused, Group]] = []
+        for group in groups:
+            hyper = snapshot(group)
+            small = []
+            for parameter in group["params"]:
+                slot = self._store.slots.get(parameter)
+                fused = self._store.fused.get(parameter)
+                if fused is not None:
+                    if parameter.grad is None:
+                        continue
+                    if self._slices.splits(fused, hyper):
+                        sliced.append((fused, hyper))
+                    else:
+                        small.append(parameter)
+                        shared.append(parameter)
+                elif slot is None:
+                    small.append(parameter)
+                elif parameter.grad is not None:
+                    if self.drafts is not None and self.drafts.has(slot):
+                        self._begun = True
+                        if self.drafts.take(slot, hyper):
+                            continue
+                    strided = parameter.grad.layout is torch.strided
+                    if slot.shared or not strided or not self._store.take_back(slot):
+                        small.append(parameter)
+                        shared.append(parameter)
+                    else:
+                        self._store.adopt_gradient(slot)
+                        paged.append((slot, hyper))
+            resident.append({**hyper, "params": small})
+        return resident, paged, shared, sliced
+
+    def _step_resident(self, groups: list[Group], others: bool) -> None:
+        """Make the updates of what stays in memory; where one fails, ``others`` are not made."""
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        versions = [parameter._version for parameter in parameters]
+        try:
+            self.maker.run(groups, self.optimizer.state)
+        except BaseException:
+            changed = [parameter._version for parameter in parameters] != versions
+            self._begun = self._begun or (others and changed)
+            raise
+
+    def _put_off(self, paged: Iterable[tuple[Slot, Group]]) -> None:
+        waiting = []
+        defer, modes = self._defer and may_wait(), Modes.now()
+        self._begun = True
+        for slot, group in paged:
+            parameter, gradient = slot.parameter, slot.parameter.grad
+            assert gradient is not None
+            state = self.optimizer.state.get(parameter)
+            copy = None if state is None else dict(state)
+            regions = slot.update_regions()
+            update = Update(group, parameter.data, gradient, copy, regions, modes)
+            torch.autograd.graph.increment_version(parameter)
+            if not self._defer or (defer and self._guards(slot, gradient)):
+                waiting.append((slot, update))
+                continue
+            self.maker.make(slot, update)
+        for slot, update in waiting:
+            self.waiting.add(slot, update)
+
+    def _put_off_slices(self, fused: Fused, group: Group) -> None:
+        self._begun = True
+        drafts = self.drafts
+        taken = {
+            slot
+            for slot in fused.slots
+            if drafts is not None and drafts.has(slot) and drafts.take(slot, group)
+        }
+        for slot, step in self._slices.steps(fused, group):
+            if slot in taken:
+                continue
+            waiting = self.waiting.pending.get(slot)
+            if isinstance(waiting, SliceUpdate):
+                if step.zero and len(waiting.steps) < MOST_STEPS and may_wait():
+                    waiting.steps.append(step)
+                    continue
+                self.waiting.flush(slot)
+            self._wait_for_slice(slot, step)
+
+    def _wait_for_slice(self, slot: Slot, step: Step) -> None:
+        update = self._slices.begin(slot, step)
+        if self._defer and may_wait():
+            self.waiting.add(slot, update)
+        else:
+            self.maker.make(slot, update)
+
+    def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Return whether the device sees every access to what the update reads and writes."""
+        owner = self._device.owner
+        state = self.optimizer.state.get(slot.parameter, {})
+        return (
+            slot.gradient is not None
+            and owner(gradient.data_ptr()) == slot.gradient
+            and not are_shared(state, besides=slot.states)
+            and all(
+                key in state and owner(state[key].data_ptr()) == region
+                for key, region in slot.states.items()
+            )
+        )
+
+    @uninterrupted
+    def draft(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is complete: make its update ahead of ``step()``, if it may be.
+
+        See `Drafts`.
+        """
+        if self.drafts is None or not may_wait():
+            return
+        with self.waiting.mutex:
+            if slot not in self.waiting.pending:
+                self.drafts.make(slot)
+
+    @uninterrupted
+    def abandon(self) -> None:
+        """Forget every pending update and any loss: all tensors are about to be replaced."""
+        with self.waiting.mutex:
+            if self.drafts is not None:
+                self.drafts.drop_all()
+            self.waiting.abandon()
+
+    def adopt_all(self) -> None:
+        """Adopt whatever state exists; after a load, or a step that could not be split."""
+        for parameter in (*self._store.slots, *self._store.fused):
+            if parameter in self.optimizer.state:
+                self.maker.adopt_state(parameter)
+
+    def close(self) -> None:
+        """Make all pending updates and let go of the optimizer."""
+        self.restore_groups()
+        self.optimizer.__dict__.pop(_REGISTER)
+        for handle in self._handles:
+            handle.remove()
+        try:
+            if self.drafts is not None:
+                self.drafts.drop_all()
+            self.waiting.flush_all()
+            self.waiting.check()
+        except BaseException as error:
+            self.abandon()  # else whoever reads those parameters would wait for updates for ever
+            self.waiting.fail(error)
+            raise
+        finally:
+            state = self.optimizer.state
+            if isinstance(state, WatchedState):
+                self.optimizer.state = state.plain()
