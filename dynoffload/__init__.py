@@ -22,8 +22,8 @@ if not (_root / "profiler").exists() and (_root.parent / "profiler").is_dir():
 _HOMES = {
     "offload": "dynoffload.runtime.offload",
     "materialize": "dynoffload.runtime.offload",
-    "save_checkpoint": "dynoffload.runtime.checkpoints.calls",
-    "load_checkpoint": "dynoffload.runtime.checkpoints.calls",
+    "save_checkpoint": "dynoffload.runtime.checkpointing",
+    "load_checkpoint": "dynoffload.runtime.checkpointing",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
     "profile": "dynoffload.profiler",
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     )
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
-    from dynoffload.runtime.checkpoints.calls import load_checkpoint, save_checkpoint
+    from dynoffload.runtime.checkpointing import load_checkpoint, save_checkpoint
     from dynoffload.runtime.offload import materialize, offload
     from dynoffload.runtime.session import Session
 

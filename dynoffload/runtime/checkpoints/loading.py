@@ -45,7 +45,7 @@ def load(
     memory: Memory,
     prepare: Callable[[], None],
 ) -> None:
-    """Load; see `calls.load_checkpoint`.
+    """Load; see `dynoffload.load_checkpoint`.
 
     Args:
         model, optimizer, directory, extra: as there.

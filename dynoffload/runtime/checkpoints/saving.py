@@ -60,7 +60,7 @@ def save(
     max_shard_size: int | str,
     memory: Memory,
 ) -> None:
-    """Save; see `calls.save_checkpoint`. No update may be pending."""
+    """Save; see `dynoffload.save_checkpoint`. No update may be pending."""
     limit = parse_bytes(max_shard_size)
     if limit < 1:
         raise ConfigError(f"max_shard_size={max_shard_size!r} holds nothing: pass, say, '5GB'")
