@@ -177,7 +177,8 @@ class Device(Protocol):
         """Take regions from where they can be accessed, and return their `visits`."""
 
     def visits(self, regions: Sequence[int]) -> list[int]:
-        """Return how often each region was where it can be accessed; only where `guarded`.
+        """Return how often each region was where it can be accessed, was discarded or cleared; only
+        where `guarded`.
 
         A region withdrawn, and not visited since, was neither seen nor changed by anybody.
         """

@@ -98,7 +98,7 @@ struct region {
     uint8_t shown;      /* its pages are at an alias */
     int32_t pins;
     uint32_t locks;     /* how often it was locked */
-    uint32_t visits;    /* how often it was put at its address */
+    uint32_t visits;    /* how often it was put at its address, discarded or cleared */
     struct failure failure; /* of the last request, for those who wait */
     uint32_t told;      /* the last thread that was told to let go while it waits for the owner */
     uint32_t page, pages; /* place in the arena */

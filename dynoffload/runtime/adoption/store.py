@@ -80,6 +80,7 @@ class Slot:
         fused: the parameter that it is a slice of, or None.
         number: of the slice.
         owed: region of the gradient that an update which was put off will read; only of slices.
+        home: where that gradient was made; `owed`, which may be its twin by now, ends with it.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Slot:
     fused: Fused | None = None
     number: int = 0
     owed: int | None = None
+    home: int | None = None
 
     def update_regions(self) -> list[int]:
         """Return what an optimizer update of the parameter reads and writes."""

@@ -10,6 +10,7 @@ replaced after the update: it is made on the old tensors, and the new ones stay.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -22,7 +23,7 @@ from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
-from dynoffload.runtime.updates.update import Group, Update
+from dynoffload.runtime.updates.update import Group, Update, neighbours
 
 OF_SCALER = ("grad_scale", "found_inf")
 """What a `GradScaler` gives an optimizer for one step."""
@@ -69,6 +70,11 @@ class Maker:
         """Run the optimizer's own code over ``groups``, with ``state``; see [Note: stand-ins]."""
         if not any(group["params"] for group in groups):
             return
+        beside = [neighbours(group) for group in groups]
+        groups = [
+            {**group, "params": [*group["params"], *others]}
+            for group, others in zip(groups, beside, strict=True)
+        ]
         shadow = object.__new__(type(self._optimizer))
         shadow.__dict__.update(self._optimizer.__dict__, param_groups=groups, state=state)
         if not self.scaled:
@@ -80,6 +86,8 @@ class Maker:
             _without_autocast(),
         ):
             self.step(shadow)
+        for parameter in itertools.chain(*beside):
+            state.pop(parameter, None)
 
     def make(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are not locked."""

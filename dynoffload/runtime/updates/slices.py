@@ -32,8 +32,9 @@ from dynoffload.runtime.adoption.store import Slot, Store, view_of
 from dynoffload.runtime.updates.modes import Modes
 from dynoffload.runtime.updates.update import Group
 
-MOST_STEPS = 64
-"""Steps that a slice may lag behind: what waits is bounded, and so is the time to catch up."""
+MOST_STEPS = 256
+"""Steps that a slice may lag behind: what waits is bounded, and so is the time to catch up. Some
+catch up earlier, as early as after half of them, so that not all do in one step."""
 
 Run = Callable[[list[Group], MutableMapping[torch.Tensor, Any]], None]
 
@@ -152,6 +153,11 @@ class SliceUpdates:
                     state[key] = value
         return stand_in.grad is None or stand_in.grad._version != version
 
+    def joins(self, update: SliceUpdate, step: Step) -> bool:
+        """Return whether ``step`` can wait with those of ``update``."""
+        early = 37 * update.regions[0] % (MOST_STEPS // 2)
+        return step.zero and len(update.steps) < MOST_STEPS - early
+
     def begin(self, slot: Slot, step: Step) -> SliceUpdate:
         """Return the update of ``slot`` that begins with ``step``."""
         regions = [slot.region, *slot.states.values()]
@@ -160,7 +166,7 @@ class SliceUpdates:
             gradient = slot.gradient
             assert gradient is not None
             regions.append(gradient)
-        slot.owed = gradient
+        slot.owed = slot.home = gradient
         return SliceUpdate([step], regions, gradient)
 
     @torch.no_grad()
@@ -231,7 +237,7 @@ class SliceUpdates:
 
     def end(self, slot: Slot, update: SliceUpdate) -> None:
         """An update was made."""
-        slot.owed = None
+        slot.owed = slot.home = None
         if update.gradient is not None:
             self.rows.end_gradient(slot, update.gradient)
 

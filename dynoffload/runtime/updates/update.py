@@ -1,4 +1,10 @@
-"""One parameter's share of an optimizer step, kept until it is made; see `updates`."""
+"""One parameter's share of an optimizer step, kept until it is made; see `updates`.
+
+[Note: neighbours]  With ``momentum`` and ``foreach``, SGD scales the momentum of all parameters of
+a dtype by one kernel if each has some, else one by one by another; in half precision the two round
+differently. So the update of one depends on whether another has its first gradient in this step.
+Where that is so, an update made alone is made beside a parameter of one element that has none.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.updates.modes import Modes
 
 Group = dict[str, Any]
+
+FIRST_TIMERS = "dynoffload_first_timers"
+"""Where hyperparameters note what `first_timers` has found."""
 
 _REFUSED = {
     "LBFGS": "updates all parameters together, with one state for the group",
@@ -71,6 +81,28 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def snapshot(group: Group) -> Group:
     """Return a group's hyperparameters as they are now, tensors copied, without parameters."""
     return {key: _copied(value) for key, value in group.items() if key != "params"}
+
+
+def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of which a step over ``group`` updates parameters with momentum and
+    parameters without, where that matters; see [Note: neighbours]."""
+    if type(optimizer).__name__ != "SGD" or not (group.get("foreach") and group.get("momentum")):
+        return ()
+    found: dict[torch.dtype, set[bool]] = {}
+    for parameter in group["params"]:
+        if parameter.grad is not None and parameter.dtype in (torch.float16, torch.bfloat16):
+            state = dict.get(optimizer.state, parameter) or {}
+            has = state.get("momentum_buffer") is not None
+            found.setdefault(parameter.dtype, set()).add(has)
+    return tuple(dtype for dtype, has in found.items() if len(has) > 1)
+
+
+def neighbours(group: Group) -> list[nn.Parameter]:
+    """Return the parameters beside which an update with the hyperparameters ``group`` is made."""
+    made = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in group.get(FIRST_TIMERS, ())]
+    for parameter in made:
+        parameter.grad = torch.zeros_like(parameter)
+    return made
 
 
 def same(one: Group, other: Group) -> bool:

@@ -41,8 +41,15 @@ from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.making import OF_SCALER, Maker
 from dynoffload.runtime.updates.modes import Modes, may_wait
-from dynoffload.runtime.updates.slices import MOST_STEPS, SliceUpdate, Step
-from dynoffload.runtime.updates.update import Group, Update, check_optimizer, snapshot
+from dynoffload.runtime.updates.slices import SliceUpdate, Step
+from dynoffload.runtime.updates.update import (
+    FIRST_TIMERS,
+    Group,
+    Update,
+    check_optimizer,
+    first_timers,
+    snapshot,
+)
 from dynoffload.runtime.updates.waiting import Waiting
 from dynoffload.runtime.updates.watched import WatchedState
 
@@ -216,8 +223,8 @@ class Updates:
             self.drafts.end_step()
         self._store.release_orphans()
         for fused in self._store.fused.values():
-            owed = {slot.owed for slot in fused.slots if slot.owed is not None}
-            self._slices.rows.release_rows(fused, owed)
+            homes = {slot.home for slot in fused.slots if slot.home is not None}
+            self._slices.rows.release_rows(fused, homes)
         self._on_step()
 
     def restore_groups(self) -> None:
@@ -264,6 +271,8 @@ class Updates:
         sliced: list[tuple[Fused, Group]] = []
         for group in groups:
             hyper = snapshot(group)
+            if found := first_timers(self.optimizer, group):
+                hyper[FIRST_TIMERS] = found
             small = []
             for parameter in group["params"]:
                 slot = self._store.slots.get(parameter)
@@ -336,7 +345,7 @@ class Updates:
                 continue
             waiting = self.waiting.pending.get(slot)
             if isinstance(waiting, SliceUpdate):
-                if step.zero and len(waiting.steps) < MOST_STEPS and may_wait():
+                if may_wait() and self._slices.joins(waiting, step):
                     waiting.steps.append(step)
                     continue
                 self.waiting.flush(slot)
