@@ -234,6 +234,46 @@ def test_two_optimizers_of_one_model_are_refused(runner: CliRunner, tmp_path: Pa
     assert "--model net: 2 optimizers have parameters of this Net" in result.stderr
 
 
+AGAIN = (
+    NETWORK
+    + """
+def train(net, parameters):
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    for _ in range(3):
+        net(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tell(net, optimizer=optimizer)
+
+first, second = Net(), Net()
+train(first, first.head.parameters() if len(sys.argv) > 1 else first.parameters())
+if len(sys.argv) > 1:
+    train(first, first.body.parameters())
+train(second, second.parameters())
+"""
+)
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["another model", "the same model"])
+def test_a_later_optimizer_trains_as_ever_and_is_told_of(
+    same: bool,
+    runner: CliRunner,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A sweep of trainings, or a second phase: only the first is offloaded."""
+    script = write(tmp_path, AGAIN.replace("len(sys.argv) > 1", str(same)))
+    expected = plainly(script, capsys)
+    assert not caplog.records
+    found = runner.invoke(app, ["run", "--wrap", "--budget", "200kB", str(script)])
+    assert found.exit_code == 0, found.output
+    assert expected in found.output
+    (said,) = [r.getMessage() for r in caplog.records if "another optimizer" in r.getMessage()]
+    assert "(AdamW)" in said
+    assert ("of the model that it offloads" in said) is same
+
+
 def test_an_optimizer_that_is_gone_does_not_count(
     runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

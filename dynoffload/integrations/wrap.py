@@ -2,7 +2,8 @@
 
 While the script runs, it is seen which optimizers it makes, and for the first training call of a
 module that holds an optimizer's parameters: before that call the block is entered, with the module
-and the optimizer, and it is left when the script ends. From then on nothing is watched.
+and the optimizer, and it is left when the script ends. What the script trains besides, with an
+optimizer that it makes later, is trained as ever, and a warning says so.
 
 [Note: what is ambiguous]  One optimizer whose parameters all belong to the module that is called
 first says by itself what to offload. Two optimizers, or a call of a part of the model, do not; then
@@ -11,9 +12,12 @@ the user names the model, as the variable that holds it where it is called.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -26,6 +30,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
 from dynoffload.runtime.offload import is_managed
 from dynoffload.runtime.updates.update import innermost
+
+logger = logging.getLogger(__name__)
 
 
 class Wrap:
@@ -44,7 +50,9 @@ class Wrap:
         self._script, self._name = str(script), name
         self._block = EventBlock()  # of what the command line says
         self._made: list[weakref.ref[Optimizer]] = []
-        self._undo: Callable[[], None] | None = None
+        self._undo = ExitStack()
+        self._managed: set[int] = set()
+        self._said = False
         self.entered = False
 
     def __enter__(self) -> Wrap:
@@ -53,18 +61,16 @@ class Wrap:
         def watched_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._made.append(weakref.ref(optimizer))
             init(optimizer, *args, **kwargs)
+            self._say_of_another(optimizer)
 
         def watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._undo is not None and self._made and torch.is_grad_enabled():
+            if not self.entered and self._made and torch.is_grad_enabled():
                 self._consider(module, sys._getframe(1))
             return call(module, *args, **kwargs)
 
-        def undo() -> None:
-            self._undo = None
-            Optimizer.__init__ = init  # type: ignore[method-assign]
-            nn.Module.__call__ = call  # type: ignore[method-assign]
-
-        self._undo = undo
+        self._undo.callback(setattr, Optimizer, "__init__", init)
+        self._unwatch_calls = partial(setattr, nn.Module, "__call__", call)
+        self._undo.callback(self._unwatch_calls)
         Optimizer.__init__ = watched_init  # type: ignore[method-assign, assignment]
         nn.Module.__call__ = watched_call  # type: ignore[method-assign]
         return self
@@ -75,8 +81,7 @@ class Wrap:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._undo is not None:
-            self._undo()
+        self._undo.close()
         self._block.leave(error)
 
     def _consider(self, module: nn.Module, frame: FrameType) -> None:
@@ -98,10 +103,27 @@ class Wrap:
         else:
             root = self._named(self._name, frame)
             optimizer = self._of_one(root, optimizers)
-        assert self._undo is not None
-        self._undo()
-        self._block.enter(root, optimizer)
+        self._unwatch_calls()
         self.entered = True
+        self._managed = _ids(root)
+        self._block.enter(root, optimizer)
+
+    def _say_of_another(self, optimizer: Optimizer) -> None:
+        """An optimizer was made: say so, once, if it comes too late for the block."""
+        if not self.entered or self._said or not _ids(optimizer):
+            return
+        if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            return  # it wraps one of those we know
+        self._said = True
+        whose = "the model that it offloads" if _ids(optimizer) & self._managed else "another model"
+        logger.warning(
+            "the script makes another optimizer (%s), of %s, after the first training call: --wrap "
+            "offloads one model with one optimizer, so what this one keeps is outside of the "
+            "budget, and its steps are not in the report; write 'with dynoffload.offload(model, "
+            "optimizer)' around each training in the script",
+            type(optimizer).__name__,
+            whose,
+        )
 
     def _optimizers(self) -> list[Optimizer]:
         """Return the optimizers there are, each once; one that wraps another counts as that."""
