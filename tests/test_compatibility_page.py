@@ -36,7 +36,7 @@ def test_each_row_ends_with_its_test() -> None:
 def test_each_quoted_message_stands_in_the_code() -> None:
     """Texts that a line break parts in the source are joined by the parser."""
     texts: list[str] = []
-    for file in sorted((ROOT / "dynoffload" / "runtime").glob("*.py")):
+    for file in sorted((ROOT / "dynoffload").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
