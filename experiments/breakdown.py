@@ -37,15 +37,16 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.updates.drafts import Drafts
-from dynoffload.runtime.updates.updates import Updates
+from dynoffload.runtime.updates.making import Maker
+from dynoffload.runtime.updates.waiting import Waiting
 from dynoffload.units import format_seconds
 
 _UPDATES = "the optimizer's own updates"
 _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    _UPDATES: ((Updates, "_run"),),
+    _UPDATES: ((Maker, "run"),),
     "gradients into their regions": ((Store, "adopt_gradient"), (Store, "end_gradient")),
     "updates drafted in backward, besides": ((Drafts, "make"), (Drafts, "take")),
-    "updates put off, besides": ((Updates, "flush"),),
+    "updates put off, besides": ((Waiting, "flush"),),
     "saved activations, moved": ((Activations, "pack"),),
     "saved activations, given back": ((Activations, "unpack"),),
     "waiting for regions, or making them present": (

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, each_backend_in_time, hazard, loss_of
+from exactness import SMALL_PAGES, assert_same, least_budget
+from hazards import Mlp, Side, each_backend, each_backend_in_time, each_paged, hazard, loss_of
 from torch import nn
 from torch.optim import AdamW
+
+import dynoffload
+from dynoffload.errors import BudgetError
 
 
 @each_backend_in_time
@@ -127,3 +131,32 @@ def test_low_rank_adapters(backend: str) -> None:
                 side.step(loss_of(model, step), optimizer)
 
     hazard(backend, program, moves=False)
+
+
+@each_paged
+def test_thawing_what_does_not_fit_is_refused_before_the_sample(backend: str) -> None:
+    """A frozen layer was counted without gradient and state; freezing it again is a way on."""
+    model = nn.Sequential(
+        nn.Linear(64, 256, bias=False),
+        nn.ReLU(),
+        nn.Linear(256, 64, bias=False),
+        nn.Linear(64, 10),
+    )
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
+    budget, _ = least_budget(model, optimizer, 1000, config)
+    with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config):
+        for step in range(4):
+            if step == 2:
+                model[0].requires_grad_(True)
+                before = {name: p.detach().clone() for name, p in model.named_parameters()}
+                with pytest.raises(BudgetError, match=r"0\.weight, which was frozen before, needs"):
+                    model(torch.ones(2, 64))
+                assert_same(dict(model.named_parameters()), before, "the model")
+                model[0].requires_grad_(False)
+            model(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not torch.equal(model[3].bias, before["3.bias"])

@@ -448,3 +448,32 @@ def test_disabled_hooks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
 
     compare(plain, train)
     assert caplog.text.count("saved-tensor hooks are disabled") == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_of_a_table_leave_the_table_where_it_is(backend: str) -> None:
+    """A sample that is some columns of all there is: the table is the user's, far larger than the
+    budget, and no byte of it is copied."""
+    twin = pair(lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x))))))
+    table = torch.randn(2000, 80, generator=torch.Generator().manual_seed(0))
+    config = {**CONFIG, "backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, 48 * 1024, config)
+    assert table.nbytes > 4 * budget
+    with twin.paged(budget, pilot=None, config=config) as session:
+        for step in range(3):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                model(table[8 * step : 8 * step + 8, :32]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(step.peak_fast_bytes <= budget for step in session.log.steps)
+    twin.assert_same()
+
+
+def test_columns_of_a_table_that_fits_are_not_copied_with_it() -> None:
+    """What is saved of it is some columns, and not the table."""
+    twin = pair(lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x))))))
+    table = torch.randn(400, 80, generator=torch.Generator().manual_seed(0))
+    with twin.paged(1 << 20, pilot=None, config=CONFIG) as session:
+        twin.model(table[:8, :32]).square().mean().backward()
+        assert session._paging is not None
+        assert 0 < session._paging.activations.saved_bytes < table.nbytes // 4

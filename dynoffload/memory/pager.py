@@ -195,6 +195,7 @@ class Pager(Places):
             BudgetError: no room, neither of addresses nor of memory.
             SpillError: the spill file cannot be read, or not written to make room.
         """
+        self._check_room(regions)
         storages: list[torch.UntypedStorage] = []
         shown: list[int] = []
         try:

@@ -83,7 +83,7 @@ class Adoption:
             page, least = self._device.page_bytes, self._sizing.min_paged_bytes
             count = slices_of(parameter, page, least) if id(parameter) in alone else 1
             if self._begun:
-                self._check_room(name, parameter, count)
+                self._check_room(f"{name}, which was added to the model", parameter, count)
             if count > 1:
                 self.rows.adopt_parameter(name, parameter)
             else:
@@ -92,13 +92,24 @@ class Adoption:
         self.store.forget_sources()
         return adopted
 
-    def _check_room(self, name: str, parameter: nn.Parameter, slices: int) -> None:
+    def check_thawed(self, parameter: nn.Parameter) -> None:
+        """A parameter that was adopted while it was frozen is about to be trained.
+
+        Raises:
+            BudgetError: its update does not fit.
+        """
+        slots = self.store.slots_of(parameter)
+        if slots:
+            name = slots[0].name if slots[0].fused is None else slots[0].fused.name
+            self._check_room(f"{name}, which was frozen before", parameter, len(slots))
+
+    def _check_room(self, what: str, parameter: nn.Parameter, slices: int) -> None:
         copies = 2 + state_tensors(self._optimizer) if parameter.requires_grad else 1
         region = self._device.padded(parameter.nbytes // slices)
         need = region * copies + 2 * self._sizing.chunk_bytes
         if need > self._sizing.pool_bytes:
             raise BudgetError(
-                f"{name}, which was added to the model, needs {format_bytes(need)} at once "
+                f"{what}, needs {format_bytes(need)} at once "
                 f"(parameter, gradient and optimizer state), and the pool has "
                 f"{format_bytes(self._sizing.pool_bytes)}: raise the budget, or make it smaller"
             )

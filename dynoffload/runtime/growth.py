@@ -89,7 +89,7 @@ class Growth:
 
 
 def _end_of(output: Any) -> weakref.ref[_End] | None:
-    nodes = [tensor.grad_fn for tensor in _tensors_in(output) if tensor.grad_fn is not None]
+    nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
     if not nodes:
         return None
     end = _End()
@@ -98,8 +98,8 @@ def _end_of(output: Any) -> weakref.ref[_End] | None:
     return weakref.ref(end)
 
 
-def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an output: a tensor, or a nest of mappings, sequences and objects."""
+def tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a nest of mappings, sequences and objects, down to ``depth``."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth:
@@ -111,4 +111,4 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         elif hasattr(value, "__dict__"):
             items = vars(value).values()
         for item in items:
-            yield from _tensors_in(item, depth - 1)
+            yield from tensors_in(item, depth - 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,30 +22,49 @@ from dynoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Possible:
+    """What a process can have.
+
+    Attributes:
+        budget: bytes, no more than the user allows.
+        slack: bytes of freed heap that may be kept besides.
+    """
+
+    budget: int
+    slack: int
+
+
 @contextmanager
-def within_host(budget: int, model: nn.Module, optimizer: Optimizer | None) -> Iterator[int]:
-    """Yield ``budget``, or what this process can have if that is less.
+def within_host(
+    budget: int, slack: int, model: nn.Module, optimizer: Optimizer | None
+) -> Iterator[Possible]:
+    """Yield ``budget`` and ``slack``, or what this process can have if that is less.
 
     What the tensors of ``model`` and ``optimizer`` take already counts as available, as they move
-    into the pool.
+    into the pool. Left free are ``slack``, or a quarter of what there is if that is less, and a
+    sixteenth for the temporaries of operators.
 
     Raises:
         BudgetError: what is done with the lowered budget finds it too small; says that it is the
             system's memory that is.
     """
     have = available_bytes() + ordinary_bytes(model, optimizer)
-    if budget <= have:
-        yield budget
+    kept = min(slack, have // 4)
+    most = have - kept - have // 16
+    if budget <= most:
+        yield Possible(budget, slack)
         return
     lowered = (
-        f"the budget of {format_bytes(budget)} is more than the {format_bytes(have)} that the "
-        "system, or this process's control group, can give"
+        f"the budget of {format_bytes(budget)} is more than the {format_bytes(most)} that the "
+        f"system, or this process's control group, can give besides {format_bytes(have - most)} "
+        "for freed heap and operators' temporaries"
     )
     try:
-        yield have
+        yield Possible(most, kept)
     except BudgetError as error:
         raise BudgetError(
             f"{lowered}, and with that: {error}; it is memory that lacks: end other programs, "
             "raise the group's limit, or take a larger machine"
         ) from error
-    logger.warning("%s: going on with that; operators' temporaries come on top", lowered)
+    logger.warning("%s: going on with that", lowered)

@@ -228,8 +228,9 @@ def _session(
     chosen = spill_dir or given.spill_dir
     directory = Path(chosen or default_spill_dir())
     reason = "" if chosen else why_not_temporary(directory)
-    with within_host(limit, model, optimizer) as possible:
-        sizing = sizing_of(model, optimizer, possible, options)
+    with within_host(limit, options.heap_slack_bytes, model, optimizer) as possible:
+        options = replace(options, heap_slack_bytes=possible.slack)
+        sizing = sizing_of(model, optimizer, possible.budget, options)
     session = Session(model, optimizer, sizing, options, directory, predictor, reason)
     _open[id(model)] = session
     try:

@@ -32,6 +32,7 @@ from dynoffload.runtime.adoption.units import Unit, units_of
 from dynoffload.runtime.experts import calls
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.experts.parts import Parts
+from dynoffload.runtime.growth import tensors_in
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
@@ -213,10 +214,12 @@ class Paging:
         """Adopt what is new in the model, between two samples; return whether hooks are others.
 
         Raises:
-            BudgetError: a new parameter and its update do not fit; it stays where it is.
+            BudgetError: a new or thawed parameter and its update do not fit; nothing was changed.
         """
         if not self._changes.any() or self._hooks.inside or not has_its_own(self.model):
             return False
+        for parameter in self._changes.thawed():
+            self.adoption.check_thawed(parameter)
         for parameter in self.adoption.adopt_parameters():
             if parameter in self.store.fused:
                 self.gradients.adopt(self.store.fused[parameter])
@@ -289,6 +292,7 @@ class Paging:
         self._on_phase("forward")
         if self.updates is not None and self.updates.drafts is not None:
             self.updates.drafts.begin_forward()
+        self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
         order = self._forecast.begin(args, kwargs)
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)

@@ -93,6 +93,7 @@ class Session:
         )
         self._largest = 0
         self._measured_peak = 0
+        self._said_overrun = False
         self._leaves = self._outgrown = False
         self._pid = os.getpid()
         self._handles: list[RemovableHandle] = [
@@ -190,9 +191,34 @@ class Session:
             forecast.names(forecast.actual) or (),
             forecast.accuracy,
         )
+        if stats.peak_fast_bytes > self.sizing.budget:
+            self._say_overrun(paging, stats)
         if self._config.step_aside:
             self._consider_aside(stats)
         forecast.judge(stats)
+
+    def _say_overrun(self, paging: Paging, stats: StepStats) -> None:
+        """Say, once, what passes the budget: tensors that cannot be paged, and have grown."""
+        if self._said_overrun:
+            return
+        self._said_overrun = True
+        owner = paging.device.owner
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        outside = {
+            name: tensor.untyped_storage().nbytes()
+            for name, tensor in tensors
+            if tensor.layout is torch.strided and owner(tensor.data_ptr()) < 0
+        }
+        name = max(outside, key=outside.__getitem__, default="")
+        logger.warning(
+            "step %d took %s, more than the budget of %s: something holds memory that cannot be "
+            "paged, such as a buffer that is a slice of a larger tensor, or parameters and "
+            "gradients that are part of one%s; clone it, let go of it, or raise the budget",
+            stats.step,
+            format_bytes(stats.peak_fast_bytes),
+            format_bytes(self.sizing.budget),
+            f"; the largest is {name!r} with {format_bytes(outside[name])}" if name else "",
+        )
 
     def _consider_aside(self, stats: StepStats) -> None:
         self._measured_peak = max(self._measured_peak, stats.peak_fast_bytes)

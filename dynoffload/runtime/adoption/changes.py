@@ -38,7 +38,11 @@ class Changes:
 
     def any(self) -> bool:
         """Return whether something may have changed since."""
-        return self._noted or any(parameter.requires_grad for parameter in self._frozen)
+        return self._noted or bool(self.thawed())
+
+    def thawed(self) -> list[nn.Parameter]:
+        """Return the parameters that were frozen when the network was read, and are not now."""
+        return [parameter for parameter in self._frozen if parameter.requires_grad]
 
     def close(self) -> None:
         """Note nothing any more."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.adoption.held import holders
+from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, view_of
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -272,6 +272,7 @@ class FusedStore:
             self._device.owner(data.data_ptr()) >= 0
             or not self.is_like(fused, data)
             or users_of(storage) > 3  # its own object, the parameter, and `data`
+            or not is_torchs(data)
             or self.is_held(fused.row)
         ):
             return

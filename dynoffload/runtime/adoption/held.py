@@ -27,15 +27,27 @@ def has_its_own(model: nn.Module) -> bool:
 
 
 def held_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of ``model`` whose memory somebody holds who is none of them."""
+    """Return the parameters of ``model`` whose memory somebody holds who is none of them, in this
+    process or, as it is shared memory, in another."""
     parameters = [p for p in model.parameters() if p.layout is torch.strided and not p.is_meta]
     storages = [parameter.untyped_storage() for parameter in parameters]
     counts = Counter(storage._cdata for storage in storages)
     return {
         parameter
         for parameter, storage in zip(parameters, storages, strict=True)
-        if users_of(storage) > counts[storage._cdata] + 1  # and the storage's own object
+        # One user is the storage's own object.
+        if users_of(storage) > counts[storage._cdata] + 1 or storage.is_shared()
     }
+
+
+def is_torchs(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of ``tensor`` is torch's and this process's alone.
+
+    Memory that came from elsewhere may be an array's (`torch.from_numpy`), which would not follow.
+    Tensors that were read from files look alike, so this is asked only where those do not come.
+    """
+    storage = tensor.untyped_storage()
+    return bool(storage.resizable()) and not storage.is_shared()
 
 
 def holders(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.adoption.held import holders
+from dynoffload.runtime.adoption.held import holders, is_torchs
 
 if TYPE_CHECKING:
     from dynoffload.runtime.adoption.fused import Fused
@@ -230,7 +230,7 @@ class Store:
         storage = data.untyped_storage()
         ours = self._device.storage(slot.region)
         # The storage's own object, the parameter and `data` hold it.
-        if users_of(storage) > _OWN_USERS + 1 or users_of(ours) > 1:
+        if users_of(storage) > _OWN_USERS + 1 or users_of(ours) > 1 or not is_torchs(data):
             return False
         if storage.nbytes() > ours.nbytes():
             region = self._region(storage.nbytes(), slot.name, slot)
@@ -260,7 +260,7 @@ class Store:
             return
         if self._device.owner(gradient.untyped_storage().data_ptr()) >= 0:
             return  # accumulated in place
-        if not self.pages(gradient) or holders(gradient) > 1:
+        if not self.pages(gradient) or holders(gradient) > 1 or not is_torchs(gradient):
             return
         with self._gradients:
             region = self._gradient_region(slot, gradient)

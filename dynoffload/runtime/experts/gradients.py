@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import Fused, FusedStore, is_zero
-from dynoffload.runtime.adoption.held import holders
+from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.updates.updates import Updates
@@ -130,6 +130,7 @@ class FusedGradients:
             or not self.rows.is_like(fused, gradient)
             or self._device.owner(gradient.data_ptr()) >= 0
             or holders(gradient) > 1
+            or not is_torchs(gradient)
         ):
             return
         row = self.row_for(fused)

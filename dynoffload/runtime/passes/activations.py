@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -102,6 +102,8 @@ class Activations:
         self._waiting: list[Chunk] = []  # ended, but somebody outside still holds a tensor of it
         self._live = 0  # entries whose saved tensors may still be asked for
         self._closed = False
+        self._inputs: set[int] = set()  # storages of what the model was called with
+        self._most = self.device.capacity - self.chunk_bytes  # bytes that can be saved as one
         self._borrowed: weakref.WeakSet[Borrowed] = weakref.WeakSet()
 
     # Chunks
@@ -184,10 +186,15 @@ class Activations:
         if chunk.live == 0:
             self._drop(chunk)
 
+    def begin_forward(self, inputs: Iterable[torch.Tensor]) -> None:
+        """A forward begins, of ``inputs``, whose memory is the user's."""
+        self._inputs = {t.untyped_storage()._cdata for t in inputs if is_plain(t)}
+
     @uninterrupted
     def end_forward(self) -> None:
         """The forward is over: the next one starts a chunk of its own."""
         self._shut_current()
+        self._inputs = set()
         self._entries.clear()
         self.sweep()
 
@@ -251,8 +258,11 @@ class Activations:
         nbytes = storage.nbytes()
         whole = True
         used = tensor.numel() * tensor.element_size()
-        if nbytes > 2 * used and is_dense(tensor):
-            nbytes, whole = used, False
+        if nbytes > 2 * used:
+            if is_dense(tensor):
+                nbytes, whole = used, False
+            elif storage._cdata in self._inputs or self.device.padded(nbytes) > self._most:
+                return Kept(self, tensor, used)  # columns of a table, which stays where it is
         room = self.kept_bytes + nbytes <= self.allowance
         if not nbytes or (room and nbytes < self.min_moved_bytes):
             return Kept(self, tensor, nbytes)

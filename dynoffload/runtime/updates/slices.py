@@ -144,7 +144,7 @@ class SliceUpdates:
         if made is not None:
             if state is None:
                 state = {}
-                dict.__setitem__(self._optimizer.state, fused.parameter, state)
+                self._optimizer.state[fused.parameter] = state
             for key, value in made.items():
                 if isinstance(value, torch.Tensor) and value.shape == one.shape:
                     if key not in fused.states:

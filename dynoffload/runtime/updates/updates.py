@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -56,6 +57,7 @@ from dynoffload.runtime.updates.watched import WatchedState
 logger = logging.getLogger(__name__)
 
 _REGISTER = "register_step_pre_hook"
+_OF_ENTRY = 5  # references to an entry of the state: of two mappings, two calls and the count
 
 
 def can_split(optimizer: Optimizer) -> bool:
@@ -169,7 +171,8 @@ class Updates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self.splits:
             return None
-        self.waiting.check()
+        self.waiting.check_step()
+        self._watch()  # the user may have put another state there
         self._signature.bind(*args, **kwargs)  # refuses what the optimizer's own code would
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         answer = None
@@ -365,6 +368,7 @@ class Updates:
         return (
             slot.gradient is not None
             and owner(gradient.data_ptr()) == slot.gradient
+            and sys.getrefcount(state) <= _OF_ENTRY  # who holds it would see it as it was
             and not are_shared(state, besides=slot.states)
             and all(
                 key in state and owner(state[key].data_ptr()) == region
@@ -416,4 +420,4 @@ class Updates:
         finally:
             state = self.optimizer.state
             if isinstance(state, WatchedState):
-                self.optimizer.state = state.plain()
+                self.optimizer.state = state.before()

@@ -169,13 +169,24 @@ class Waiting:
                 self._maker.end_gradient(slot, update)
             self._failure = self.lost = None
 
+    def check_step(self) -> None:
+        """Admit another step, unless one was lost and nothing was loaded since.
+
+        Raises:
+            StepLostError: naming the remedy, from what cut that step off.
+        """
+        self._refuse(self.lost)
+
     def check(self) -> None:
-        """Raise what went wrong in an update made behind somebody's back.
+        """Raise what went wrong in an update made behind somebody's back, unless it was told.
 
         Raises:
             StepLostError: naming the remedy, from the first error.
         """
-        error, self._failure = self._failure, None
+        self._refuse(self._failure)
+
+    def _refuse(self, error: BaseException | None) -> None:
+        self._failure = None
         if error is not None:
             raise StepLostError(
                 "an optimizer update that was put off failed or was cut off, and its parameter "

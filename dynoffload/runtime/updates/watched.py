@@ -18,6 +18,9 @@ State = defaultdict[torch.Tensor, Any]
 class WatchedState(State):
     """``optimizer.state``, which says when somebody looks.
 
+    Whoever holds the state as it was before sees new entries there too, and finds it in its place
+    again at the end.
+
     Args:
         entries: the state so far.
         on_look: called with the parameter whose entry is asked for, or None for all of them.
@@ -25,11 +28,63 @@ class WatchedState(State):
 
     def __init__(self, entries: State, on_look: Callable[[torch.Tensor | None], None]) -> None:
         super().__init__(entries.default_factory or dict, entries)
-        self._on_look = on_look
+        self._on_look, self._before = on_look, entries
+
+    def before(self) -> State:
+        """Return what this stands for, with the entries of now."""
+        self._before.clear()
+        self._before.update(super().items())
+        return self._before
 
     def plain(self) -> State:
         """Return the same entries, unwatched."""
         return defaultdict(self.default_factory, super().items())
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._before[key] = value
+
+    def __delitem__(self, key: torch.Tensor) -> None:
+        self._on_look(key)
+        super().__delitem__(key)
+        self._before.pop(key, None)
+
+    def setdefault(self, key: torch.Tensor, default: Any = None) -> Any:
+        """Return the entry of ``key``, made of ``default`` if there is none."""
+        self._on_look(key)
+        if not super().__contains__(key):
+            self[key] = default
+        return super().__getitem__(key)
+
+    def popitem(self) -> tuple[torch.Tensor, Any]:
+        """Remove and return the last entry."""
+        self._on_look(None)
+        key, value = super().popitem()
+        self._before.pop(key, None)
+        return key, value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Take entries over."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __eq__(self, other: object) -> bool:
+        self._on_look(None)
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __or__(self, other: Any) -> Any:
+        self._on_look(None)
+        return self.plain() | other
+
+    def __ior__(self, other: Any) -> WatchedState:  # type: ignore[override]
+        self.update(other)
+        return self
+
+    def __ror__(self, other: Any) -> Any:
+        self._on_look(None)
+        return other | self.plain()
 
     def __getitem__(self, key: torch.Tensor) -> Any:
         self._on_look(key)
@@ -47,12 +102,14 @@ class WatchedState(State):
     def pop(self, key: torch.Tensor, *default: Any) -> Any:
         """Remove and return the entry of ``key``."""
         self._on_look(key)
+        self._before.pop(key, None)
         return super().pop(key, *default)
 
     def clear(self) -> None:
         """Remove all entries."""
         self._on_look(None)
         super().clear()
+        self._before.clear()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self._on_look(None)
