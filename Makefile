@@ -9,7 +9,8 @@
 
 PY ?= python3
 VENV ?= .venv
-JOBS ?= auto
+# Tests wait for disks and processes about half of their time.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null) && echo $$(( (n * 3 + 1) / 2 )) || echo auto)
 
 STAMP := $(VENV)/.stamp
 BIN := $(VENV)/bin

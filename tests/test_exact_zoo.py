@@ -144,8 +144,16 @@ def test_the_shares_are_three_different_budgets(network: str) -> None:
     assert pools[0] > 1.5 * pools[1] > 2.25 * pools[2]
 
 
-@pytest.mark.parametrize("steering", ["trained", "lying", "none", "auto", "repeat", "on-demand"])
-@pytest.mark.parametrize("share", SHARES)
+def _steerings() -> list[Any]:
+    """Return every budget with a pilot, with one that lies and without; the policies that need no
+    pilot under one budget, and under the others in ``make slow``."""
+    cases = [(share, steering) for share in SHARES for steering in ("trained", "lying", "none")]
+    others = [(share, steering) for share in SHARES for steering in ("auto", "repeat", "on-demand")]
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in others if case[0] != SHARES[1]]
+    return [*cases, *(case for case in others if case[0] == SHARES[1]), *slow]
+
+
+@pytest.mark.parametrize(("share", "steering"), _steerings())
 @pytest.mark.parametrize("network", zoo.NETWORKS)
 def test_float32(network: str, share: int, steering: str) -> None:
     """Losses, parameters, optimizer state and the ledger."""
