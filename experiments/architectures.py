@@ -35,6 +35,7 @@ class Architecture:
         inputs: returns the arguments of a forward, drawn from a generator.
         options: of the configuration.
         loss: returns the loss of the output; what the network itself returns by default.
+        checkpoints: whether checkpointing, when it is turned on, recomputes anything.
     """
 
     family: str
@@ -43,6 +44,7 @@ class Architecture:
     inputs: Inputs
     options: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Tensor] = _own_loss
+    checkpoints: bool = True
 
     def build(self) -> nn.Module:
         """Return the network in training mode, with weights drawn from torch's generator."""
@@ -55,6 +57,16 @@ class Architecture:
     def sample(self, model: nn.Module, seed: int) -> dict[str, Tensor]:
         """Return the inputs of one step."""
         return self.inputs(torch.Generator().manual_seed(seed), model.config)
+
+
+def experts_of(model: Any) -> str:
+    """Return the implementation by which a network's fused experts run, "" if it has none."""
+    fused = any(
+        hasattr(type(module).forward, "__wrapped__")
+        and any(p.dim() == 3 for p in module.parameters(recurse=False))
+        for module in model.modules()
+    )
+    return str(getattr(model.config, "_experts_implementation", "")) if fused else ""
 
 
 def _tokens(generator: torch.Generator, rows: int = 2, longest: int = 12) -> Tensor:
@@ -143,6 +155,9 @@ _DECODER = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_FUSED: dict[str, Any] = {"intermediate_size": 64, "moe_intermediate_size": 64}
+"""A slice of an expert is whole pages of 4 KiB by these, in half precision too."""
+
 _ENCODER = {
     "vocab_size": _WORDS,
     "hidden_size": 32,
@@ -258,14 +273,19 @@ def _decoder(name: str, config: str = "", family: str = "dense", **options: Any)
     )
 
 
-def _masked(name: str, **options: Any) -> Architecture:
+def _masked(name: str, checkpoints: bool = True, **options: Any) -> Architecture:
     return Architecture(
-        "encoder", f"{name}ForMaskedLM", f"{name}Config", _language, {**_ENCODER, **options}
+        "encoder",
+        f"{name}ForMaskedLM",
+        f"{name}Config",
+        _language,
+        {**_ENCODER, **options},
+        checkpoints=checkpoints,
     )
 
 
 def _experts(name: str, **options: Any) -> Architecture:
-    return _decoder(name, family="mixture of experts", **options)
+    return _decoder(name, family="mixture of experts", **_FUSED, **options)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -302,13 +322,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen2Moe",
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=16,
         shared_expert_intermediate_size=32,
         output_router_logits=True,
     ),
-    "qwen3-moe": _experts(
-        "Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
-    ),
+    "qwen3-moe": _experts("Qwen3Moe", num_experts=6, num_experts_per_tok=2, head_dim=8),
     "olmoe": _experts("Olmoe", num_experts=6, num_experts_per_tok=2),
     "granitemoe": _experts("GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
     "deepseek-v3": _experts(
@@ -318,7 +335,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         n_group=2,
         topk_group=1,
         num_experts_per_tok=2,
-        moe_intermediate_size=16,
         first_k_dense_replace=1,
         q_lora_rank=16,
         kv_lora_rank=16,
@@ -370,6 +386,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "jamba": _decoder(
         "Jamba",
         family="state space",
+        intermediate_size=64,
         num_experts=4,
         attn_layer_period=2,
         attn_layer_offset=1,
@@ -382,7 +399,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Encoders
     "bert": _masked("Bert"),
     "roberta": _masked("Roberta"),
-    "albert": _masked("Albert", embedding_size=16, num_hidden_groups=1),
+    "albert": _masked("Albert", checkpoints=False, embedding_size=16, num_hidden_groups=1),
     "deberta-v2": _masked(
         "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], type_vocab_size=0
     ),
@@ -409,6 +426,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "d_head": 8,
             "d_inner": 48,
         },
+        checkpoints=False,
     ),
     # Encoder-decoders
     "t5": Architecture(
@@ -479,6 +497,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "drop_path_rate": 0.3,
             "num_labels": 2,
         },
+        checkpoints=False,
     ),
     "resnet": Architecture(
         "vision",
@@ -491,6 +510,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "depths": [1, 1, 1, 1],
             "num_labels": 2,
         },
+        checkpoints=False,
     ),
     "clip": Architecture(
         "vision",
@@ -536,6 +556,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Proteins
     "esm": _masked("Esm", mask_token_id=3, position_embedding_type="rotary"),
     "esmfold": Architecture(
-        "folding", "EsmForProteinFolding", "EsmConfig", _protein, _FOLDING, _of_structure
+        "folding", "EsmForProteinFolding", "EsmConfig", _protein, _FOLDING, _of_structure, False
     ),
 }

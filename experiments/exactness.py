@@ -13,7 +13,7 @@ import contextlib
 import multiprocessing
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.experiments import write_json
-from dynoffload.experiments.architectures import ARCHITECTURES
+from dynoffload.experiments.architectures import ARCHITECTURES, experts_of
 from dynoffload.experiments.loops import Loop, loops
 from dynoffload.pilot.progress import progress_bar
 from dynoffload.units import format_bytes
@@ -42,12 +42,14 @@ class Case:
         backend: ``"auto"`` or ``"mapped"``.
         looks: compare all state after every step, which makes the updates that wait; else losses
             alone until the end.
+        experts: implementation of fused experts, as transformers names it, or "" for its choice.
     """
 
     architecture: str
     loop: Loop
     backend: str = "auto"
     looks: bool = True
+    experts: str = ""
 
 
 def run(
@@ -63,7 +65,8 @@ def run(
     Args:
         json_path: what there is so far is written here after each case.
         architectures: names; all by default.
-        rounds: loops per architecture; the last of them on the mapped-file backend.
+        rounds: loops per architecture; the last of them on the mapped-file backend, and every
+            third, from the first on, with the eager implementation of fused experts.
         steps: optimizer steps of each.
         spill_dir: where the spill files lie.
     """
@@ -76,9 +79,10 @@ def run(
     cases = [
         Case(
             name,
-            Loop(**{**vars(rotating[number + index * len(names)]), "steps": steps}),
+            _loop_of(name, replace(rotating[number + index * len(names)], steps=steps)),
             backend,
             looks=index % 2 == 1,
+            experts="eager" if index % 3 == 0 else "",
         )
         for index, backend in enumerate(_backends(rounds))
         for number, name in enumerate(names)
@@ -93,6 +97,10 @@ def run(
     result = _summary(results)
     _print(result)
     return result
+
+
+def _loop_of(name: str, loop: Loop) -> Loop:
+    return loop if ARCHITECTURES[name].checkpoints else loop.without_checkpointing()
 
 
 def _backends(rounds: int) -> list[str]:
@@ -121,6 +129,7 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
     import copy
 
     import torch
+    from transformers import PreTrainedModel
 
     import dynoffload
     from dynoffload.experiments.bits import first_difference, state_of
@@ -129,6 +138,9 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = architecture.build()
     loop.prepare(model)
+    if case.experts and experts_of(model):
+        assert isinstance(model, PreTrainedModel)
+        model.set_experts_implementation(case.experts)
     reference = copy.deepcopy(model)
     optimizer, its = loop.make_optimizer(model), loop.make_optimizer(reference)
     config = {**_CONFIG, "backend": case.backend}
@@ -136,7 +148,12 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
 
     def loss_of(network: torch.nn.Module, number: int) -> torch.Tensor:
         torch.manual_seed(number)
-        return architecture.loss(network(**architecture.sample(network, number)))
+        return architecture.loss(network(**loop.given(architecture.sample(network, number))))
+
+    recomputed = _Recomputed(reference)
+
+    def state(network: torch.nn.Module, its: torch.optim.Optimizer) -> dict[str, Any]:
+        return state_of(network, its) if case.looks else {}
 
     difference = ""
     with dynoffload.offload(
@@ -144,13 +161,12 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
     ) as session:
         expected = loop.train(reference, its, loss_of)
         for step, losses in enumerate(loop.train(model, optimizer, loss_of)):
-            found, wanted = {"losses": losses}, {"losses": next(expected)}
-            if case.looks:
-                found |= state_of(model, optimizer)
-                wanted |= state_of(reference, its)
+            found = {"losses": losses, **state(model, optimizer)}
+            wanted = {"losses": next(expected), **state(reference, its)}
             difference = first_difference(found, wanted, f"step {step}")
             if difference:
                 break
+        next(expected, None)  # its gradients are zeroed, too
         stats = session.stats
         backend = session.backend
     if not difference:
@@ -158,7 +174,11 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
     peak = int(stats["peak_fast_bytes"].max()) if len(stats) else 0  # every step was skipped
     if peak > budget:
         difference = difference or f"{peak} bytes in fast memory are more than {budget}"
+    if loop.checkpointing and not recomputed.calls:
+        difference = difference or "checkpointing took no effect: nothing was recomputed"
     return {
+        "experts": experts_of(model),
+        "recomputed": recomputed.calls,
         "exact": not difference,
         "why": difference,
         "backend": backend,
@@ -167,6 +187,20 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
         "peak_fast_bytes": peak,
         "bytes_in": int(stats["bytes_in"].sum()),
     }
+
+
+class _Recomputed:
+    """Counts the modules of a network that run forward in the midst of backward."""
+
+    def __init__(self, model: Any) -> None:
+        self.calls = 0
+        for module in [*model.modules()][1:]:
+            module.register_forward_pre_hook(self._count)
+
+    def _count(self, module: Any, args: Any) -> None:
+        import torch
+
+        self.calls += torch._C._current_graph_task_id() != -1
 
 
 def _budget(model: Any, optimizer: Any, config: dict[str, Any]) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Training loops as users write them, each with other habits.
 
 What it is: `Loop`, a loop by its habits, and `loops`, which lays optimizers, accumulation,
-clipping, autocast, checkpointing and frozen parts out so that each meets many of the others. What
-it is not: aware of offloading; the same loop trains plainly and inside a block.
+clipping, autocast, checkpointing, frozen parts and half precision out so that each meets many of
+the others. What it is not: aware of offloading; the same loop trains plainly and inside a block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ _CLIP = ("", "norm", "value", "")
 _AUTOCAST = ("", "bfloat16", "", "", "float16")
 _CHECKPOINTING = ("", "", "reentrant", "", "", "", "not reentrant")
 _FROZEN = ("", "", "", "half", "", "embeddings", "", "", "", "", "")
+_WEIGHTS = ("", "", "bfloat16", "", "", "", "bfloat16", "", "", "", "bfloat16", "", "")
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,10 @@ class Loop:
         accumulate: backward passes per step.
         clip: gradients by ``"norm"``, by ``"value"`` or not at all.
         autocast: name of its dtype, or ""; with float16 there is a GradScaler.
-        checkpointing: ``"reentrant"``, ``"not reentrant"`` or "", where the network offers it.
+        checkpointing: ``"reentrant"``, ``"not reentrant"`` or "".
         frozen: ``"half"`` of the parameters, the ``"embeddings"`` or "".
+        weights: name of the dtype of parameters and inputs, or "" for single precision; in place of
+            autocast.
         steps: optimizer steps.
     """
 
@@ -65,6 +68,7 @@ class Loop:
     autocast: str = ""
     checkpointing: str = ""
     frozen: str = ""
+    weights: str = ""
     steps: int = 5
 
     def describe(self) -> str:
@@ -76,12 +80,21 @@ class Loop:
             self.autocast,
             f"checkpointing, {self.checkpointing}" if self.checkpointing else "",
             f"{self.frozen} frozen" if self.frozen else "",
+            f"{self.weights} weights" if self.weights else "",
         ]
         return ", ".join(filter(None, habits))
 
+    def without_checkpointing(self) -> Loop:
+        """Return the loop with one more backward per step in the place of checkpointing."""
+        if not self.checkpointing:
+            return self
+        return replace(self, checkpointing="", accumulate=self.accumulate + 1)
+
     def prepare(self, model: Any) -> None:
-        """Freeze what is frozen, and turn on checkpointing."""
-        if self.checkpointing and getattr(model, "supports_gradient_checkpointing", False):
+        """Cast the weights, freeze what is frozen, and turn on checkpointing."""
+        if self.weights:
+            model.to(getattr(torch, self.weights))
+        if self.checkpointing:
             kwargs = {"use_reentrant": self.checkpointing == "reentrant"}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
             if kwargs["use_reentrant"] and _embeds(model):
@@ -93,6 +106,18 @@ class Loop:
             for module in model.modules():
                 if isinstance(module, nn.Embedding):
                     module.requires_grad_(False)
+
+    def given(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs in the dtype of the weights."""
+        if not self.weights:
+            return inputs
+        dtype = getattr(torch, self.weights)
+        return {
+            name: value.to(dtype)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+            for name, value in inputs.items()
+        }
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of what is not frozen."""
@@ -111,7 +136,8 @@ class Loop:
         optimizer: Optimizer,
         loss_of: Callable[[nn.Module, int], Tensor],
     ) -> Iterator[list[Tensor]]:
-        """Train, and yield after each step its losses and the norm of its gradients."""
+        """Train, and yield after each step, before its gradients are zeroed, its losses and the
+        norm of its gradients."""
         dtype = getattr(torch, self.autocast) if self.autocast else None
         scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16, init_scale=64.0)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -130,8 +156,8 @@ class Loop:
                 nn.utils.clip_grad_value_(trained, 0.01)
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad()
             yield losses
+            optimizer.zero_grad()
 
 
 def _embeds(model: Any) -> bool:
@@ -159,9 +185,10 @@ def loops(count: int, first: int = 0) -> list[Loop]:
             optimizer=habit(names, number),
             accumulate=habit(_ACCUMULATE, number),
             clip=habit(_CLIP, number + number // len(names)),
-            autocast=habit(_AUTOCAST, number),
+            autocast="" if habit(_WEIGHTS, number) else habit(_AUTOCAST, number),
             checkpointing=habit(_CHECKPOINTING, number),
             frozen=habit(_FROZEN, number),
+            weights=habit(_WEIGHTS, number),
         )
         for number in range(first, first + count)
     ]

@@ -15,6 +15,7 @@ from dynoffload.experiments.architectures import ARCHITECTURES
 from dynoffload.experiments.bits import first_difference, state_of
 from dynoffload.experiments.exactness import Case, train_case
 from dynoffload.experiments.loops import OPTIMIZERS, Loop, loops
+from dynoffload.runtime.experts.parts import Parts
 
 pytest.importorskip("transformers")
 
@@ -39,6 +40,66 @@ def test_one_architecture_of_each_family(name: str) -> None:
     assert row["bytes_in"] > 0, "nothing was paged"
 
 
+def test_experts_run_by_the_implementation_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers' own choice on whole parameters, eagerly on parts; the row says which."""
+    uses: list[object] = []
+    take = Parts.__getitem__
+
+    def counted(self: Parts, index: object) -> torch.Tensor:
+        uses.append(index)
+        return take(self, index)
+
+    monkeypatch.setattr(Parts, "__getitem__", counted)
+    loop = Loop("AdamW foreach", weights="bfloat16", steps=2)
+    for experts, ran in (("", "grouped_mm"), ("eager", "eager")):
+        row = train_case(Case("qwen3-moe", loop, looks=False, experts=experts))
+        assert row["exact"], row["why"]
+        assert row["experts"] == ran
+        assert bool(uses) == (experts == "eager")
+    assert train_case(Case("gpt2", Loop("SGD momentum", steps=1), experts="eager"))["experts"] == ""
+
+
+def test_checkpointing_takes_effect() -> None:
+    """Where the only inputs are pictures, too."""
+    for kind in ("reentrant", "not reentrant"):
+        row = train_case(Case("deit", Loop("AdamW foreach", checkpointing=kind, steps=1)))
+        assert row["exact"], row["why"]
+        assert row["recomputed"] > 0
+
+
+def test_checkpointing_is_tried_where_it_takes_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other networks have another habit in its place."""
+    tried: list[Case] = []
+
+    def train(self: object, case: Case) -> dict[str, object]:
+        tried.append(case)
+        return {"architecture": case.architecture, "exact": True}
+
+    monkeypatch.setattr(exactness._Child, "train", train)
+    exactness.run(rounds=7)
+    checkpointed = {case.architecture for case in tried if case.loop.checkpointing}
+    assert checkpointed == {name for name, one in ARCHITECTURES.items() if one.checkpoints}
+    assert ARCHITECTURES.keys() - checkpointed >= {"albert", "resnet", "esmfold"}
+    assert max(case.loop.accumulate for case in tried) == 3
+    assert {case.experts for case in tried} == {"", "eager"}
+
+
+def test_checkpointing_without_effect_is_a_failed_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "prepare", lambda self, model: None)
+    row = train_case(Case("gpt2", Loop("AdamW foreach", checkpointing="reentrant", steps=1)))
+    assert not row["exact"]
+    assert "nothing was recomputed" in row["why"]
+
+
+def test_gradients_are_there_to_compare() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    loop = Loop("AdamW foreach", steps=2)
+    for _ in loop.train(model, optimizer, lambda network, number: network(torch.ones(3)).sum()):
+        assert all(g is not None for g in state_of(model, optimizer)["gradients"].values())
+    assert all(g is None for g in state_of(model, optimizer)["gradients"].values())
+
+
 def test_there_is_enough_of_every_kind() -> None:
     families = {architecture.family for architecture in ARCHITECTURES.values()}
     assert len(ARCHITECTURES) >= 30
@@ -51,7 +112,7 @@ def test_there_is_enough_of_every_kind() -> None:
 def test_the_loops_rotate_through_all_habits() -> None:
     row = loops(160)
     assert {loop.optimizer for loop in row} == set(OPTIMIZERS)
-    for habit in ("accumulate", "clip", "autocast", "checkpointing", "frozen"):
+    for habit in ("accumulate", "clip", "autocast", "checkpointing", "frozen", "weights"):
         for optimizer in ("AdamW foreach", "SGD momentum"):
             met = {getattr(loop, habit) for loop in row if loop.optimizer == optimizer}
             assert len(met) > 1, f"{optimizer} always has the same {habit}"
