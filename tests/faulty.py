@@ -33,6 +33,7 @@ from dynoffload.memory import spill
 CALLS = {"read": 0, "write": 1, "room": 2}
 KINDS = {"short": 1, "slow": 2}
 STEPS = 5
+LASTING = 1 << 40
 STRUCK = 3  # the step with the fault
 PATIENCE = 5  # seconds for room that nobody makes
 

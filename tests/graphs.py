@@ -1,13 +1,17 @@
 """Random graphs: networks drawn node by node, and what happens to them between and within steps.
 
 What it is: `graphs`, a strategy of `Plan`s, and `Graph`, the module that runs one. A node reads one
-or two earlier results of shape ``[rows, 16]`` and gives one more. What it is not: a test.
+or two earlier results of shape ``[rows, 16]`` and gives one more. Fused experts, which are paged by
+slices, are reached by indexing, through transformers' registry of implementations, and as a whole.
+What it is not: a test. What happens in a day is told by days.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
+EXPERTS = 4
+INNER = 128  # a slice of a fused parameter takes 8 KiB, in half precision 4: whole pages
 
 
 class Stop(Exception):
@@ -37,6 +43,34 @@ class Scale(torch.autograd.Function):
         (gradient,) = gradients
         gate = weight.sigmoid()
         return gradient @ gate.t(), (x.t() @ gradient) * gate * (1 - gate)
+
+
+class Fused(nn.Module):
+    """Fused experts: those that are hit run on all rows, one after the other."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(EXPERTS, INNER, WIDTH))
+        self.down = nn.Parameter(torch.zeros(EXPERTS, WIDTH, INNER))
+
+    def forward(self, x: Tensor, hit: Sequence[int]) -> Tensor:
+        """Return ``[rows, 16]`` for the same."""
+        out = x * 0.5
+        for number in hit:
+            out = out + F.linear(F.linear(x, self.up[number]).tanh(), self.down[number])
+        return out
+
+
+@cache
+def _registered() -> type[nn.Module]:
+    """Return `Fused` as a class of transformers, whose eager loop is paged by parts."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    class Registered(Fused):
+        forward = Fused.forward
+
+    registered: type[nn.Module] = use_experts_implementation(Registered)
+    return registered
 
 
 @dataclass(frozen=True)
@@ -83,7 +117,12 @@ KINDS = (
     "softmax",
     "parameter view",
     "repeat",
+    "indexed",
+    "parts",
+    "checkpointed parts",
+    "fused whole",
 )
+FUSED = ("indexed", "parts", "checkpointed parts", "fused whole")
 DAYS = (
     "plain",
     "plain",
@@ -99,6 +138,13 @@ DAYS = (
     "no step",
     "gradient penalty",
     "zeroed in place",
+    "clipped by norm",
+    "clipped by value",
+    "gradients kept",
+    "gradients kept",
+    "gradients dropped",
+    "hooks give zeros",
+    "hooks give parts",
 )
 
 
@@ -127,7 +173,13 @@ class Graph(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.unused = nn.Parameter(torch.ones(40, WIDTH))
+        kinds = {node.kind for node in plan.nodes}
+        if kinds & {"indexed", "fused whole"}:
+            self.indexed = Fused()
+        if kinds & {"parts", "checkpointed parts"}:
+            self.parts = _registered()(SimpleNamespace(_experts_implementation="eager"))
         self.fail = ""
+        self.held: list[Tensor] = []
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
@@ -200,7 +252,23 @@ class Graph(nn.Module):
                 return a + layer.weight[2:10].reshape(-1)[5 : 5 + WIDTH]
             case "repeat":
                 return a.repeat(6, 1).tanh()[: len(a)]
+            case "indexed":
+                return self.indexed(a, _hit(a, node))
+            case "parts":
+                return self.parts(a, _hit(a, node))
+            case "checkpointed parts":
+                return checkpoint(self.parts, a, _hit(a, node), use_reentrant=False)
+            case "fused whole":
+                return (
+                    a + torch.bmm(a.expand(EXPERTS, *a.shape), self.indexed.down).sum(0)[:, :WIDTH]
+                )
         raise AssertionError(node.kind)
+
+
+def _hit(a: Tensor, node: Node) -> list[int]:
+    """Return the experts that rows choose, none to two of them."""
+    chosen = a.detach().sum(1).ge(0).long()
+    return [(node.weight + n) % EXPERTS for n in chosen.unique().tolist()[: node.read[0]]]
 
 
 def _stop(gradient: Tensor) -> None:

@@ -26,11 +26,10 @@ from typing import Any
 
 import pytest
 from exactness import needs_pager
-from faulty import Case
+from faulty import LASTING, Case
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 STAGES = ("forward", "backward", "step", "after")
-LASTING = 1 << 40
 
 PASSING = [
     Case("read", "EIO", "forward", 3, 1),

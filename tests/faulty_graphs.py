@@ -1,0 +1,269 @@
+"""Lives of random graphs with a failing disk, each in a fork of a process that has the shim loaded.
+
+What it is: `Fault`, a strategy of them, and `Server`, the process as a test sees it. What it is
+not: a test. Run as a program it is that process: it reads pickled cases and writes how each ended.
+
+A user saves a checkpoint before one of the days. When an error is raised, he makes the day again if
+nothing but gradients was changed in it, and else goes on from the checkpoint. So a life ends in one
+of three ways:
+
+- "exact": bit for bit as plainly, after what errors there were;
+- "lost": an error has said so, and either the disk stays bad, or the block was left;
+- "ended": the process has ended by itself and said why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from days import live
+from exactness import assert_same
+from faulty import LASTING, PATIENCE, Case, Disk
+from graphs import Graph
+from hypothesis import strategies as st
+from lives import Life
+
+import dynoffload
+from dynoffload.errors import SpillError, StepLostError
+from dynoffload.memory import spill
+
+MOST_ERRORS = 4
+SECONDS = 120  # for one life
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A disk that fails in a life.
+
+    Attributes:
+        case: which calls fail, and whether the disk is well again once an error was raised.
+        day: on which they begin to, of all days; counted round.
+        saved: the day before which the checkpoint is saved, that or an earlier one.
+    """
+
+    case: Case
+    day: int
+    saved: int
+
+
+FAULTS = st.builds(
+    Fault,
+    st.builds(
+        lambda call, skip, count, recovers: Case(*call, "", skip, count, recovers),
+        st.sampled_from(
+            [
+                ("read", "EIO"),
+                ("read", "EIO"),
+                ("write", "EIO"),
+                ("write", "ENOSPC"),
+                ("read", "short"),
+                ("write", "short"),
+                ("room", "ENOSPC"),
+            ]
+        ),
+        st.integers(0, 12),
+        st.sampled_from([1, 3, LASTING, LASTING]),
+        st.sampled_from([True, True, True, False]),
+    ),
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
+
+
+class Server:
+    """The process with the failing disk.
+
+    Args:
+        shim: the compiled failing_disk.c.
+        directory: for spill files and checkpoints.
+    """
+
+    def __init__(self, shim: Path, directory: Path) -> None:
+        here = str(Path(__file__).parent)
+        path = [here, *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(directory)],
+            env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(SECONDS)
+
+    def live(self, life: Life, fault: Fault) -> dict[str, Any]:
+        """Live with a fault, assert that it ended in one of the three ways, and return how."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pickle.dump((life, fault), process.stdin)
+        process.stdin.flush()
+        found: dict[str, Any] = pickle.load(process.stdout)
+        assert found["files"] == [], found
+        if found["outcome"] == "ended":
+            assert found["code"] == -signal.SIGABRT, found
+            assert life.backend == "pager", found
+            assert "process ends here" in found["said"], found
+            return found
+        assert found["code"] == 0, found
+        errors = found["errors"]
+        if found["outcome"] == "lost":
+            assert errors, found
+            assert not fault.case.recovers or errors[-1].startswith("leaving: "), found
+        else:
+            assert found["outcome"] == "exact", found
+        if found["hits"] == 0 or fault.case.how == "short":
+            assert (found["outcome"], errors) == ("exact", []), found
+        return found
+
+
+def run(life: Life, fault: Fault, directory: Path) -> dict[str, Any]:
+    """Live plainly, and then with a fault; raise where anything differs."""
+    twin = life.twin()
+    conditions = life.conditions(twin)
+    # Gradients are not in a checkpoint, so none may outlast a day.
+    days = ["plain" if day == "zeroed in place" else day for day in life.days]
+    struck = fault.day % len(days)
+    saved = min(fault.saved, struck)
+    expected = []
+    for number, day in enumerate(days):
+        if number == saved:
+            _begin(twin.reference)
+        expected.append(live(twin.reference, twin.its, day, number, life.autocast))
+    disk, errors, hits = Disk(), [], 0
+    number, armed, lost, now = 0, False, False, ""
+
+    def changes() -> None:
+        nonlocal now
+        now = "changing"
+
+    def note(error: Exception) -> None:
+        nonlocal hits
+        errors.append(f"{now}: {type(error).__name__}: {error}")
+        hits = max(hits, disk.hits())
+        if fault.case.recovers:
+            disk.heal()
+
+    try:
+        with dynoffload.offload(
+            twin.model, twin.optimizer, spill_dir=directory / "spill", **conditions
+        ) as session:
+            if session.paging and life.backend == "pager":
+                device = session._paging.device  # type: ignore[union-attr]
+                device._native.pager_set_patience(device._handle, PATIENCE)  # type: ignore[attr-defined]
+            while number < len(days) and not lost:
+                if number == saved and not armed:
+                    _begin(twin.model)
+                    session.save(directory / "checkpoint")
+                if number == struck and not armed:
+                    armed = True
+                    disk.arm(fault.case)
+                try:
+                    now = "making"
+                    found = live(
+                        twin.model, twin.optimizer, days[number], number, life.autocast, changes
+                    )
+                except (SpillError, StepLostError) as error:
+                    note(error)
+                    twin.optimizer.zero_grad()
+                    if now == "making" and not isinstance(error, StepLostError):
+                        continue
+                    lost = len(errors) >= MOST_ERRORS
+                    try:
+                        now = "loading"
+                        _begin(twin.model)
+                        session.load(directory / "checkpoint")
+                        number = saved
+                    except (SpillError, StepLostError) as another:
+                        note(another)
+                        lost = True
+                else:
+                    assert_same(found, expected[number], f"day {number}, {days[number]}")
+                    number += 1
+            now = "leaving"
+    except (SpillError, StepLostError) as error:
+        note(error)
+        lost = True
+    hits = max(hits, disk.hits())
+    disk.heal()
+    if not lost:
+        twin.assert_same()
+        assert_same(_held(twin.model), _held(twin.reference), "gradients that are still kept")
+    return {"outcome": "lost" if lost else "exact", "errors": errors, "hits": hits}
+
+
+def _begin(model: torch.nn.Module) -> None:
+    """Be without gradients, as after a load."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    _held(model).clear()
+
+
+def _held(model: torch.nn.Module) -> list[torch.Tensor]:
+    assert isinstance(model, Graph)
+    return model.held
+
+
+def forked(life: Life, fault: Fault, directory: Path) -> dict[str, Any]:
+    """Live in a fork of this process, and return how it ended."""
+    answer, said = directory / "answer", directory / "said"
+    answer.write_bytes(b"")
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            signal.alarm(SECONDS)
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+            answer.write_bytes(pickle.dumps(run(life, fault, directory)))
+            code = 0
+        except BaseException as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    found = {"code": os.waitstatus_to_exitcode(status)}
+    found["said"] = said.read_text(errors="replace")[-3000:]
+    found["files"] = sorted(path.name for path in (directory / "spill").iterdir())
+    shutil.rmtree(directory / "checkpoint", ignore_errors=True)
+    return {"outcome": "ended", **found, **pickle.loads(answer.read_bytes() or pickle.dumps({}))}
+
+
+def main() -> None:
+    """Serve until there are no more cases."""
+    faulthandler.disable()
+    torch.set_num_threads(1)
+    spill._GROWTH = 64 * 1024  # networks this small would never need more
+    with contextlib.suppress(ImportError):
+        import transformers.integrations.moe  # noqa: F401 once, not in every fork
+    directory = Path(sys.argv[1])
+    (directory / "spill").mkdir()
+    answers: BinaryIO = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed is no answer
+    while True:
+        try:
+            life, fault = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(forked(life, fault, directory), answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
