@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import torch
 from days import live
 from exactness import assert_same
-from faulty import LASTING, PATIENCE, Case, Disk
+from faulty import LASTING, Case, Disk
 from graphs import Graph
 from hypothesis import strategies as st
 from lives import Life
@@ -40,6 +40,7 @@ from dynoffload.memory import spill
 
 MOST_ERRORS = 4
 SECONDS = 120  # for one life
+PATIENCE = 1  # seconds for room that nobody makes
 
 
 @dataclass(frozen=True)

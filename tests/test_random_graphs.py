@@ -34,17 +34,17 @@ def server(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield started
 
 
-@settings(max_examples=120, **SHORT)
+@settings(max_examples=130, **SHORT)
 @given(LIVES)
 def test_no_graph_changes_a_bit(life: Life) -> None:
-    """A hundred and twenty lives."""
+    """A hundred and thirty lives."""
     compare(life)
 
 
-@settings(max_examples=30, **SHORT)
+@settings(max_examples=20, **SHORT)
 @given(LIVES, FAULTS)
 def test_no_graph_changes_a_bit_by_a_failing_disk(server: Server, life: Life, fault: Fault) -> None:
-    """Thirty more with a failing disk."""
+    """Twenty more with a failing disk."""
     server.live(life, fault)
 
 
