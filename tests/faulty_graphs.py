@@ -183,9 +183,9 @@ def run(life: Life, fault: Fault, directory: Path) -> dict[str, Any]:
                 except (SpillError, StepLostError) as error:
                     note(error)
                     twin.optimizer.zero_grad()
+                    lost = len(errors) >= MOST_ERRORS
                     if now == "making" and not isinstance(error, StepLostError):
                         continue
-                    lost = len(errors) >= MOST_ERRORS
                     try:
                         now = "loading"
                         _begin(twin.model)
