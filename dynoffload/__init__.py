@@ -34,6 +34,7 @@ _HOMES = {
     "SpillError": "dynoffload.errors",
     "CorruptionError": "dynoffload.errors",
     "StepLostError": "dynoffload.errors",
+    "ThreadError": "dynoffload.errors",
     "CheckpointError": "dynoffload.errors",
     "TraceError": "dynoffload.errors",
     "PilotError": "dynoffload.errors",
