@@ -56,6 +56,7 @@ __all__ = [
     "Session",
     "SpillError",
     "StepLostError",
+    "ThreadError",
     "TraceError",
     "__version__",
     "load_checkpoint",
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
         PilotError,
         SpillError,
         StepLostError,
+        ThreadError,
         TraceError,
     )
     from dynoffload.pilot import Pilot

@@ -6,8 +6,8 @@ remembers, or a parameter with half of its state. Between `hold` and `admit` suc
 off: they run, and raise what they raise, as soon as the outermost pair is over.
 
 Only handlers written in Python are put off, whatever their signal, and only the main thread runs
-those. A second signal of a kind that is put off already is taken for the same one. No handler is
-lost by another that raises while they are put in place or run.
+those. A second signal of a kind that is put off already is taken for the same one. Handlers are put
+back whatever others raise meanwhile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class _Held:
 
     def pass_on(self) -> None:
         """Run the handlers of what came; one that raises does so after all have run."""
-        for number in list(self.came):
+        while self.came:
+            number = next(iter(self.came))
             frame = self.came.pop(number)
             try:
                 self.handlers[number](number, frame)
