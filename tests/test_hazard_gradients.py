@@ -238,7 +238,9 @@ def test_a_gradient_that_is_memory_of_another_parameter(backend: str, what: str)
             for step in range(4):
                 side.step(loss_of(model, step), optimizer)
                 if step:
-                    lent = lender if what == "weight" else dict.get(optimizer.state, lender)["exp_avg"]
+                    lent = (
+                        lender if what == "weight" else dict.get(optimizer.state, lender)["exp_avg"]
+                    )
                     taker.grad = lent.detach()
                     optimizer.step()
                     optimizer.zero_grad()

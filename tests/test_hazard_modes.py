@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, each_paged, guarded, hazard, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    each_paged,
+    guarded,
+    hazard,
+    loss_of,
+)
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.overrides import TorchFunctionMode

@@ -175,9 +175,7 @@ def test_a_signal_waits_for_the_outermost_call() -> None:
 
 
 @contextmanager
-def handled(
-    handler: Callable[[int, FrameType | None], None], *numbers: int
-) -> Iterator[None]:
+def handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
@@ -230,13 +228,16 @@ def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
                     signal.raise_signal(signal.SIGUSR1)
             return trace
 
-        came.clear()
-        with pytest.raises(KeyboardInterrupt):
+        def traced() -> None:
             sys.settrace(trace)
             try:
                 call()
             finally:
                 sys.settrace(None)
+
+        came.clear()
+        with pytest.raises(KeyboardInterrupt):
+            traced()
         return left < 0
 
     with handled(interrupt, *numbers):
