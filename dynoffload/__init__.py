@@ -34,6 +34,7 @@ _HOMES = {
     "SpillError": "dynoffload.errors",
     "CorruptionError": "dynoffload.errors",
     "StepLostError": "dynoffload.errors",
+    "ThreadError": "dynoffload.errors",
     "CheckpointError": "dynoffload.errors",
     "TraceError": "dynoffload.errors",
     "PilotError": "dynoffload.errors",
@@ -55,6 +56,7 @@ __all__ = [
     "Session",
     "SpillError",
     "StepLostError",
+    "ThreadError",
     "TraceError",
     "__version__",
     "load_checkpoint",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
         PilotError,
         SpillError,
         StepLostError,
+        ThreadError,
         TraceError,
     )
     from dynoffload.pilot import Pilot

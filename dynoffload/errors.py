@@ -37,6 +37,10 @@ class CorruptionError(SpillError):
     """Bytes came back from the spill file that are not those that were written (debug mode)."""
 
 
+class ThreadError(DynOffloadError, RuntimeError):
+    """Two threads are in the model's forward at once."""
+
+
 class StepLostError(DynOffloadError, RuntimeError):
     """A step was cut off where it cannot be made up for: go on from the last checkpoint."""
 

@@ -101,3 +101,26 @@ def test_a_compiled_function_over_the_weights(backend: str) -> None:
                 side.step(loss, optimizer)
 
     hazard(backend, program)
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model(backend: str, strict: bool) -> None:
+    """Exported while updates wait, which are made as at their step; it shares the weights."""
+
+    def program(side: Side) -> None:
+        torch._dynamo.reset()
+        model = Mlp(depth=3)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+                if step in (1, 2):
+                    with torch.set_grad_enabled(step == 1):
+                        exported = torch.export.export(model, (batch(0)[0],), strict=strict)
+                    kept = exported.module()
+                    side.see("score", kept(batch(1)[0]))
+            side.see("kept", kept(batch(2)[0]))
+        side.see("after the block", kept(batch(2)[0]))
+
+    hazard(backend, program)

@@ -160,3 +160,31 @@ def test_thawing_what_does_not_fit_is_refused_before_the_sample(backend: str) ->
             optimizer.step()
             optimizer.zero_grad()
     assert not torch.equal(model[3].bias, before["3.bias"])
+
+
+@each_paged
+def test_what_is_thawed_is_paged(backend: str) -> None:
+    """From its first backward on, its gradient lies where all gradients do, and so does its
+    state."""
+    side = Side(backend)
+    model = Mlp()
+    layers = list(model.layers)[:3]  # a slice of the ModuleList would be a module that is new
+    for layer in layers:
+        layer.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer) as session:
+        assert session is not None
+        assert session._paging is not None
+        owner = session._paging.device.owner
+        for step in range(3):
+            if step == 1:
+                for layer in layers:
+                    layer.requires_grad_(True)
+            loss_of(model, step).backward()
+            thawed = [layer.weight for layer in layers if layer.weight.grad is not None]
+            assert len(thawed) == (3 if step else 0)
+            assert all(owner(weight.grad.data_ptr()) >= 0 for weight in thawed)
+            optimizer.step()
+            optimizer.zero_grad()
+            states = [optimizer.state[weight]["exp_avg"] for weight in thawed]
+            assert all(owner(state.data_ptr()) >= 0 for state in states)

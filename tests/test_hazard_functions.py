@@ -155,3 +155,58 @@ def test_a_stashed_weight_after_the_step(backend: str) -> None:
                 side.see("late", [p.grad for p in model.parameters()])
 
     hazard(backend, program)
+
+
+class Labelled(Tensor):
+    """A tensor with an attribute of its own."""
+
+    label: int
+
+
+class Reading(Function):
+    """Notes what backward gets."""
+
+    seen: list[tuple[str, int | None]]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labelled: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, labelled)
+        return x @ weight.t() * labelled.as_subclass(Tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, labelled = ctx.saved_tensors
+        Reading.seen.append((type(labelled).__name__, getattr(labelled, "label", None)))
+        grad = grad * labelled.as_subclass(Tensor)
+        return grad @ weight, grad.t() @ x, None
+
+
+@each_backend
+@pytest.mark.parametrize("frozen", [False, True], ids=["an input", "a frozen parameter"])
+def test_a_saved_tensor_of_a_subclass(backend: str, frozen: bool) -> None:
+    """Backward gets it with its type and its attributes; it stays in memory, and is counted."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+            self.scale = nn.Parameter(torch.rand(64, 64), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number, layer in enumerate(self.layers):
+                scale = self.scale[: len(x)] if frozen else torch.cos(x.detach())
+                labelled = scale.as_subclass(Labelled)
+                labelled.label = number
+                x = Reading.apply(torch.tanh(x), layer.weight, labelled) + layer.bias
+            return x
+
+    def program(side: Side) -> None:
+        Reading.seen = []
+        model = Net()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                side.step(model(batch(step)[0]).square().mean(), optimizer)
+        side.see("seen", Reading.seen)
+
+    hazard(backend, program, budgeted=False)

@@ -223,3 +223,26 @@ def test_zeroed_between_backward_and_step(backend: str) -> None:
                 optimizer.step()
 
     hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("what", ["weight", "state"])
+def test_a_gradient_that_is_memory_of_another_parameter(backend: str, what: str) -> None:
+    """Whose update waits: the step reads what that makes of it."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        lender, taker = model.layers[0].weight, model.layers[3].weight
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+                if step:
+                    lent = (
+                        lender if what == "weight" else dict.get(optimizer.state, lender)["exp_avg"]
+                    )
+                    taker.grad = lent.detach()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    hazard(backend, program)

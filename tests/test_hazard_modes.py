@@ -7,15 +7,26 @@ user's back must be as at ``step()``, and what is on where they are made must no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, each_backend_in_time, guarded, hazard, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    each_paged,
+    guarded,
+    hazard,
+    loss_of,
+)
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,7 +88,6 @@ SCOPES: dict[str, Callable[[], Any]] = {
     "dtype": lambda: default_dtype(torch.float64),
     "device": lambda: default_device("meta"),
     "deterministic": deterministic,
-    "denormals": flushing,
     "threads": lambda: threads(2),
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -90,8 +100,7 @@ SCOPES: dict[str, Callable[[], Any]] = {
 def test_a_mode_at_the_step_or_at_the_look(backend: str, scope: str, where: str) -> None:
     def program(side: Side) -> None:
         model = Mlp(depth=3)
-        # Learning rates so small that most updates are denormal numbers
-        optimizer = AdamW(model.parameters(), lr=1e-42 if scope == "denormals" else 1e-2)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
             for step in range(4):
                 loss_of(model, step).backward()
@@ -106,6 +115,42 @@ def test_a_mode_at_the_step_or_at_the_look(backend: str, scope: str, where: str)
                         model.layers[1].weight.detach().sum()
                 read(side, model)
             side.see("steps", [s["step"].dtype for s in optimizer.state.values()])
+
+    hazard(backend, program)
+
+
+class Sums(nn.Module):
+    """Its weights are zeros at first, and have gradients that do not depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(5))
+        for layer in self.layers:
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number."""
+        return sum((layer(x).sum() for layer in self.layers), torch.zeros(()))
+
+
+@each_backend
+@pytest.mark.parametrize("where", ["at the step", "at the look", "at both"])
+def test_denormals_flushed_at_the_step_or_at_the_look(backend: str, where: str) -> None:
+    """All that an update changes is a denormal number, or nothing where those are flushed."""
+
+    def program(side: Side) -> None:
+        model = Sums()
+        optimizer = SGD(model.parameters(), lr=1e-39)
+        with side.offload(model, optimizer, states=0):
+            for step in range(3):
+                model(batch(step)[0]).backward()
+                with contextlib.nullcontext() if where == "at the look" else flushing():
+                    optimizer.step()
+                optimizer.zero_grad()
+                with contextlib.nullcontext() if where == "at the step" else flushing():
+                    model(batch(50)[0])
+        changed = any(layer.weight.detach().ne(0).any() for layer in model.layers)
+        assert changed == (where == "at the look")
 
     hazard(backend, program)
 
@@ -134,7 +179,7 @@ class Doubling(TorchFunctionMode):
         return result * 2 if function is torch.zeros_like else result
 
 
-@guarded
+@each_paged
 def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
     """All are made inside of it; in which order, and how many at once, is ours."""
     side = Side(backend)

@@ -256,3 +256,25 @@ def test_a_closure_that_runs_the_model_twice(backend: str) -> None:
                 side.see("loss", optimizer.step(closure))
 
     hazard(backend, program)
+
+
+@each_backend
+def test_state_in_a_buffer_of_the_users(backend: str) -> None:
+    """It stays where it is: the buffer shows every update."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        weights = [layer.weight for layer in model.layers]
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        side.step(loss_of(model, 0), optimizer)
+        flat = torch.cat([optimizer.state[w]["exp_avg"].flatten() for w in weights])
+        for number, part in enumerate(flat.split(64 * 64)):
+            optimizer.state[weights[number]]["exp_avg"] = part.view(64, 64)
+        with side.offload(model, optimizer):
+            for step in range(1, 4):
+                side.step(loss_of(model, step), optimizer)
+                side.see("buffer", flat)
+            flat.zero_()
+            side.step(loss_of(model, 4), optimizer)
+
+    hazard(backend, program, budgeted=False)

@@ -11,9 +11,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+
+import dynoffload
+from dynoffload.errors import ConfigError
 
 
 def _replaced(model: Mlp, optimizer: Optimizer) -> None:
@@ -121,3 +124,18 @@ def test_what_is_new_is_paged(backend: str) -> None:
                     optimizer.add_param_group({"params": new})
 
     hazard(backend, program)
+
+
+@pytest.mark.parametrize("kind", [nn.LazyLinear, nn.LazyBatchNorm1d])
+def test_a_lazy_module_is_told_the_remedy(kind: Callable[..., nn.Module]) -> None:
+    lazy = kind(64) if kind is nn.LazyLinear else kind()
+    model = nn.Sequential(nn.Linear(64, 64), lazy)
+    with (
+        pytest.raises(ConfigError, match=r"'1\.weight' of a lazy module has no shape yet: call"),
+        dynoffload.offload(model, budget="1 MiB"),
+    ):
+        pass
+    with torch.no_grad():
+        model(batch(0)[0])
+    with dynoffload.offload(model, budget="1 MiB"):
+        model(batch(0)[0]).sum().backward()

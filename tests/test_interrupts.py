@@ -11,12 +11,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from dynoffload.runtime import interrupts
 from dynoffload.runtime.interrupts import uninterrupted
 
 SCRIPT = r"""
@@ -24,8 +27,9 @@ import random, signal, sys
 sys.path.insert(0, sys.argv[3])
 from exactness import *
 
-signal.signal(signal.SIGINT, signal.default_int_handler)
 backend, where = sys.argv[1], sys.argv[2]
+NUMBER = getattr(signal, sys.argv[5])
+signal.signal(NUMBER, signal.default_int_handler)
 ROOT = str(Path(dynoffload.__file__).parent / "runtime")
 
 
@@ -45,7 +49,7 @@ class At:
             if self.left == 0:
                 sys.settrace(None)
                 self.left = -1
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(NUMBER)
             self.left -= self.left > 0
         return self.line
 
@@ -113,11 +117,17 @@ print(len(points), sum(came for came, _ in outcomes), sum(came and made for came
 
 
 @pytest.mark.parametrize(
-    ("backend", "where"), [("pager", "plainly"), ("pager", "clipping"), ("mapped", "plainly")]
+    ("backend", "where", "number"),
+    [
+        ("pager", "plainly", "SIGINT"),
+        ("pager", "clipping", "SIGINT"),
+        ("pager", "plainly", "SIGUSR1"),
+        ("mapped", "plainly", "SIGINT"),
+    ],
 )
-def test_a_step_is_made_or_is_not(backend: str, where: str) -> None:
+def test_a_step_is_made_or_is_not(backend: str, where: str, number: str) -> None:
     """Wherever the signal comes, the state is that of one whole step, and training goes on."""
-    arguments = [backend, where, str(Path(__file__).parent), "1"]
+    arguments = [backend, where, str(Path(__file__).parent), "1", number]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],
         capture_output=True,
@@ -162,6 +172,81 @@ def test_a_signal_waits_for_the_outermost_call() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
+def test_every_handler_in_python_waits() -> None:
+    """Whatever its signal: also those that only a system's programs send."""
+    sent = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    came: list[int] = []
+
+    @uninterrupted
+    def call() -> None:
+        for number in sent:
+            signal.raise_signal(number)
+            assert not came, number
+
+    with handled(lambda number, frame: came.append(number), *sent):
+        call()
+    assert sorted(came) == sent
+
+
+def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
+    """One signal comes within the call, and another, whose handler raises too, at any line of what
+    puts handlers off and admits them."""
+    numbers = [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM]
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    @uninterrupted
+    def call() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    def sends_at(line: int) -> bool:
+        """Send a signal at a line; return whether there are so many."""
+        left = line
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != interrupts.__file__:
+                return None
+            if event == "line":
+                left -= 1
+                if left == -1:
+                    signal.raise_signal(signal.SIGUSR1)
+            return trace
+
+        def traced() -> None:
+            sys.settrace(trace)
+            try:
+                call()
+            finally:
+                sys.settrace(None)
+
+        came.clear()
+        with pytest.raises(KeyboardInterrupt):
+            traced()
+        return left < 0
+
+    with handled(interrupt, *numbers):
+        line = 0
+        while sends_at(line):
+            assert came.count(signal.SIGUSR1) == 1, line
+            assert [signal.getsignal(number) for number in numbers] == [interrupt] * 3, line
+            line += 1
+    assert line > 20
 
 
 def test_an_error_of_the_call_is_the_interrupts_context() -> None:

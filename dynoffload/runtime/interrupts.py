@@ -5,8 +5,9 @@ steps. In the middle of an optimizer update that would leave memory locked for a
 remembers, or a parameter with half of its state. Between `hold` and `admit` such handlers are put
 off: they run, and raise what they raise, as soon as the outermost pair is over.
 
-Only handlers written in Python are put off, and only the main thread runs those. A second signal of
-a kind that is put off already is taken for the same one.
+Only handlers written in Python are put off, whatever their signal, and only the main thread runs
+those. A second signal of a kind that is put off already is taken for the same one. Handlers are put
+back whatever others raise meanwhile.
 """
 
 from __future__ import annotations
@@ -22,14 +23,12 @@ from typing import Any, ParamSpec, TypeVar
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# In the order in which they are admitted again: the one that interrupts is the last.
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGALRM", "SIGTERM", "SIGINT") if hasattr(signal, name)
-]
 # Without the wrappers that make enumerations of their answers, ten times slower: these run some
 # thousand times a step.
 _plain: Any = sys.modules.get("_signal", signal)
 _get, _set = _plain.getsignal, _plain.signal
+_WITHOUT_HANDLER = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+_SIGNALS = sorted(int(number) for number in signal.valid_signals() - _WITHOUT_HANDLER)
 
 
 class _Held:
@@ -43,20 +42,24 @@ class _Held:
         self.came.setdefault(number, frame)
 
     def begin(self) -> None:
-        for number in reversed(_SIGNALS):
-            handler = _get(number)
+        for number, handler in zip(_SIGNALS, map(_get, _SIGNALS), strict=True):
             if callable(handler):
                 self.handlers[number] = handler
                 _set(number, self.note)
 
     def end(self) -> None:
-        for number, handler in self.handlers.items():
-            if _get(number) == self.note:  # else set anew meanwhile, and it stays
-                _set(number, handler)
+        try:
+            for number, handler in self.handlers.items():
+                if _get(number) == self.note:  # else set anew meanwhile, and it stays
+                    _set(number, handler)
+        except BaseException:  # raised by a handler that is in its place again
+            self.end()
+            raise
 
     def pass_on(self) -> None:
         """Run the handlers of what came; one that raises does so after all have run."""
-        for number in list(self.came):
+        while self.came:
+            number = next(iter(self.came))
             frame = self.came.pop(number)
             try:
                 self.handlers[number](number, frame)
@@ -77,8 +80,11 @@ def hold() -> None:
         held = _Held()
         try:
             held.begin()
-        except BaseException:
-            held.end()
+        except BaseException:  # raised by a handler that was in its place still
+            try:
+                held.end()
+            finally:
+                held.pass_on()
             raise
         _held = held
     _depth += 1
@@ -92,8 +98,10 @@ def admit() -> None:
     _depth -= 1
     if _depth == 0:
         held, _held = _held, None
-        held.end()
-        held.pass_on()
+        try:
+            held.end()
+        finally:
+            held.pass_on()
 
 
 def uninterrupted(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -313,12 +313,18 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what is spread over devices or processes."""
+    """Refuse what is spread over devices or processes, or has no shape yet."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ConfigError(
             f"the {type(model.module).__name__} is wrapped in {type(model).__name__}: offload() "
             "serves one process on the CPU; start one process and pass the model itself"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} of a lazy module has no shape yet: call the model on one sample under "
+                "torch.no_grad(), then make the optimizer, before the offload() block"
+            )
     for name, parameter in model.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,14 @@ from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
+from dynoffload.runtime.forked import refusal, tell_children
 from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.materialize import Init, blank, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.sizing import Sizing, ordinary_bytes
+from dynoffload.runtime.sizing import Sizing, ordinary_bytes, tensors_of
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
 from dynoffload.units import format_bytes
 
@@ -104,6 +105,7 @@ class Session:
         ]
         self._growth = Growth(model)
         self._aside_handle: RemovableHandle | None = None
+        tell_children(self)
         self._say_plan(spill_reason)
 
     def _page(self) -> Paging:
@@ -145,6 +147,8 @@ class Session:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if self._paging is not None and os.getpid() != self._pid:
+            raise refusal(f"this {type(self.model).__name__}")
         if self._init is not None:
             self.materialize(self._init[0])
         if self._leaves:
@@ -398,6 +402,19 @@ class Session:
             if touched and self._paging is not None:
                 self._paging.lose(error)
             raise
+
+    def end_in_child(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `dynoffload.runtime.forked`."""
+        paging = self._paging
+        if paging is None:
+            return
+        if paging.updates is not None:
+            paging.updates.waiting.end_in_child(refusal("the optimizer's state"))
+        for tensor in tensors_of(self.model, self.optimizer):
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                region = paging.device.owner(tensor.data_ptr())
+                if region >= 0:
+                    yield paging.store.name_of(region), tensor
 
     def report(self, path: str | Path) -> ReportFiles:
         """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it.

@@ -42,6 +42,7 @@ from dynoffload.runtime.passes.saved import (
     as_it_lies,
     bytes_held,
     cast_that_autocast_keeps,
+    is_of_a_subclass,
     is_plain,
 )
 from dynoffload.units import format_bytes
@@ -256,6 +257,8 @@ class Activations:
             self._borrowed.add(borrowed)
             return borrowed
         nbytes = storage.nbytes()
+        if is_of_a_subclass(tensor):
+            return Kept(self, tensor, nbytes)
         whole = True
         used = tensor.numel() * tensor.element_size()
         if nbytes > 2 * used:

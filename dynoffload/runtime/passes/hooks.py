@@ -8,16 +8,22 @@ hooks in place for the time between; a unit's hook comes before its forward.
 
 [Note: compiled models]  `torch.compile` would trace hooks, and compile what they call. A root's
 hooks are called outside of what is compiled, on both its sides; a unit's do nothing there: what a
-compiled forward reads is fetched as it is touched.
+compiled forward reads is fetched as it is touched. `torch.export` runs a model on tensors without
+bytes: there is nothing to page, and all hooks do nothing.
 
 [Note: removed hooks]  A call of a module looks its hooks up before it runs them. One that an
 earlier hook of the same call removes still runs: so `Hook.end` makes it do nothing.
+
+[Note: threads]  Any thread may call the root, but one at a time: what runs next is one order, and
+hooks on saved tensors are a thread's own. A call that comes while another thread's is on its stack
+is refused before it changes anything.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -26,6 +32,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dynoffload.errors import ThreadError
 from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit
@@ -56,6 +63,8 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                return None
             return _outside(self, args) if self._compiled else None
         return None if self._call is None else self._call(*args)
 
@@ -71,7 +80,22 @@ class Hook:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _outside(hook: Hook, args: tuple[Any, ...]) -> Any:
-    return hook(*args)
+    return None if hook._call is None else hook._call(*args)
+
+
+class _OfThread(threading.local):
+    """The saved-tensor hooks of one session at work in this thread, or None."""
+
+    saving: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def begin(self, activations: Activations) -> None:
+        self.saving = torch.autograd.graph.saved_tensors_hooks(activations.pack, activations.unpack)
+        self.saving.__enter__()
+
+    def end(self) -> None:
+        if self.saving is not None:
+            self.saving.__exit__(None, None, None)
+            self.saving = None
 
 
 class Hooks:
@@ -111,7 +135,9 @@ class Hooks:
         self._depth = 0
         self._warned = False
         self._frame: FrameType | None = None  # that calls the root
-        self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._thread = 0  # in which it does
+        self._claiming = threading.Lock()
+        self._of_thread = _OfThread()
         enter = Hook(self.enter, on_read, compiled=True)
         self._hooks = [enter]
         leave = Hook(self._leave, compiled=True)
@@ -137,25 +163,22 @@ class Hooks:
         self._handles = handles
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open a sample, unless the root is called by itself."""
+        """Open a sample, unless the root is called by itself.
+
+        Raises:
+            ThreadError: another thread is in a call of the root.
+        """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__package__") == __package__:
             frame = frame.f_back
-        if self._depth and not _runs(self._frame, frame):
-            self._abandon()  # an interrupt tore the last call down: nobody called `_leave`
-        if not self._depth:
-            self._frame = frame
-        self._depth += 1
+        self._claim(frame)
         if self._depth > 1 or not torch.is_grad_enabled():
             return
         self._on_begin(args, kwargs)
         if self._activations is None:
             return
         if not _hooks_of_others():
-            self._saving = torch.autograd.graph.saved_tensors_hooks(
-                self._activations.pack, self._activations.unpack
-            )
-            self._saving.__enter__()
+            self._of_thread.begin(self._activations)
         elif not self._warned:
             self._warned = True
             logger.warning(
@@ -163,12 +186,33 @@ class Hooks:
                 "what autograd saves there is neither moved nor counted"
             )
 
+    def _claim(self, frame: FrameType | None) -> None:
+        """Count a call of the root that ``frame`` makes in this thread; see [Note: threads]."""
+        thread = threading.get_ident()
+        with self._claiming:
+            if self._depth:
+                inner = frame if thread == self._thread else sys._current_frames().get(self._thread)
+                if not _runs(self._frame, inner):
+                    self._depth = 0  # an interrupt tore the last call down: nobody called `_leave`
+                elif thread != self._thread:
+                    raise ThreadError(
+                        "two threads call the model at once, and under offload() one may at a "
+                        "time: hold a threading.Lock around each forward, with its backward and "
+                        "step"
+                    )
+            if not self._depth:
+                self._frame, self._thread = frame, thread
+                self._of_thread.end()  # of a call that was torn down in this thread
+            self._depth += 1
+
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._thread != threading.get_ident():
+            return  # its call was refused
         self._depth -= 1
         if self._depth:
             return
         error = sys.exc_info()[1]
-        if self._saving is not None and "saved tensor hooks" in str(error):
+        if self._of_thread.saving is not None and "saved tensor hooks" in str(error):
             assert error is not None
             error.add_note(
                 "dynoffload: what autograd saves is paged by such hooks; pass "
@@ -185,9 +229,7 @@ class Hooks:
 
     def _abandon(self) -> None:
         self._depth, self._frame = 0, None
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+        self._of_thread.end()
 
     def remove(self) -> None:
         """Take all hooks off."""

@@ -7,6 +7,10 @@ bytes go (`dynoffload.runtime.passes.activations`).
 [Note: lazy bits]  A conjugate, and the imaginary part of one, lies in memory as what it was made
 from and carries a bit that says how to read it. The bytes are copied as they lie and the bits put
 back: a kernel may go another way for a tensor without them.
+
+[Note: subclasses]  Autograd gives a tensor of a subclass back as the object that it was, attributes
+and all, and so do we. One that requires grad it gives back as a plain tensor wherever hooks are at
+work, whatever they do.
 """
 
 from __future__ import annotations
@@ -113,7 +117,7 @@ class Kept:
 
     def __init__(self, owner: Owner, tensor: torch.Tensor, nbytes: int) -> None:
         self.owner, self.nbytes = owner, nbytes
-        self.tensor = tensor.detach()
+        self.tensor = tensor if is_of_a_subclass(tensor) else tensor.detach()
         self.version = tensor._version
         owner.kept_bytes += nbytes
         owner.kept_peak = max(owner.kept_peak, owner.kept_bytes)
@@ -132,7 +136,8 @@ class Borrowed:
     __slots__ = ("__weakref__", "region", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, region: int) -> None:
-        self.tensor, self.region = tensor.detach(), region
+        self.tensor = tensor if is_of_a_subclass(tensor) else tensor.detach()
+        self.region = region
         self.version = tensor._version
 
     def check(self) -> None:
@@ -162,6 +167,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not is_traceable_wrapper_subclass(tensor)
     )
+
+
+def is_of_a_subclass(tensor: torch.Tensor) -> bool:
+    """Return whether backward must get this very object; see [Note: subclasses]."""
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:

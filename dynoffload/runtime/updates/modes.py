@@ -4,7 +4,8 @@ A user's ``step()`` runs under modes of the process (default dtype, deterministi
 its thread (number of threads, flushing of denormal numbers) and of the code around it (autocast,
 inference mode, `torch.func` transformations, function and dispatch modes). An update that is put
 off runs inside whatever reads the parameter next, maybe on another thread: it must be made as at
-``step()``, and what happens to be on there must not see it.
+``step()``, and what happens to be on there must not see it. A compiler that reads the parameter is
+such a reader too: the optimizers of torch take other ways while `torch.compiler.is_compiling()`.
 
 [Note: modes that hold]  Two kinds cannot be carried over, so with them nothing is put off: a mode
 of the user's that watches operators would miss them, and no other thread flushes denormals alike.
@@ -89,6 +90,9 @@ class Modes:
                 undo.enter_context(torch._C.DisableTorchFunction())
             if torch.is_inference_mode_enabled():
                 undo.enter_context(torch.inference_mode(False))
+            if torch.compiler.is_compiling():
+                undo.callback(_set_compiling, True)
+                _set_compiling(False)
             yield
 
     def _set_globals(self) -> None:
@@ -99,3 +103,7 @@ class Modes:
         self._set_globals()
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
+
+
+def _set_compiling(compiling: bool) -> None:
+    torch.compiler._is_compiling_flag = compiling

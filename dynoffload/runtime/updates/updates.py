@@ -318,7 +318,7 @@ class Updates:
 
     def _put_off(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
-        defer, modes = self._defer and may_wait(), Modes.now()
+        may, modes = may_wait(), Modes.now()
         self._begun = True
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad
@@ -328,7 +328,7 @@ class Updates:
             regions = slot.update_regions()
             update = Update(group, parameter.data, gradient, copy, regions, modes)
             torch.autograd.graph.increment_version(parameter)
-            if not self._defer or (defer and self._guards(slot, gradient)):
+            if may and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))
                 continue
             self.maker.make(slot, update)

@@ -48,6 +48,7 @@ class Waiting:
         self.mutex = threading.RLock()
         self.behind = 0
         self.lost: BaseException | None = None
+        self._in_child: BaseException | None = None
 
     def any(self) -> bool:
         """Return whether an update waits or is being made."""
@@ -63,6 +64,8 @@ class Waiting:
     def _taken(self, slot: Slot) -> Iterator[Update | SliceUpdate | None]:
         """Take the pending update of ``slot``, if there is one, to make it; wait for whoever is
         making one."""
+        if self._in_child is not None:
+            raise self._in_child
         with self.mutex:
             before, self._making = self._making, slot
             try:
@@ -176,6 +179,11 @@ class Waiting:
             StepLostError: naming the remedy, from what cut that step off.
         """
         self._refuse(self.lost)
+
+    def end_in_child(self, error: BaseException) -> None:
+        """In a forked process: raise ``error`` instead of making an update. Nobody is left there
+        who could let go of the mutex."""
+        self._in_child, self.mutex = error, threading.RLock()
 
     def check(self) -> None:
         """Raise what went wrong in an update made behind somebody's back, unless it was told.
