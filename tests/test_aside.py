@@ -17,9 +17,11 @@ from exactness import (
     arena_ranges,
     assert_same,
     footprint_of,
+    needs_pager,
     small,
     small_loss,
 )
+from fused_networks import PAGES, Chosen, chosen_loss
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -313,3 +315,20 @@ def test_options_reach_the_session() -> None:
     pair = twin()
     with pair.paged(LARGE) as session:
         assert session.sizing.page_bytes == SMALL_PAGES["page_bytes"]
+
+
+@needs_pager
+def test_it_stays_where_only_what_is_touched_fits() -> None:
+    """Experts that no sample has hit lie in the file, and would come into memory: to see that, none
+    is brought, and none of the updates is made that wait for them."""
+    model = Chosen(16)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    budget = footprint_of(model) // 2
+    with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=PAGES) as session:
+        for step in range(8):
+            chosen_loss(model, (step, [1])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not session.stats["bytes_in"].any()
+        assert session.paging
+        assert session.stats["peak_fast_bytes"].max() <= budget

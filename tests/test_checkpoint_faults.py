@@ -281,10 +281,18 @@ def here(tmp_path: Path) -> Iterator[Path]:
     os.chdir(before)
 
 
+def test_directories_above_are_made(tmp_path: Path) -> None:
+    """As ``save_pretrained`` makes them: a run of hours is not lost for want of one."""
+    path = tmp_path / "run" / "of today" / "last"
+    dynoffload.save_checkpoint(model := nn.Linear(2, 2), None, path)
+    dynoffload.load_checkpoint(again := nn.Linear(2, 2), None, path)
+    assert torch.equal(again.weight, model.weight)
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        ("no parent", r"directory .*/away does not exist; create it"),
+        ("no parent", r"directory .*/run/away does not exist, and cannot be made \(Not a dir"),
         ("file", "it is a file; name a directory"),
         ("directories", r"it has directories in it, .* name a directory that is"),
         ("working directory", "it is the working directory"),
@@ -295,7 +303,8 @@ def test_what_is_not_a_checkpoint_is_not_replaced(make: str, told: str, here: Pa
     """The error names the culprit and the remedy, and everything is as it was."""
     path = here / "run"
     if make == "no parent":
-        path = here / "away" / "run"
+        path.write_text("mine")
+        path = path / "away" / "run"
     elif make == "file":
         path.write_text("mine")
     elif make == "directories":

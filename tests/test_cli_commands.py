@@ -109,6 +109,8 @@ def test_report_as_json_is_json_alone(runner: CliRunner, tmp_path: Path) -> None
     assert numbers["peak_fast_bytes"] == max(s.peak_fast_bytes for s in log.steps)
     assert numbers["perfetto"] == str(trace)
     assert json.loads(trace.read_text())["traceEvents"]
+    assert "page" not in numbers
+    assert {file.name for file in tmp_path.iterdir()} == {"run.json", "t.json"}
 
 
 def test_report_of_what_is_no_log(runner: CliRunner, tmp_path: Path) -> None:

@@ -400,7 +400,7 @@ def test_a_step_cut_off_between_drafts_is_declared_lost(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, caught = interrupted_run(monkeypatch, "exchange", at)
-    assert caught == [(5, "interrupt"), (6, "lost")]
+    assert caught == [(5, "interrupt"), (6, "lost"), (7, "lost")]
 
 
 @pytest.mark.parametrize("name", ["lend", "withdraw"])

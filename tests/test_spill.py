@@ -190,7 +190,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(SpillError, match="does not exist: create it, or pass spill_dir="):
         SpillFile(tmp_path / "nowhere", 0)
     (tmp_path / "file").touch()
-    with pytest.raises(SpillError, match="is a file, or pass spill_dir="):
+    with pytest.raises(SpillError, match="is a file: pass spill_dir="):
         SpillFile(tmp_path / "file", 0)
 
 

@@ -31,7 +31,10 @@ def report(
         typer.Option(help="The trace for ui.perfetto.dev; beside the page by default."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers of the run as JSON.")
+        bool,
+        typer.Option(
+            "--json", help="Print the numbers of the run as JSON; writes what is named only."
+        ),
     ] = False,
 ) -> None:
     """Make an HTML page and a Perfetto trace of a logged run.
@@ -48,20 +51,23 @@ def report(
     from dynoffload.reporting.summary import headlines, summarize, verdict
     from dynoffload.runtime.telemetry import RunLog
 
-    page = out or runlog.with_name(runlog.name.split(".")[0] + ".html")
-    trace = perfetto or page.with_suffix(".perfetto.json.gz")
     with stderr().status("reading the log"):
         log = RunLog.load(runlog)
+    page = out or (None if as_json else runlog.with_name(runlog.name.split(".")[0] + ".html"))
+    trace = perfetto or (None if page is None else page.with_suffix(".perfetto.json.gz"))
     with stderr().status("drawing"):
-        write_report(log, page)
-        write_perfetto(log, trace)
+        if page is not None:
+            write_report(log, page)
+        if trace is not None:
+            write_perfetto(log, trace)
     if as_json:
         numbers: dict[str, Any] = asdict(summarize(log)) if log.steps else {"steps": 0}
         clean = {
             key: None if isinstance(value, float) and math.isnan(value) else value
             for key, value in numbers.items()
         }
-        files = {"page": str(page), "perfetto": str(trace)}
+        made = {"page": page, "perfetto": trace}
+        files = {kind: str(path) for kind, path in made.items() if path is not None}
         typer.echo(json.dumps({**clean, "budget": log.budget, **files}, indent=2))
         return
     console = stdout()
@@ -70,4 +76,4 @@ def report(
     for card in headlines(log):
         table.add_row(card.label, f"[bold]{card.value}[/]", f"[dim]{card.meaning}[/]")
     console.print(table)
-    say_wrote(page, trace)
+    say_wrote(*(path for path in (page, trace) if path is not None))

@@ -109,7 +109,7 @@ def run(
     """
     _check_wrap(wrap, model)
     if wrap and budget is None:
-        raise typer.BadParameter("--wrap needs one", param_hint="'--budget'")
+        raise typer.BadParameter("--wrap needs one, such as --budget 8GiB", param_hint="'--budget'")
     summaries: list[str] = []
     written: list[Path] = []
 

@@ -69,7 +69,7 @@ class SpillFile:
         if not directory.is_dir():
             raise SpillError(
                 f"spill directory {directory} "
-                f"{'is a file' if directory.exists() else 'does not exist: create it'}, or pass "
+                f"{'is a file:' if directory.exists() else 'does not exist: create it, or'} pass "
                 "spill_dir= a directory on a disk"
             )
         kind = filesystem_of(directory)

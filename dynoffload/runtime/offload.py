@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import Defaults, OffloadConfig, defaults
-from dynoffload.errors import ConfigError, NotEnteredError
+from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.profiler.network import fingerprint
@@ -218,7 +218,12 @@ def _session(
     from_command = given.pilot is not None and pilot == "auto"
     predictor = _predictor(given.pilot if from_command else pilot)
     if predictor is not None and not isinstance(predictor, str):
-        predictor.check(fingerprint(model))
+        try:
+            predictor.check(fingerprint(model))
+        except PilotError as error:
+            named = given.pilot if from_command else pilot
+            file = f"{named}: " if isinstance(named, str | Path) else ""
+            raise PilotError(f"{file}not a pilot of this {type(model).__name__}: {error}") from None
         if options.policy != "pilot":
             logger.warning(
                 "%s is not used, as the policy is %r and not 'pilot'",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,14 @@ from dynoffload.runtime.adoption.units import Unit, units_of
 from dynoffload.runtime.experts import calls
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.experts.parts import Parts
+from dynoffload.runtime.forked import refusal, tell_children
 from dynoffload.runtime.growth import tensors_in
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
-from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.sizing import Sizing, ordinary_bytes, tensors_of
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.updates import Updates
 from dynoffload.units import format_bytes
@@ -104,6 +105,7 @@ class Paging:
         self._on_progress, self._on_phase, self._on_step = on_progress, on_phase, on_step
         self._closing = threading.Event()
         self._where = ""
+        self._ends = False
         self._said = False  # that there is no optimizer
         self._pages_activations = config.page_activations
         self.device = open_device(sizing, config, spill_dir)
@@ -138,6 +140,7 @@ class Paging:
             self._undo.close()
             raise
         self.adoption.begun()
+        tell_children(self)
 
     def _start(self, config: OffloadConfig) -> None:
         optimizer, sizing = self.optimizer, self.sizing
@@ -368,6 +371,27 @@ class Paging:
         """Return whether a step, or a load, was cut off, and nothing was loaded since."""
         return self.updates is not None and self.updates.waiting.lost is not None
 
+    def absent_bytes(self) -> int:
+        """Return the bytes that no step has had in memory, and that would be there without paging:
+        what no sample has touched, and gradients of fused parameters as a whole."""
+        everything = ordinary_bytes(self.model, self.optimizer)
+        here = ordinary_bytes(self.model, self.optimizer, self.device)
+        absent = max(0, everything - here - self.device.resident_bytes())
+        fused = [one.parameter for one in self.rows]
+        return absent + sum(p.nbytes for p in fused if p.requires_grad)
+
+    def end_in_child(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `dynoffload.runtime.forked`."""
+        if self._ends:
+            return
+        if self.updates is not None:
+            self.updates.waiting.end_in_child(refusal("the optimizer's state"))
+        for tensor in tensors_of(self.model, self.optimizer):
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                region = self.device.owner(tensor.data_ptr())
+                if region >= 0:
+                    yield self.store.name_of(region), tensor
+
     def is_held_outside(self) -> bool:
         """Return whether somebody holds memory of the device beyond what is restored at the end:
         a view of a parameter, an old gradient, a graph whose backward is still to come."""
@@ -385,6 +409,7 @@ class Paging:
         Raises:
             StepLostError: an update that had been put off failed; all else was done.
         """
+        self._ends = True
         self._undo.close()
         return self._where
 

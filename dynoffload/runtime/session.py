@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,14 @@ from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
-from dynoffload.runtime.forked import refusal, tell_children
+from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.materialize import Init, blank, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.sizing import Sizing, ordinary_bytes, tensors_of
+from dynoffload.runtime.sizing import Sizing, ordinary_bytes
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
 from dynoffload.units import format_bytes
 
@@ -105,7 +105,6 @@ class Session:
         ]
         self._growth = Growth(model)
         self._aside_handle: RemovableHandle | None = None
-        tell_children(self)
         self._say_plan(spill_reason)
 
     def _page(self) -> Paging:
@@ -235,15 +234,17 @@ class Session:
             return
         paging = self._paging
         assert paging is not None
+        need = self._measured_peak + paging.absent_bytes()
+        if need > _ASIDE * self.sizing.budget or stats.step < _MEASURED_STEPS:
+            return
         if paging.is_held_outside() or paging.is_lost():
             return  # somebody looks at our memory, which would end; or a loss would be forgotten
-        if self._measured_peak <= _ASIDE * self.sizing.budget and stats.step >= _MEASURED_STEPS:
-            logger.info(
-                "a step takes %s of the budget of %s: paging steps aside",
-                format_bytes(self._measured_peak),
-                format_bytes(self.sizing.budget),
-            )
-            self._leaves = True  # with the next sample: now torch walks the optimizer's hooks
+        logger.info(
+            "all that a step takes, %s of the budget of %s, fits: paging steps aside",
+            format_bytes(need),
+            format_bytes(self.sizing.budget),
+        )
+        self._leaves = True  # with the next sample: now torch walks the optimizer's hooks
 
     def _step_aside(self) -> None:
         self._leaves = False
@@ -402,19 +403,6 @@ class Session:
             if touched and self._paging is not None:
                 self._paging.lose(error)
             raise
-
-    def end_in_child(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `dynoffload.runtime.forked`."""
-        paging = self._paging
-        if paging is None:
-            return
-        if paging.updates is not None:
-            paging.updates.waiting.end_in_child(refusal("the optimizer's state"))
-        for tensor in tensors_of(self.model, self.optimizer):
-            if tensor.layout is torch.strided and not tensor.is_meta:
-                region = paging.device.owner(tensor.data_ptr())
-                if region >= 0:
-                    yield paging.store.name_of(region), tensor
 
     def report(self, path: str | Path) -> ReportFiles:
         """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it.

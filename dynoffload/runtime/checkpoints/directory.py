@@ -116,11 +116,14 @@ def sync(path: Path) -> None:
 
 def _check(target: Path) -> None:
     parent = target.parent
-    if not parent.is_dir():
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise CheckpointError(
-            errno.ENOENT,
-            f"cannot save checkpoint {target}: directory {parent} does not exist; create it",
-        )
+            error.errno,
+            f"cannot save checkpoint {target}: directory {parent} does not exist, and cannot be "
+            f"made ({error.strerror}); name another",
+        ) from error
     if not target.exists():
         return
     if not target.is_dir():
