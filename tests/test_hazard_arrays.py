@@ -15,6 +15,8 @@ from hazards import Mlp, Side, each_backend, hazard, loss_of
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from dynoffload.runtime.adoption.held import references
+
 
 def arrays_under_gradients(model: nn.Module) -> list[np.ndarray]:
     """Give every parameter a gradient over an array; return the arrays."""
@@ -122,6 +124,18 @@ def test_entries_of_state_that_the_user_keeps(
                 side.see("small", [[entry[key].item() for key in small] for entry in kept])
 
     hazard(backend, program)
+
+
+def test_references_are_counted_as_they_are() -> None:
+    """Whatever version of Python counts: holders alone, not the calls that ask."""
+    value = object()
+    assert references(value) == 1
+    holder = {"value": value}
+    assert references(value) == 2
+    for found in holder.values():
+        assert references(found) == 3
+    del holder, found
+    assert references(value) == 1
 
 
 @each_backend

@@ -18,7 +18,24 @@ from torch import nn
 
 from dynoffload.memory.places import users_of
 
-_OF_STATE = 4  # references to a tensor of state: its dict, the update's copy, and two here
+_OF_STATE = 3  # references to a tensor of state: its dict, the update's copy, and one here
+
+
+def references(value: object) -> int:
+    """Return how many references there are to ``value``, a local variable, that one included.
+
+    How many more a call makes differs between versions of Python, and is measured once.
+    """
+    return sys.getrefcount(value) - _OF_CALL
+
+
+def _of_call() -> int:
+    value = object()
+    return references(value) - 1
+
+
+_OF_CALL = 0
+_OF_CALL = _of_call()
 
 
 def has_its_own(model: nn.Module) -> bool:
@@ -61,6 +78,6 @@ def are_shared(state: Mapping[str, Any], besides: Container[str]) -> bool:
         value = state[key]
         if isinstance(value, torch.Tensor) and key not in besides:
             strange = value.layout is not torch.strided or holders(value) > 1
-            if strange or sys.getrefcount(value) > _OF_STATE:
+            if strange or references(value) > _OF_STATE:
                 return True
     return False

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -36,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
-from dynoffload.runtime.adoption.held import are_shared
+from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.store import Slot, Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.updates.drafts import Drafts
@@ -57,7 +56,7 @@ from dynoffload.runtime.updates.watched import WatchedState
 logger = logging.getLogger(__name__)
 
 _REGISTER = "register_step_pre_hook"
-_OF_ENTRY = 5  # references to an entry of the state: of two mappings, two calls and the count
+_OF_ENTRY = 4  # references to an entry of the state: of two mappings and two calls
 
 
 def can_split(optimizer: Optimizer) -> bool:
@@ -368,7 +367,7 @@ class Updates:
         return (
             slot.gradient is not None
             and owner(gradient.data_ptr()) == slot.gradient
-            and sys.getrefcount(state) <= _OF_ENTRY  # who holds it would see it as it was
+            and references(state) <= _OF_ENTRY  # who holds it would see it as it was
             and not are_shared(state, besides=slot.states)
             and all(
                 key in state and owner(state[key].data_ptr()) == region
