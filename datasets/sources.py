@@ -11,6 +11,7 @@ file is added, and no held-out file shares a line with what was trained on by me
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from enum import Enum
@@ -104,10 +105,9 @@ def _all_files(folder: Path) -> tuple[SourceFile, ...]:
     if not folder.is_dir():
         raise DataError(f"the folder of source files {folder} does not exist; point root at one")
     files = []
-    for path in folder.rglob("*.py"):
-        relative = path.relative_to(folder)
-        if _LEFT_OUT.isdisjoint(relative.parts[:-1]) and path.is_file():
-            nbytes = path.stat().st_size
-            if MIN_BYTES <= nbytes <= MAX_BYTES:
-                files.append(SourceFile(relative.as_posix(), path, nbytes))
+    for directory, below, names in os.walk(folder):
+        below[:] = set(below) - _LEFT_OUT
+        for path in (Path(directory, name) for name in names if name.endswith(".py")):
+            if path.is_file() and MIN_BYTES <= (nbytes := path.stat().st_size) <= MAX_BYTES:
+                files.append(SourceFile(path.relative_to(folder).as_posix(), path, nbytes))
     return tuple(sorted(files, key=lambda source: source.name))

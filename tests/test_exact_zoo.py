@@ -162,8 +162,15 @@ def test_float32(network: str, share: int, steering: str) -> None:
         assert session.stats["accuracy"].notna().all(), "the pilot did not predict"
 
 
-@pytest.mark.parametrize("steering", ["trained", "lying", "none"])
-@pytest.mark.parametrize("share", SHARES)
+def _steerings_of_bfloat16() -> list[Any]:
+    """Return every budget and every way to steer once, and all pairs in ``make slow``."""
+    ways = ("trained", "lying", "none")
+    brief = set(zip(SHARES, ways, strict=True))
+    cases = [(share, steering) for share in SHARES for steering in ways]
+    return [pytest.param(*c, marks=[] if c in brief else pytest.mark.slow) for c in cases]
+
+
+@pytest.mark.parametrize(("share", "steering"), _steerings_of_bfloat16())
 @pytest.mark.parametrize("network", zoo.NETWORKS)
 def test_bfloat16_autocast(network: str, share: int, steering: str) -> None:
     """The casts of weights are made anew in each forward, as autocast makes them."""
