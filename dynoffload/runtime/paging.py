@@ -39,6 +39,7 @@ from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
+from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.sizing import Sizing, ordinary_bytes, tensors_of
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.updates import Updates
@@ -82,6 +83,7 @@ class Paging:
         spill_dir: where the spill file lies.
         forecast: what will probably run; it watches while paging is at work.
         on_progress: called at every visit of a unit.
+        on_chunk: called whenever a chunk's worth of activations was saved or used.
         on_phase: called with the name of a phase that begins.
         on_step: called after each optimizer step.
     """
@@ -96,13 +98,15 @@ class Paging:
         forecast: Forecast,
         *,
         on_progress: Callable[[], None],
+        on_chunk: Callable[[], None],
         on_phase: Callable[[str], None],
         on_step: Callable[[], None],
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._forecast = forecast
         self.spill_dir = spill_dir
-        self._on_progress, self._on_phase, self._on_step = on_progress, on_phase, on_step
+        self._on_progress, self._on_chunk = on_progress, on_chunk
+        self._on_phase, self._on_step = on_phase, on_step
         self._closing = threading.Event()
         self._where = ""
         self._ends = False
@@ -125,8 +129,8 @@ class Paging:
             sizing.min_moved_bytes,
             sizing.kept_bytes,
             on_borrowed=self._backward_use,
-            on_chunk=lambda region: self.device.touch([region]),
-            on_open=lambda chunk: self.migrator.open_chunk(chunk),
+            on_chunk=self._reach_chunk,
+            on_open=self._open_chunk,
             site=lambda: self.migrator.site,
             names=self.store.names,
         )
@@ -338,6 +342,14 @@ class Paging:
             for slot in unit.slots:
                 self.updates.waiting.flush(slot)
         self.device.touch(unit.regions)
+
+    def _open_chunk(self, chunk: Chunk) -> None:
+        self._on_chunk()
+        self.migrator.open_chunk(chunk)
+
+    def _reach_chunk(self, region: int) -> None:
+        self._on_chunk()
+        self.device.touch([region])
 
     def _backward_use(self, region: int) -> None:
         if self.migrator.backward_use(region):

@@ -85,6 +85,7 @@ class Recording:
         self._phase: tuple[str, float] | None = None
         self._last = Counters()
         self._sampled = 0.0
+        self._in_use = 0  # bytes beyond the budget that the last attempt did not give back
         self._tables: tuple[list[Any], ...] = (
             log.transfers,
             log.stalls,
@@ -118,22 +119,38 @@ class Recording:
             device: holds what is paged.
             small: bytes of saved activations that stay in place.
         """
-        if self.now() - self._sampled < _SAMPLE_EVERY_S:
-            return
+        if self.now() - self._sampled >= _SAMPLE_EVERY_S:
+            self._look(self._fast(device, small))
+
+    def look_at_heap(self, device: Device, small: int) -> None:
+        """Hand freed heap back if it has passed the slack, however short ago the last sample was.
+
+        For where much is allocated and freed in no time: arguments as those of `sample`.
+        """
+        self._taken_beyond(self._fast(device, small))
+
+    def _fast(self, device: Device, small: int) -> int:
         if self._outside is None:
             self._outside = self._count_outside(device)
-        self._look(self._outside + small + device.resident_bytes())
+        return self._outside + small + device.resident_bytes()
 
     def _look(self, fast: int) -> None:
         now = self._sampled = self.now()
-        taken = resident_bytes()
-        if taken - self._baseline - fast > self._slack and heap.give_back():
-            # The peak before is recorded too: it was there.
-            self.log.headroom = max(self.log.headroom, taken - self._baseline - fast)
-            taken = resident_bytes()
-        self.log.headroom = max(self.log.headroom, taken - self._baseline - fast)
+        beyond = self._taken_beyond(fast)
         if self._events:
-            self._add(self.log.memory, MemorySample(now, fast, taken))
+            self._add(self.log.memory, MemorySample(now, fast, self._baseline + fast + beyond))
+
+    def _taken_beyond(self, fast: int) -> int:
+        """Return the bytes that the process takes beyond ``fast``, when freed heap is back."""
+        beyond = resident_bytes() - self._baseline - fast
+        self._in_use = min(self._in_use, beyond)
+        # What is in use cannot go back: ask again only when there is more than that.
+        if beyond > max(self._slack, self._in_use + self._slack // 8) and heap.give_back():
+            # The peak before is recorded too: it was there.
+            self.log.headroom = max(self.log.headroom, beyond)
+            beyond = self._in_use = resident_bytes() - self._baseline - fast
+        self.log.headroom = max(self.log.headroom, beyond)
+        return beyond
 
     def restart(self) -> None:
         """Another device begins to count from zero."""

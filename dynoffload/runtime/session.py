@@ -116,6 +116,7 @@ class Session:
             self.spill_dir,
             self._forecast,
             on_progress=self._progress,
+            on_chunk=self._look_at_heap,
             on_phase=lambda name: self._recording.phase(name),
             on_step=self._end_step,
         )
@@ -178,6 +179,11 @@ class Session:
         if self._paging is not None:
             paging = self._paging
             self._recording.sample(paging.device, paging.activations.kept_bytes)
+
+    def _look_at_heap(self) -> None:
+        if self._paging is not None:
+            paging = self._paging
+            self._recording.look_at_heap(paging.device, paging.activations.kept_bytes)
 
     def _end_step(self) -> None:
         paging = self._paging
