@@ -111,7 +111,6 @@ class Paging:
         self._where = ""
         self._ends = False
         self._said = False  # that there is no optimizer
-        self._pages_activations = config.page_activations
         self.device = open_device(sizing, config, spill_dir)
         self.device.reserve(sizing.reserve_bytes)
         self.adoption = Adoption(
@@ -205,9 +204,6 @@ class Paging:
             units,
             list(self.store.slots.values()),
             list(self.rows),
-            self.activations if self._pages_activations else None,
-            on_begin=self._begin_forward,
-            on_end=self._end_forward,
             on_visit=self._visit,
             on_gradient=self._collect,
             on_fused=self._collect_fused,
@@ -217,14 +213,14 @@ class Paging:
         self._changes.begin(self.store.all_slots())
 
     @torch.inference_mode(False)
-    def follow_model(self) -> bool:
-        """Adopt what is new in the model, between two samples; return whether hooks are others.
+    def follow_model(self) -> None:
+        """Adopt what is new in the model, between two samples.
 
         Raises:
             BudgetError: a new or thawed parameter and its update do not fit; nothing was changed.
         """
-        if not self._changes.any() or self._hooks.inside or not has_its_own(self.model):
-            return False
+        if not self._changes.any() or not has_its_own(self.model):
+            return
         for parameter in self._changes.thawed():
             self.adoption.check_thawed(parameter)
         for parameter in self.adoption.adopt_parameters():
@@ -239,7 +235,6 @@ class Paging:
         self._forecast.unwatch()
         self.migrator.forget()
         self._watch()
-        return True
 
     def _watch_fused(self, units: list[Unit]) -> None:
         """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
@@ -289,13 +284,10 @@ class Paging:
         if self.updates is not None:
             self.updates.abandon()
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open the sample in whose call this began, too late for a hook of its own."""
-        self._hooks.enter(module, args, kwargs)
+    # A forward
 
-    # What the hooks call
-
-    def _begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training forward of the root begins, with these arguments."""
         self._on_phase("forward")
         if self.updates is not None and self.updates.drafts is not None:
             self.updates.drafts.begin_forward()
@@ -304,12 +296,15 @@ class Paging:
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)
 
-    def _end_forward(self) -> None:
+    def end_forward(self) -> None:
+        """It has ended."""
         self.activations.end_forward()
         self.migrator.end_forward()
         self._forecast.end()
         if self.updates is not None:
             self.updates.restore_groups()
+
+    # What the hooks call
 
     @uninterrupted
     def _collect(self, slot: Slot) -> None:

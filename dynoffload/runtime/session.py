@@ -27,6 +27,7 @@ from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.materialize import Init, blank, give_weights, modules_on_meta, recipe_of
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
 from dynoffload.runtime.paging import Paging
+from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.sizing import Sizing, ordinary_bytes
@@ -97,11 +98,13 @@ class Session:
         self._said_overrun = False
         self._leaves = self._outgrown = False
         self._pid = os.getpid()
+        self._calls = Calls()
+        self._in_sample = False
+        before_forward = Hook(self._before_forward, self.flush, compiled=True)
+        after_forward = Hook(self._after_forward, compiled=True)
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(
-                Hook(self._before_forward, compiled=True), with_kwargs=True, prepend=True
-            ),
-            model.register_forward_hook(Hook(self._after_forward, compiled=True), always_call=True),
+            model.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True),
+            model.register_forward_hook(after_forward, always_call=True),
         ]
         self._growth = Growth(model)
         self._aside_handle: RemovableHandle | None = None
@@ -149,29 +152,42 @@ class Session:
     ) -> None:
         if self._paging is not None and os.getpid() != self._pid:
             raise refusal(f"this {type(self.model).__name__}")
+        if not self._calls.enter():
+            return
+        self._in_sample = False
         if self._init is not None:
             self.materialize(self._init[0])
         if self._leaves:
             self._step_aside()
-        if not torch.is_grad_enabled():
-            return
-        if self._paging is not None and self._paging.follow_model():
-            self._paging.enter(module, args, kwargs)
-        if not self._config.step_aside:
-            return
-        size = _size_of((args, kwargs))
+        if torch.is_grad_enabled():
+            self._begin_sample(args, kwargs)
+
+    def _begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paging is not None:
-            self._largest = max(self._largest, size)
-        elif (self._outgrown or size > self._largest * _GROWTH) and has_its_own(self.model):
-            logger.info("a larger sample than any measured: paging again")
-            paging = self._come_back()
-            self._largest = max(size, self._largest)
-            paging.enter(module, args, kwargs)
-        else:
+            self._paging.follow_model()
+        if self._config.step_aside:
+            size = _size_of((args, kwargs))
+            larger = self._outgrown or size > self._largest * _GROWTH
+            if self._paging is None and larger and has_its_own(self.model):
+                logger.info("a larger sample than any measured: paging again")
+                self._come_back()
+            if self._paging is not None:
+                self._largest = max(self._largest, size)
+        self._in_sample = True
+        if self._paging is None:
             self._growth.begin()
+            return
+        self._paging.begin_forward(args, kwargs)
+        if self._config.page_activations:
+            self._calls.save_to(self._paging.activations)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._paging is None and self._config.step_aside and torch.is_grad_enabled():
+        if not self._calls.leave() or not self._in_sample:
+            return
+        self._in_sample = False
+        if self._paging is not None:
+            self._paging.end_forward()
+        else:
             peak = self._recording.grew(self._growth.finish(output))
             self._outgrown = peak > self.sizing.budget
 
@@ -265,7 +281,7 @@ class Session:
                 lambda optimizer, args, kwargs: self._end_step()
             )
 
-    def _come_back(self) -> Paging:
+    def _come_back(self) -> None:
         paging = self._page()  # where it fails, the session stays aside, and says so again
         if self._aside_handle is not None:
             self._aside_handle.remove()
@@ -275,7 +291,6 @@ class Session:
         self._growth.end()
         self._recording.restart()
         self._paging = paging
-        return paging
 
     # What the user calls
 
@@ -424,6 +439,7 @@ class Session:
         """Make all tensors ordinary again and give memory and disk back."""
         for handle in self._handles:
             handle.remove()
+        self._calls.abandon()
         if self._aside_handle is not None:
             self._aside_handle.remove()
         paging, self._paging = self._paging, None
