@@ -13,6 +13,11 @@ which autograd sees raises, as in plain PyTorch; one that hides from autograd (t
 a numpy view) reaches backward there, and does not here. What ``.data`` gives counts its own writes,
 so what is saved of it has bytes of its own.
 
+[Note: parts]  Of a storage of which less than half is saved, that part is moved if its elements lie
+in one stretch. One with gaps, such as some columns of a table, is moved as its whole storage, whose
+strides kernels go by, unless that is larger than the pool, or what the user called the model with:
+then `Columns` has the elements alone. What is saved never keeps more bytes than are counted.
+
 [Note: cast weights]  Autocast keeps the low-precision copy that it makes of a weight until its
 block ends: half of all weights, beside what autograd saves. The cache must stay, as it decides how
 gradients of a weight used twice are summed. So once such a copy is saved, its tensor is given the
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -34,8 +39,10 @@ from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.store import bytes_of, is_dense, offset_of, view_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.passes.saved import (
+    ALIGNMENT,
     Borrowed,
     Chunk,
+    Columns,
     Entry,
     Kept,
     Packed,
@@ -46,9 +53,6 @@ from dynoffload.runtime.passes.saved import (
     is_plain,
 )
 from dynoffload.units import format_bytes
-
-_ALIGNMENT = 64
-
 
 _alive: weakref.WeakSet[Activations] = weakref.WeakSet()
 
@@ -97,7 +101,7 @@ class Activations:
         self._regions: list[int] = []  # of standard chunks, by index
         self._free: list[int] = []  # indices, highest first
         self._current: Chunk | None = None
-        self._entries: dict[int, weakref.ref[Entry]] = {}
+        self._entries: dict[Hashable, weakref.ref[Entry]] = {}
         self._last: int = -1
         self._ended: list[Chunk] = []  # not yet dropped
         self._waiting: list[Chunk] = []  # ended, but somebody outside still holds a tensor of it
@@ -173,7 +177,7 @@ class Activations:
             self._shut_current()
             chunk_or_none = self._current = self._open(nbytes)
         offset = chunk_or_none.filled
-        chunk_or_none.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        chunk_or_none.filled += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return chunk_or_none, offset
 
     def _shut_current(self) -> None:
@@ -257,40 +261,37 @@ class Activations:
             self._borrowed.add(borrowed)
             return borrowed
         nbytes = storage.nbytes()
-        if is_of_a_subclass(tensor):
+        small = nbytes < self.min_moved_bytes and self.kept_bytes + nbytes <= self.allowance
+        if not nbytes or small or is_of_a_subclass(tensor):
             return Kept(self, tensor, nbytes)
-        whole = True
+        key: Hashable = storage._cdata
         used = tensor.numel() * tensor.element_size()
-        if nbytes > 2 * used:
-            if is_dense(tensor):
-                nbytes, whole = used, False
-            elif storage._cdata in self._inputs or self.device.padded(nbytes) > self._most:
-                return Kept(self, tensor, used)  # columns of a table, which stays where it is
-        room = self.kept_bytes + nbytes <= self.allowance
-        if not nbytes or (room and nbytes < self.min_moved_bytes):
-            return Kept(self, tensor, nbytes)
-        key = storage._cdata
-        if whole:
-            known = self._entries.get(key)
-            entry = known() if known is not None else None
-            if entry is not None and entry.stands_for(tensor):
-                return Packed(tensor, entry, offset_of(tensor))
+        whole, gaps = nbytes <= 2 * used, used > 0 and not is_dense(tensor)
+        if not whole and gaps:
+            whole = key not in self._inputs and self.device.padded(nbytes) <= self._most
+        if not whole:
+            nbytes = used
+            key = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        form, place = (Packed, offset_of(tensor)) if whole else (Columns if gaps else Packed, 0)
+        known = self._entries.get(key)
+        entry = known() if known is not None else None
+        if entry is not None and entry.stands_for(tensor):
+            return form(tensor, entry, place)
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
         entry = Entry(self, chunk, offset, storage, tensor)
         # As it lies before a cast moves: the tensor may be that cast.
-        packed = Packed(tensor, entry, offset_of(tensor) if whole else 0)
+        packed = form(tensor, entry, place)
         with torch.no_grad():
             if whole:
                 bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
-                self._entries[key] = weakref.ref(entry)
                 cast = cast_that_autocast_keeps(tensor)
                 if cast is not None:
-                    place = offset // cast.element_size() + offset_of(cast)
-                    cast.data = view_of(ours, cast, place)
+                    begin = offset // cast.element_size() + offset_of(cast)
+                    cast.data = view_of(ours, cast, begin)
             else:
-                lying = as_it_lies(tensor)
-                view_of(ours, lying, offset // tensor.element_size()).copy_(lying)
+                packed.lying_in(ours).copy_(as_it_lies(tensor))
+        self._entries[key] = weakref.ref(entry)
         if chunk.index < 0:
             self._shut(chunk)
         self.saved_bytes += nbytes
@@ -315,10 +316,7 @@ class Activations:
             if chunk.region != self._last:
                 self._last = chunk.region
                 self.on_chunk(chunk.region)
-            empty = torch.empty(0, dtype=packed.dtype)
-            offset = packed.entry.offset // empty.element_size() + packed.offset
-            storage = self.device.storage(chunk.region)
-            return packed.as_it_was(empty.set_(storage, offset, packed.size, packed.stride))
+            return packed.unpack(self.device.storage(chunk.region))
         packed.check()
         if isinstance(packed, Borrowed):
             self.on_borrowed(packed.region)

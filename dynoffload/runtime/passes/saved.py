@@ -26,7 +26,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.interrupts import uninterrupted
+
+ALIGNMENT = 64  # of what torch allocates, and of what lies in a chunk
 
 _EMPTY = torch.empty(0)
 
@@ -59,7 +62,16 @@ class Owner(Protocol):
 class Entry:
     """One saved storage's copy inside a chunk; ends with its last saved tensor."""
 
-    __slots__ = ("__weakref__", "chunk", "offset", "owner", "source", "version", "witness")
+    __slots__ = (
+        "__weakref__",
+        "chunk",
+        "offset",
+        "owner",
+        "source",
+        "spread",
+        "version",
+        "witness",
+    )
 
     def __init__(
         self,
@@ -71,6 +83,7 @@ class Entry:
     ) -> None:
         self.owner, self.chunk, self.offset = owner, chunk, offset
         self.source, self.version = weakref.ref(source), tensor._version
+        self.spread: weakref.ref[torch.UntypedStorage] | None = None  # made by `Columns`
         # Shares the version counter of the original's views, and holds none of its bytes.
         self.witness = tensor.detach()
         self.witness.data = _EMPTY
@@ -96,18 +109,65 @@ class Packed:
 
     def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
         self.entry, self.offset = entry, offset
-        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.dtype, self.size = tensor.dtype, tensor.size()
+        self.stride: tuple[int, ...] = tensor.stride()
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
 
     def check(self) -> None:
         """Raise what autograd raises if the original was modified since."""
         _check(self.entry.version, self.entry.witness._version, self.size, self.dtype)
 
-    def as_it_was(self, lying: torch.Tensor) -> torch.Tensor:
-        """Return ``lying``, which is what was saved as it lies in memory, as it was saved."""
+    def unpack(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor as it was saved; ``storage`` is the chunk's."""
+        lying = self._spread(self.lying_in(storage))
         if self.conj:
             lying = torch._conj(lying)
         return torch._neg_view(lying) if self.neg else lying
+
+    def lying_in(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return what lies in the chunk, without bits; see [Note: lazy bits]."""
+        empty = torch.empty(0, dtype=self.dtype)
+        offset = self.entry.offset // empty.element_size() + self.offset
+        return empty.set_(storage, offset, self.size, self.stride)
+
+    def _spread(self, lying: torch.Tensor) -> torch.Tensor:
+        """Return what lies in the chunk as it lay when it was saved."""
+        return lying
+
+
+class Columns(Packed):
+    """A saved tensor with gaps, such as some columns of a table, which lies in a chunk without.
+
+    Backward gets the strides that it had, as kernels go by them: over its own storage while anybody
+    holds that, else over memory that is as large with the gaps and lives as long as the use.
+    """
+
+    __slots__ = ("nbytes", "place", "skew", "strides")
+
+    def __init__(self, tensor: torch.Tensor, entry: Entry, offset: int) -> None:
+        super().__init__(tensor, entry, offset)
+        self.strides, self.stride = self.stride, ()  # in order
+        self.place, self.nbytes = offset_of(tensor), tensor.untyped_storage().nbytes()
+        self.skew = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
+
+    def _spread(self, lying: torch.Tensor) -> torch.Tensor:
+        source = self.entry.source()
+        if source is not None and source.nbytes() == self.nbytes:
+            return self._over(source, self.place)
+        known = None if self.entry.spread is None else self.entry.spread()
+        if known is not None:  # for another use of the same
+            return self._over(known, self.skew)
+        steps = list(zip(self.size, self.strides, strict=True))
+        span = 1 + sum((size - 1) * stride for size, stride in steps)
+        spread = torch.empty(self.skew + span, dtype=self.dtype).untyped_storage()
+        self.entry.spread = weakref.ref(spread)
+        gapped = self._over(spread, self.skew)
+        once = tuple(slice(None if stride else 1) for _, stride in steps)  # of what is expanded
+        gapped[once].copy_(lying[once])
+        return gapped
+
+    def _over(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, offset, self.size, self.strides)
 
 
 class Kept:
