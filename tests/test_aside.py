@@ -17,15 +17,18 @@ from exactness import (
     arena_ranges,
     assert_same,
     footprint_of,
+    least_budget,
     needs_pager,
     small,
     small_loss,
 )
 from fused_networks import PAGES, Chosen, chosen_loss
+from hazards import Mlp, Side, hazard, loss_of
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 import dynoffload
+from dynoffload.errors import BudgetError
 from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
 
@@ -153,6 +156,57 @@ def test_it_comes_back_for_a_larger_sample() -> None:
         assert seen[-2:] == [False, False]
         seen.handle.remove()
     pair.assert_same()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("pager", marks=needs_pager), "mapped"])
+def test_what_is_new_is_paged_after_it_has_come_back(kind: str) -> None:
+    """Layers that are added one by one to a network that is paged again."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=6, step_aside=True) as session:
+            for step in range(10):
+                rows = 8 if step < 6 else 2048
+                if step in (7, 8):
+                    model.layers.append(nn.Linear(64, 64))
+                    optimizer.add_param_group({"params": model.layers[-1].parameters()})
+                if step == 6:
+                    assert session is None or not session.paging
+                side.step(loss_of(model, step, rows=rows), optimizer)
+                if step in (6, 7, 8) and session is not None:
+                    assert session._paging is not None
+                    owner = session._paging.device.owner
+                    assert all(owner(layer.weight.data_ptr()) >= 0 for layer in model.layers)
+
+    hazard(kind, program, moves=False)
+
+
+def test_what_was_thawed_while_aside_and_does_not_fit_is_refused_when_it_comes_back() -> None:
+    """Before the sample, and freezing it again is a way on."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 1024), nn.Linear(1024, 8))
+    model[1].requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    config = {**SMALL_PAGES, "step_aside": True}
+    budget, _ = least_budget(model, optimizer, int(1.6 * MiB), config)
+    with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config) as session:
+
+        def step(rows: int) -> None:
+            model(torch.ones(rows, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(6):
+            step(2)
+        assert not session.paging
+        model[1].requires_grad_(True)
+        with pytest.raises(BudgetError, match=r"1\.weight, which was added or thawed since"):
+            model(torch.ones(4, 128))
+        assert not session.paging
+        model[1].requires_grad_(False)
+        step(4)
+        assert session.paging
+        assert max(session.stats["peak_fast_bytes"]) <= budget
 
 
 class Deep(nn.Module):

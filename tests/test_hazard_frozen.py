@@ -134,8 +134,10 @@ def test_low_rank_adapters(backend: str) -> None:
 
 
 @each_paged
-def test_thawing_what_does_not_fit_is_refused_before_the_sample(backend: str) -> None:
-    """A frozen layer was counted without gradient and state; freezing it again is a way on."""
+@pytest.mark.parametrize("second", [False, True], ids=["the first", "after another"])
+def test_thawing_what_does_not_fit_is_refused_before_the_sample(backend: str, second: bool) -> None:
+    """A frozen layer was counted without gradient and state; freezing it again is a way on. So it
+    is of the second that is thawed, after one that fits."""
     model = nn.Sequential(
         nn.Linear(64, 256, bias=False),
         nn.ReLU(),
@@ -144,11 +146,14 @@ def test_thawing_what_does_not_fit_is_refused_before_the_sample(backend: str) ->
     )
     model[0].requires_grad_(False)
     model[2].requires_grad_(False)
+    model[3].weight.requires_grad_(not second)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
     budget, _ = least_budget(model, optimizer, 1000, config)
     with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config):
         for step in range(4):
+            if step == 1:
+                model[3].weight.requires_grad_(True)
             if step == 2:
                 model[0].requires_grad_(True)
                 before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -163,7 +168,8 @@ def test_thawing_what_does_not_fit_is_refused_before_the_sample(backend: str) ->
 
 
 @each_paged
-def test_what_is_thawed_is_paged(backend: str) -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_what_is_thawed_is_paged(backend: str, one_by_one: bool) -> None:
     """From its first backward on, its gradient lies where all gradients do, and so does its
     state."""
     side = Side(backend)
@@ -176,15 +182,16 @@ def test_what_is_thawed_is_paged(backend: str) -> None:
         assert session is not None
         assert session._paging is not None
         owner = session._paging.device.owner
-        for step in range(3):
-            if step == 1:
-                for layer in layers:
-                    layer.requires_grad_(True)
+        for step in range(4):
+            thawed = layers[:step] if one_by_one or not step else layers
+            for layer in thawed:
+                layer.requires_grad_(True)
             loss_of(model, step).backward()
-            thawed = [layer.weight for layer in layers if layer.weight.grad is not None]
-            assert len(thawed) == (3 if step else 0)
-            assert all(owner(weight.grad.data_ptr()) >= 0 for weight in thawed)
+            gradients = [layer.weight.grad for layer in layers if layer.weight.grad is not None]
+            assert len(gradients) == len(thawed)
+            assert all(owner(gradient.data_ptr()) >= 0 for gradient in gradients)
+            del gradients
             optimizer.step()
             optimizer.zero_grad()
-            states = [optimizer.state[weight]["exp_avg"] for weight in thawed]
+            states = [optimizer.state[layer.weight]["exp_avg"] for layer in thawed]
             assert all(owner(state.data_ptr()) >= 0 for state in states)

@@ -9,6 +9,7 @@ graphs that are dropped; a backward inside forward.
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 
 import torch
 from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
@@ -237,7 +238,8 @@ def test_a_backward_inside_forward(backend: str) -> None:
 
 @each_backend
 def test_a_model_that_calls_itself(backend: str) -> None:
-    """Recursion over the managed root: inner calls are part of the outer sample."""
+    """Recursion over the managed root: inner calls are part of the outer sample, the whole of which
+    is paged, also in the sample that begins with a change of the network."""
 
     class Recursive(nn.Module):
         def __init__(self) -> None:
@@ -245,14 +247,22 @@ def test_a_model_that_calls_itself(backend: str) -> None:
             self.inner, self.out = nn.Linear(64, 64), nn.Linear(64, 10)
 
         def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+            x = self(x, depth - 1) if depth else torch.tanh(x)
             x = torch.tanh(self.inner(x))
-            return self(x, depth - 1) if depth else self.out(x)
+            return x if depth < 3 else self.out(x)
 
     def program(side: Side) -> None:
         model = Recursive()
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
-            for step in range(4):
+        with side.offload(model, optimizer) as session:
+            saved = [0]
+            for step in range(5):
+                if step == 2:
+                    model.unused = nn.Linear(64, 64)
                 side.step(loss_of(model, step), optimizer)
+                if session is not None and session._paging is not None:
+                    saved.append(session._paging.activations.saved_bytes)
+            sizes = {after - before for before, after in pairwise(saved)}
+            assert backend == "aside" or len(sizes) == (session is not None), sizes
 
     hazard(backend, program)

@@ -11,12 +11,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    each_paged,
+    hazard,
+    loss_of,
+)
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
-from dynoffload.errors import ConfigError
+from dynoffload.errors import BudgetError, ConfigError
 
 
 def _replaced(model: Mlp, optimizer: Optimizer) -> None:
@@ -124,6 +133,58 @@ def test_what_is_new_is_paged(backend: str) -> None:
                     optimizer.add_param_group({"params": new})
 
     hazard(backend, program)
+
+
+@each_paged
+def test_each_of_several_changes_is_paged(backend: str) -> None:
+    """One layer after another: what is new is found, and read, each time."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer) as session:
+            for step in range(6):
+                if step in (1, 2, 4):
+                    model.layers.append(nn.Linear(64, 64))
+                    optimizer.add_param_group({"params": model.layers[-1].parameters()})
+                loss = loss_of(model, step)
+                if session is not None:
+                    assert session._paging is not None
+                    owner = session._paging.device.owner
+                    assert all(owner(layer.weight.data_ptr()) >= 0 for layer in model.layers)
+                side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
+@each_paged
+def test_of_what_does_not_fit_together_nothing_is_adopted(backend: str) -> None:
+    """Two layers are added, of which the second is too large; without it the first is paged."""
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with Side(backend).offload(model, optimizer) as session:
+        assert session is not None
+        assert session._paging is not None
+        owner = session._paging.device.owner
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.layers.append(nn.Linear(64, 64))
+        model.too_large = nn.Linear(64, 4096)
+        optimizer.add_param_group({"params": model.layers[-1].parameters()})
+        for _ in range(2):
+            with pytest.raises(
+                BudgetError, match=r"too_large\.weight, which was added to the model"
+            ):
+                loss_of(model, 1)
+            assert owner(model.layers[-1].weight.data_ptr()) < 0
+        del model.too_large
+        loss_of(model, 1).backward()
+        assert owner(model.layers[-1].weight.data_ptr()) >= 0
+        gradient = model.layers[-1].weight.grad
+        assert gradient is not None
+        assert owner(gradient.data_ptr()) >= 0
+        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", [nn.LazyLinear, nn.LazyBatchNorm1d])

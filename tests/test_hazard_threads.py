@@ -54,7 +54,8 @@ class Gated(nn.Module):
 @each_paged
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_second_thread_in_forward_is_refused(backend: str, grad: bool) -> None:
-    """And the first goes on, bit for bit as if nobody had tried."""
+    """And the first goes on, bit for bit as if nobody had tried; also in a sample that begins
+    with a change of the network."""
 
     def program(side: Side) -> None:
         model = Gated()
@@ -74,6 +75,8 @@ def test_a_second_thread_in_forward_is_refused(backend: str, grad: bool) -> None
             for step in range(4):
                 if side.backend is not None and step in (1, 2):
                     model.at_gate = at_gate
+                if step == 2:
+                    model.unused = nn.Linear(64, 64)
                 side.step(loss_of(model, step), optimizer)
 
     hazard(backend, program)

@@ -11,6 +11,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -453,7 +454,7 @@ def test_disabled_hooks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_of_a_table_leave_the_table_where_it_is(backend: str) -> None:
     """A sample that is some columns of all there is: the table is the user's, far larger than the
-    budget, and no byte of it is copied."""
+    budget. Its columns are copied; backward reads them where they are, while the table is held."""
     twin = pair(lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x))))))
     table = torch.randn(2000, 80, generator=torch.Generator().manual_seed(0))
     config = {**CONFIG, "backend": backend}
@@ -465,7 +466,87 @@ def test_columns_of_a_table_leave_the_table_where_it_is(backend: str) -> None:
                 model(table[8 * step : 8 * step + 8, :32]).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        x = table[:8, :32]
+        y = twin.model(x)
+        nodes = [y.grad_fn]
+        for node in nodes:
+            nodes += [inner for inner, _ in node.next_functions if inner is not None]
+        saved = [node._saved_mat1 for node in nodes if hasattr(node, "_saved_mat1")]
+        assert x.data_ptr() in [one.data_ptr() for one in saved]
         assert all(step.peak_fast_bytes <= budget for step in session.log.steps)
+    twin.assert_same()
+
+
+def wide(m: Any, x: Tensor) -> Tensor:
+    """A network whose intermediate is wider than what autograd saves of it, by far."""
+    y = torch.tanh(m.a(x)).repeat(1, 32)
+    LAST.append(weakref.ref(y.untyped_storage()))
+    z = y[:, 3:35]  # not aligned
+    complex_ = torch.view_as_complex(y[:, 40:56].unflatten(1, (8, 2)))
+    bits = (complex_.conj() * complex_).imag + complex_.conj().real
+    rows = z[:, None, 5:9].expand(-1, 3, -1)
+    return m.c(z * z) + m.b(z.exp()) + bits.sum() + (rows * rows).sum() + torch.mm(z, z.T).sum()
+
+
+LAST: list[weakref.ref[Any]] = []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_of_what_is_larger_than_the_pool(backend: str) -> None:
+    """They alone are saved: what they were cut from is gone when forward is over, and no step takes
+    more than the budget. Backward has the bits of the strides that they had."""
+    twin = pair(wide)
+    config = {**CONFIG, "backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, 128 * 1024, config)
+    with twin.paged(budget, pilot=None, config=config) as session:
+        for step in range(3):
+            x = torch.randn(128, 32, generator=torch.Generator().manual_seed(step))
+            assert x.nbytes * 32 > 2 * budget
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                loss = model(x).square().mean()
+                gone = LAST[-1]() is None
+                assert gone or model is twin.reference
+                loss.backward(retain_graph=True)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(step.peak_fast_bytes <= budget for step in session.log.steps)
+    twin.assert_same()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_that_are_written_after_they_were_saved(backend: str) -> None:
+    """It is an error as ever, whether what they were cut from is held or not."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x).repeat(1, 64)
+        z = y[:, :32]
+        product = (z * z).sum()
+        y.mul_(2)
+        return product
+
+    twin = pair(body)
+    config = {**CONFIG, "backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, 64 * 1024, config)
+    with twin.paged(budget, pilot=None, config=config):
+        for model in (twin.model, twin.reference):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                model(torch.randn(128, 32)).backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_small_row_does_not_keep_what_it_is_cut_from(backend: str) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x).repeat(64, 1)
+        LAST.append(weakref.ref(y.untyped_storage()))
+        return y[0].exp().sum() + (y[1] * y[1]).sum()
+
+    twin = pair(body)
+    with twin.paged(1 << 20, pilot=None, config={**CONFIG, "backend": backend}):
+        for model in (twin.model, twin.reference):
+            loss = model(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
+            assert LAST[-1]() is None or model is twin.reference
+            loss.backward()
     twin.assert_same()
 
 

@@ -72,8 +72,12 @@ class Adoption:
         self._begun = True
 
     def adopt_parameters(self) -> list[nn.Parameter]:
-        """Adopt what can move of the model and was not adopted before; return what was."""
-        adopted = []
+        """Adopt what can move of the model and was not adopted before; return what was.
+
+        Raises:
+            BudgetError: the update of one does not fit; none was adopted.
+        """
+        new: list[tuple[str, nn.Parameter, int]] = []
         held = held_parameters(self._model)
         alone = sole_owners(self._model.parameters()) if self._slices else set()
         for name, parameter in self._model.named_parameters():
@@ -82,15 +86,16 @@ class Adoption:
                 continue
             page, least = self._device.page_bytes, self._sizing.min_paged_bytes
             count = slices_of(parameter, page, least) if id(parameter) in alone else 1
-            if self._begun:
-                self._check_room(f"{name}, which was added to the model", parameter, count)
+            late = "added to the model" if self._begun else "added or thawed since the block began"
+            self._check_room(f"{name}, which was {late}", parameter, count)
+            new.append((name, parameter, count))
+        for name, parameter, count in new:
             if count > 1:
                 self.rows.adopt_parameter(name, parameter)
             else:
                 self.store.adopt_parameter(name, parameter)
-            adopted.append(parameter)
         self.store.forget_sources()
-        return adopted
+        return [parameter for _, parameter, _ in new]
 
     def check_thawed(self, parameter: nn.Parameter) -> None:
         """A parameter that was adopted while it was frozen is about to be trained.

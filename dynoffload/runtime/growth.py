@@ -54,33 +54,29 @@ class Growth:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._left: list[_Left] = []
-        self._alive = self._depth = self._before = self._after = 0
+        self._alive = self._before = self._after = 0
 
     def begin(self) -> None:
-        """A forward begins, the first of a step or another, or one within another."""
-        self._depth += 1
-        if self._depth == 1:
-            self._before = self._used()
-            ended = sum(left.nbytes for left in self._left if left.has_ended())
-            self._left = [left for left in self._left if not left.has_ended()]
-            # See [Note: what was freed]; what was added since is not ours.
-            self._alive = max(0, self._alive - min(ended, max(0, self._after - self._before)))
+        """A forward begins, the first of a step or another."""
+        self._before = self._used()
+        ended = sum(left.nbytes for left in self._left if left.has_ended())
+        self._left = [left for left in self._left if not left.has_ended()]
+        # See [Note: what was freed]; what was added since is not ours.
+        self._alive = max(0, self._alive - min(ended, max(0, self._after - self._before)))
 
     def finish(self, output: Any = None) -> int:
         """A forward is over, with ``output``; return the bytes that the step's forwards have left
         and still hold."""
-        self._depth -= 1
-        if self._depth <= 0:
-            self._depth, self._after = 0, self._used()
-            nbytes = max(0, self._after - self._before)
-            self._left.append(_Left(nbytes, _end_of(output)))
-            self._alive += nbytes
+        self._after = self._used()
+        nbytes = max(0, self._after - self._before)
+        self._left.append(_Left(nbytes, _end_of(output)))
+        self._alive += nbytes
         return self._alive
 
     def end(self) -> None:
         """The step is over."""
         self._left = []
-        self._alive = self._depth = self._before = self._after = 0
+        self._alive = self._before = self._after = 0
 
     def _used(self) -> int:
         live = live_bytes()

@@ -1,7 +1,8 @@
 """The budget a process can really have: no more than the system, or its control group, can give.
 
 The pool takes memory as it is used, so a budget beyond what there is does no harm to a model that
-never fills it. It is lowered, with a warning; what does not fit then is refused.
+never fills it. It is lowered, with a warning, to what leaves room for freed heap and operators'
+temporaries; what does not fit then is refused.
 """
 
 from __future__ import annotations

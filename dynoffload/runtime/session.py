@@ -100,11 +100,12 @@ class Session:
         self._pid = os.getpid()
         self._calls = Calls()
         self._in_sample = False
-        before_forward = Hook(self._before_forward, self.flush, compiled=True)
-        after_forward = Hook(self._after_forward, compiled=True)
+        enter = Hook(self._before_forward, self.flush, compiled=True)
+        leave = Hook(self._after_forward, compiled=True)
+        self._hooks = enter, leave
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True),
-            model.register_forward_hook(after_forward, always_call=True),
+            model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(leave, always_call=True),
         ]
         self._growth = Growth(model)
         self._aside_handle: RemovableHandle | None = None
@@ -437,6 +438,8 @@ class Session:
 
     def close(self) -> None:
         """Make all tensors ordinary again and give memory and disk back."""
+        for hook in self._hooks:
+            hook.end()
         for handle in self._handles:
             handle.remove()
         self._calls.abandon()
