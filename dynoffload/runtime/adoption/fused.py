@@ -173,8 +173,11 @@ class FusedStore:
         return ours
 
     def end_gradient(self, slot: Slot, region: int) -> None:
-        """The gradient of a slice was consumed: it is gone, unless somebody holds its row."""
+        """The gradient of a slice was consumed: it is gone, unless somebody holds its row, or
+        another gradient lies there by now and an update that waits will read it."""
         assert slot.fused is not None
+        if region == slot.owed:
+            return
         for row in slot.fused.gradients:
             if region == row[slot.number]:
                 if not self.is_held(row):  # by the parameter's gradient, or by the user

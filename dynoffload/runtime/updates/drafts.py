@@ -195,7 +195,7 @@ class Drafts:
         given_gradient = view_of(device.storage(used), gradient, offset_of(gradient))
         version = given_gradient._version
         modes = Modes.now()
-        update = Update(group, data, given_gradient, own, [], modes)
+        update = Update(group, data, given_gradient, own, [], modes, self._optimizer.state)
         if trial is not None:
             copied.append(slot.gradient)
             twins = {**twins, slot.gradient: trial}

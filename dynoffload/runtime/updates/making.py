@@ -132,10 +132,10 @@ class Maker:
             return
         parameter = slot.parameter
         given, made = self.run_on(update, storages)
-        old, state = update.state or {}, self._optimizer.state
-        now = state.get(parameter)
+        old, states = update.state or {}, update.states
+        now = states.get(parameter)
         if now is None and update.state is None and made:
-            now = state[parameter] = {}
+            now = states[parameter] = {}
         for key, value in made.items():
             is_new = value is not given.get(key)
             if is_new and now is not None and now.get(key) is old.get(key):
@@ -181,7 +181,8 @@ class Maker:
     def _end(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """An update was made: move state that is new into regions, let go of what it held."""
         if isinstance(update, Update):
-            self.adopt_state(slot.parameter)
+            if update.states is self._optimizer.state:
+                self.adopt_state(slot.parameter)
             del update.gradient, update.data
 
     def end_gradient(self, slot: Slot, update: Update | SliceUpdate) -> None:

@@ -8,6 +8,7 @@ Where that is so, an update made alone is made beside a parameter of one element
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ class Update:
         state: the tensors of its optimizer state at that time, None before the first step.
         regions: what it will read and write, locked until then.
         modes: of torch at that time.
+        states: the optimizer's mapping of states at that time, which takes up what is new; the user
+            may have put another in its place since.
         begun: whether the optimizer's code has started on it.
     """
 
@@ -50,6 +53,7 @@ class Update:
     state: dict[str, Any] | None
     regions: list[int]
     modes: Modes
+    states: MutableMapping[torch.Tensor, Any]
     begun: bool = False
 
 

@@ -136,6 +136,7 @@ class Updates:
     def _watch(self) -> None:
         state = self.optimizer.state
         if self._defer and not isinstance(state, WatchedState):
+            self.waiting.flush_all()  # into the mapping that was there, which may be under this one
             self.optimizer.state = WatchedState(state, self._look)
 
     def _look(self, parameter: torch.Tensor | None) -> None:
@@ -325,7 +326,8 @@ class Updates:
             state = self.optimizer.state.get(parameter)
             copy = None if state is None else dict(state)
             regions = slot.update_regions()
-            update = Update(group, parameter.data, gradient, copy, regions, modes)
+            states = self.optimizer.state
+            update = Update(group, parameter.data, gradient, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
             if may and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))

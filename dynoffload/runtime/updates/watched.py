@@ -27,7 +27,8 @@ class WatchedState(State):
     """
 
     def __init__(self, entries: State, on_look: Callable[[torch.Tensor | None], None]) -> None:
-        super().__init__(entries.default_factory or dict, entries)
+        factory = getattr(entries, "default_factory", None)  # the user's may be a plain dict
+        super().__init__(factory or dict, entries)
         self._on_look, self._before = on_look, entries
 
     def before(self) -> State:
@@ -41,6 +42,7 @@ class WatchedState(State):
         return defaultdict(self.default_factory, super().items())
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        self._on_look(key)
         super().__setitem__(key, value)
         self._before[key] = value
 
@@ -73,6 +75,13 @@ class WatchedState(State):
         return super().__eq__(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __repr__(self) -> str:
+        self._on_look(None)
+        return super().__repr__()
 
     def __or__(self, other: Any) -> Any:
         self._on_look(None)
@@ -115,6 +124,10 @@ class WatchedState(State):
         self._on_look(None)
         return super().__iter__()
 
+    def __reversed__(self) -> Iterator[torch.Tensor]:
+        self._on_look(None)
+        return super().__reversed__()
+
     def __len__(self) -> int:
         self._on_look(None)
         return super().__len__()
@@ -138,6 +151,8 @@ class WatchedState(State):
         """Return the same entries, unwatched."""
         self._on_look(None)
         return self.plain()
+
+    __copy__ = copy
 
     def __reduce__(self) -> Any:
         """Copy and pickle as the plain mapping."""
