@@ -245,6 +245,7 @@ class Updates:
         for parameter, group in used:
             fused = self._store.fused.get(parameter)
             if fused is not None:
+                self._flush_displaced(fused)
                 self._slices.rows.take_back(fused)
                 if self._slices.splits(fused, group):
                     continue  # each slice's updates are made in order
@@ -259,6 +260,14 @@ class Updates:
                     if lender is not None:
                         for slot in self._store.slots_of(lender.parameter):
                             self.waiting.flush(slot)
+
+    def _flush_displaced(self, fused: Fused) -> None:
+        """Make the pending updates of a parameter that was given other memory, or other state, from
+        what lies in its rows, before that is overwritten."""
+        state = dict.get(self.optimizer.state, fused.parameter)
+        if not self._slices.rows.holds(fused, state):
+            for slot in fused.slots:
+                self.waiting.flush(slot)
 
     def _split(
         self, groups: list[Group]
@@ -399,6 +408,8 @@ class Updates:
 
     def adopt_all(self) -> None:
         """Adopt whatever state exists; after a load, or a step that could not be split."""
+        for fused in self._store.fused.values():
+            self._flush_displaced(fused)
         for parameter in (*self._store.slots, *self._store.fused):
             if parameter in self.optimizer.state:
                 self.maker.adopt_state(parameter)
