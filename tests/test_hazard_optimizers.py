@@ -3,19 +3,30 @@
 The graph: a few linear layers, with every optimizer of `torch.optim` in each of its variants
 (for-loop, foreach, fused, capturable, differentiable, amsgrad, maximize, centered, nesterov, and
 rates that are tensors), over an odd-sized and a small parameter too; transformers' Adafactor, whose
-state is factored; optimizers of the user's own, with state for a group or a name of their own; and
-those that are refused.
+state is factored; optimizers of the user's own, with state for a group or a name of their own;
+those that are refused; and state that is reset, put away and copied.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, each_backend_in_time, guarded, hazard, loss_of
+from hazards import (
+    Mlp,
+    Side,
+    each_backend,
+    each_backend_in_time,
+    each_paged,
+    guarded,
+    hazard,
+    loss_of,
+)
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -278,3 +289,100 @@ def test_state_in_a_buffer_of_the_users(backend: str) -> None:
             side.step(loss_of(model, 4), optimizer)
 
     hazard(backend, program, budgeted=False)
+
+
+def _assign(optimizer: Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def _assign_complete(optimizer: Optimizer) -> None:
+    optimizer.state = {p: {} for p in _of(optimizer)}  # type: ignore[assignment]
+
+
+def _set_state(optimizer: Optimizer) -> None:
+    optimizer.__setstate__({"state": defaultdict(dict)})
+
+
+def _set_entries(optimizer: Optimizer) -> None:
+    for parameter in _of(optimizer):
+        optimizer.state[parameter] = {}
+
+
+def _update(optimizer: Optimizer) -> None:
+    optimizer.state.update({parameter: {} for parameter in _of(optimizer)})
+
+
+def _merge(optimizer: Optimizer) -> None:
+    optimizer.state |= {parameter: {} for parameter in _of(optimizer)}
+
+
+def _of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@each_paged
+def test_state_that_is_reset(backend: str) -> None:
+    """After each step, in another way; where updates wait, the state that it resets is to come."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=2)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.5):
+            for step, reset in enumerate(
+                [_assign, _set_entries, _update, _merge, _set_state, _assign_complete]
+            ):
+                side.step(loss_of(model, step), optimizer)
+                reset(optimizer)
+            for step in range(6, 8):
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program)
+
+
+@guarded
+@pytest.mark.parametrize("before", [False, True], ids=["of the block", "of before the block"])
+def test_state_that_is_put_away_and_back(backend: str, before: bool) -> None:
+    """What waited when it was put away is there when it comes back."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=2)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        kept = optimizer.state
+        with side.offload(model, optimizer, share=0.5):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+                if step == 0:
+                    kept = kept if before else optimizer.state
+                    optimizer.state = kept if before else defaultdict(dict)
+                if step == 2:
+                    optimizer.state = kept
+
+    hazard(backend, program)
+
+
+@guarded
+def test_copies_and_looks_at_the_whole_state(backend: str) -> None:
+    """A copy is a plain mapping of the same entries, which are up to date."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=2)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        looks: list[Callable[[Any], Any]] = [
+            copy.copy,
+            copy.deepcopy,
+            reversed,
+            lambda state: (state != {}) and dict.keys(state),
+            lambda state: repr(state) and dict.keys(state),
+        ]
+        with side.offload(model, optimizer, share=0.5):
+            for step, look in enumerate(looks):
+                optimizer.state = defaultdict(dict)  # so that entries are to come
+                side.step(loss_of(model, step), optimizer)
+                found = look(optimizer.state)
+                side.see("entries", len(list(found)))
+                if look is copy.copy:
+                    side.see("type", type(found) is defaultdict)
+                    side.see("values", [found[p] for p in model.parameters()])
+                del found
+
+    hazard(backend, program)

@@ -975,6 +975,63 @@ def test_updates_of_slices_are_drafted_in_backward() -> None:
     twin.assert_same()
 
 
+@needs_pager
+def test_a_gradient_that_waits_outlives_a_draft_of_the_step_before() -> None:
+    """A draft is taken over in one step; in the next, which runs and clips without the root, the
+    gradient comes to lie in the same place and waits; then the root runs."""
+    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    ids = torch.arange(2, 8).view(1, 6)
+    config = {**PAGES, "draft_share": 1.0, "policy": "repeat"}
+    owed = 0
+    with twin.paged(footprint_of(twin.model), config=config) as session:
+        updates = paging_of(session).updates
+        assert updates is not None
+        assert updates.drafts is not None
+        for number in range(6):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                mixtral_loss(model, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if number < 3:
+                    continue
+                spent = set(updates.drafts._spent)
+                hidden = model.model(input_ids=ids).last_hidden_state  # type: ignore[operator]
+                model.lm_head(hidden).square().mean().backward()  # type: ignore[operator]
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                if model is twin.model:
+                    owed += sum(s.owed is not None and s.owed == s.gradient for s in spent)
+    assert owed, "no such gradient waited: this would show nothing"
+    twin.assert_same()
+
+
+@needs_pager
+@pytest.mark.parametrize("what", ["data", "state", "state of a model that has grown"])
+def test_replaced_without_a_look_while_updates_wait(what: str) -> None:
+    """What waits is made from the old memory, though the new moves into its place."""
+    twin = Twin(Chosen(), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model) // 2, config=PAGES):
+        for number in range(6):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                chosen_step(model, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if number != 3:
+                    continue
+                for parameter in fused(model):
+                    new = torch.full(parameter.shape, 0.1)
+                    new[:3] = 0.0
+                    if what == "data":
+                        parameter.data = new
+                    else:
+                        optimizer.state[parameter]["exp_avg"] = new
+                    del new
+                if what == "state of a model that has grown":
+                    model.more = nn.Parameter(torch.ones(32, 32))
+    twin.assert_same()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_checkpoints(backend: str, tmp_path: Path) -> None:
     """What is saved while updates of slices wait is the state of a finished step; it goes on whole,

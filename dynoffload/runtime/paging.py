@@ -40,6 +40,7 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
+from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.sizing import Sizing, ordinary_bytes, tensors_of
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.updates import Updates
@@ -173,6 +174,7 @@ class Paging:
                 )
             self._undo.callback(self._end_guard)
             self._undo.callback(self.updates.close)
+            self._undo.callback(Recovery(self.model, self.updates).close)
             self.updates.adopt_all()
         for slot in self.store.slots.values():
             self.store.adopt_gradient(slot)
@@ -372,7 +374,7 @@ class Paging:
     def lose(self, error: BaseException) -> None:
         """A load was cut off: until another, this is no state to save."""
         if self.updates is not None:
-            self.updates.waiting.lost = error
+            self.updates.waiting.lose(error)
 
     def is_lost(self) -> bool:
         """Return whether a step, or a load, was cut off, and nothing was loaded since."""

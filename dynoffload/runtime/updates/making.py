@@ -168,8 +168,9 @@ class Maker:
         self.run([{**update.group, "params": [stand_in]}], own)
         return given, own.get(stand_in, {})
 
-    def adopt_state(self, parameter: nn.Parameter) -> None:
-        state = self._optimizer.state.get(parameter)
+    def adopt_state(self, parameter: nn.Parameter, states: Mapping[torch.Tensor, Any]) -> None:
+        """Move into regions what ``states`` has for ``parameter``."""
+        state = states.get(parameter)
         if state is None:
             return
         fused = self._store.fused.get(parameter)
@@ -181,8 +182,7 @@ class Maker:
     def _end(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """An update was made: move state that is new into regions, let go of what it held."""
         if isinstance(update, Update):
-            if update.states is self._optimizer.state:
-                self.adopt_state(slot.parameter)
+            self.adopt_state(slot.parameter, update.states)
             del update.gradient, update.data
 
     def end_gradient(self, slot: Slot, update: Update | SliceUpdate) -> None:

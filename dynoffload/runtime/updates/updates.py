@@ -129,7 +129,7 @@ class Updates:
             self._pre,
             self._post,
             optimizer.register_state_dict_pre_hook(lambda _: self.waiting.flush_all()),
-            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.waiting.flush_all()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.begin_load()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
 
@@ -149,9 +149,22 @@ class Updates:
         if slot is not None:  # of a fused parameter, what is not guarded is up to date
             self.waiting.flush(slot)
 
+    def begin_load(self) -> None:
+        """The user is about to load the optimizer, or to make up for a lost step."""
+        if self.waiting.lost is None:
+            self.waiting.flush_all()
+        else:  # what waits is of the lost step, or before it, and could fail again
+            self._drop_drafts()
+            self.waiting.forget()
+
     def _loaded(self) -> None:
         self._watch()
         self.adopt_all()
+        self.waiting.make_up("optimizer")
+
+    def _drop_drafts(self) -> None:
+        if self.drafts is not None:
+            self.drafts.drop_all()
 
     # The user's step()
 
@@ -199,7 +212,7 @@ class Updates:
                 resident, paged, shared, fused = self._split(optimizer.param_groups)
                 self._step_resident(resident, bool(paged or fused))
                 for parameter in shared:
-                    self.maker.adopt_state(parameter)
+                    self.maker.adopt_state(parameter, optimizer.state)
                 self._put_off(paged)
                 for one, hyper in fused:
                     self._put_off_slices(one, hyper)
@@ -402,8 +415,7 @@ class Updates:
     def abandon(self) -> None:
         """Forget every pending update and any loss: all tensors are about to be replaced."""
         with self.waiting.mutex:
-            if self.drafts is not None:
-                self.drafts.drop_all()
+            self._drop_drafts()
             self.waiting.abandon()
 
     def adopt_all(self) -> None:
@@ -412,7 +424,7 @@ class Updates:
             self._flush_displaced(fused)
         for parameter in (*self._store.slots, *self._store.fused):
             if parameter in self.optimizer.state:
-                self.maker.adopt_state(parameter)
+                self.maker.adopt_state(parameter, self.optimizer.state)
 
     def close(self) -> None:
         """Make all pending updates and let go of the optimizer."""
@@ -421,8 +433,7 @@ class Updates:
         for handle in self._handles:
             handle.remove()
         try:
-            if self.drafts is not None:
-                self.drafts.drop_all()
+            self._drop_drafts()
             self.waiting.flush_all()
             self.waiting.check()
         except BaseException as error:

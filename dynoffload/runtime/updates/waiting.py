@@ -12,6 +12,7 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
@@ -37,7 +38,7 @@ class Waiting:
         pending: the updates, by their slots, in the order in which they were put off.
         mutex: held by whoever makes or puts off updates.
         behind: updates made because of an unannounced access.
-        lost: what cut a step or a load off, or None; a load makes up for it.
+        lost: what cut a step or a load off, or None; a load makes up for it (see `Recovery`).
     """
 
     def __init__(self, maker: Maker, store: Store, device: Device, *, locks: bool) -> None:
@@ -48,6 +49,7 @@ class Waiting:
         self.mutex = threading.RLock()
         self.behind = 0
         self.lost: BaseException | None = None
+        self._made_up: set[str] = set()  # of model and optimizer, what was loaded since
         self._in_child: BaseException | None = None
 
     def any(self) -> bool:
@@ -138,7 +140,23 @@ class Waiting:
 
     def fail(self, error: BaseException) -> None:
         """A step was cut off by ``error``: what it was to change is half changed."""
-        self._failure = self.lost = error
+        self._failure = error
+        self.lose(error)
+
+    def lose(self, error: BaseException) -> None:
+        """A step or a load was cut off by ``error``, which was raised: no step until a load."""
+        self.lost = error
+        self._made_up.clear()
+
+    def make_up(self, part: Literal["model", "optimizer"]) -> None:
+        """``part`` was loaded as a whole: a lost step is made up for once both were."""
+        self._made_up.add(part)
+        if len(self._made_up) == 2:
+            self._forgive()
+
+    def _forgive(self) -> None:
+        self._failure = self.lost = None
+        self._made_up.clear()
 
     def _lose(self, update: Update | SliceUpdate, error: BaseException) -> None:
         """An update was cut off: note it, and let go of the memory that it and its error hold."""
@@ -161,16 +179,20 @@ class Waiting:
                 "checkpoint first"
             ) from self.lost
 
-    @uninterrupted
     def abandon(self) -> None:
         """Forget every pending update and any loss: all tensors are about to be replaced."""
+        self.forget()
+        self._forgive()
+
+    @uninterrupted
+    def forget(self) -> None:
+        """Forget every pending update."""
         with self.mutex:
             for slot in list(self.pending):
                 update = self.pending.pop(slot)
                 if self._locks:
                     self._device.unlock(update.regions)
                 self._maker.end_gradient(slot, update)
-            self._failure = self.lost = None
 
     def check_step(self) -> None:
         """Admit another step, unless one was lost and nothing was loaded since.
@@ -198,5 +220,6 @@ class Waiting:
         if error is not None:
             raise StepLostError(
                 "an optimizer update that was put off failed or was cut off, and its parameter "
-                "lacks it: the step is lost; go on from the last checkpoint"
+                "lacks it: the step is lost; go on from the last checkpoint, by session.load(), or "
+                "by load_state_dict() of the whole model and of the optimizer"
             ) from error

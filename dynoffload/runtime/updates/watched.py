@@ -152,7 +152,8 @@ class WatchedState(State):
         self._on_look(None)
         return self.plain()
 
-    __copy__ = copy
+    def __copy__(self) -> State:  # type: ignore[override]
+        return self.copy()
 
     def __reduce__(self) -> Any:
         """Copy and pickle as the plain mapping."""
