@@ -321,20 +321,23 @@ def _of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 @each_paged
-def test_state_that_is_reset(backend: str) -> None:
-    """After each step, in another way; where updates wait, the state that it resets is to come."""
+@pytest.mark.parametrize(
+    "reset",
+    [_assign, _assign_complete, _set_state, _set_entries, _update, _merge],
+    ids=lambda reset: reset.__name__,
+)
+def test_state_that_is_reset(backend: str, reset: Callable[[Optimizer], None]) -> None:
+    """After the first step, whose state is still to come where its updates wait; and after
+    another."""
 
     def program(side: Side) -> None:
         model = Mlp(depth=2)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, share=0.5):
-            for step, reset in enumerate(
-                [_assign, _set_entries, _update, _merge, _set_state, _assign_complete]
-            ):
+            for step in range(4):
                 side.step(loss_of(model, step), optimizer)
-                reset(optimizer)
-            for step in range(6, 8):
-                side.step(loss_of(model, step), optimizer)
+                if step in (0, 2):
+                    reset(optimizer)
 
     hazard(backend, program)
 
@@ -354,35 +357,38 @@ def test_state_that_is_put_away_and_back(backend: str, before: bool) -> None:
                 if step == 0:
                     kept = kept if before else optimizer.state
                     optimizer.state = kept if before else defaultdict(dict)
+                    optimizer.step()  # without a gradient
                 if step == 2:
                     optimizer.state = kept
 
     hazard(backend, program)
 
 
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "reversed": reversed,
+    "ne": lambda state: (state != {}) and dict.keys(state),
+    "repr": lambda state: repr(state) and dict.keys(state),
+}
+
+
 @guarded
-def test_copies_and_looks_at_the_whole_state(backend: str) -> None:
-    """A copy is a plain mapping of the same entries, which are up to date."""
+@pytest.mark.parametrize("look", LOOKS)
+def test_copies_of_the_state_and_looks_at_it(backend: str, look: str) -> None:
+    """Whatever looks at the whole sees all entries; a copy is a plain mapping of the same ones."""
 
     def program(side: Side) -> None:
         model = Mlp(depth=2)
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        looks: list[Callable[[Any], Any]] = [
-            copy.copy,
-            copy.deepcopy,
-            reversed,
-            lambda state: (state != {}) and dict.keys(state),
-            lambda state: repr(state) and dict.keys(state),
-        ]
         with side.offload(model, optimizer, share=0.5):
-            for step, look in enumerate(looks):
-                optimizer.state = defaultdict(dict)  # so that entries are to come
-                side.step(loss_of(model, step), optimizer)
-                found = look(optimizer.state)
-                side.see("entries", len(list(found)))
-                if look is copy.copy:
-                    side.see("type", type(found) is defaultdict)
-                    side.see("values", [found[p] for p in model.parameters()])
-                del found
+            side.step(loss_of(model, 0), optimizer)
+            found = LOOKS[look](optimizer.state)
+            side.see("entries", len(list(found)))
+            if look == "copy":
+                side.see("type", type(found) is defaultdict)
+                side.see("values", [found[parameter] for parameter in model.parameters()])
+            del found
+            side.step(loss_of(model, 1), optimizer)
 
     hazard(backend, program)

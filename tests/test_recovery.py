@@ -62,7 +62,9 @@ def lose(model: nn.Module, optimizer: Optimizer) -> None:
 @contextmanager
 def lost(backend: str) -> Iterator[tuple[Twin, Saved]]:
     """Yield twins of which the first has lost its third step, and a checkpoint of the second."""
-    twin = Twin(Mlp(depth=2), optimizer_of)
+    model = Mlp(depth=2)
+    model.register_buffer("seen", torch.ones(3))
+    twin = Twin(model, optimizer_of)
     config = {"backend": backend, "draft_share": 0.0}
     with twin.paged(footprint_of(twin.model), config=config):
         for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
@@ -103,6 +105,12 @@ def without_a_key(model: nn.Module, weights: dict[str, Any]) -> None:
     assert model.load_state_dict(part, strict=False).missing_keys == ["head.weight"]
 
 
+def without_a_buffer(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Load all parameters, but not all that a load may have cut off."""
+    part = {name: value for name, value in weights.items() if name != "seen"}
+    assert model.load_state_dict(part, strict=False).missing_keys == ["seen"]
+
+
 def with_a_wrong_size(model: nn.Module, weights: dict[str, Any]) -> None:
     """Load all but one parameter, whose size differs."""
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -127,7 +135,7 @@ def with_one_left_out(model: nn.Module, weights: dict[str, Any]) -> None:
     handle.remove()
 
 
-LESS = [without_a_key, with_a_wrong_size, by_parts, with_one_left_out]
+LESS = [without_a_key, without_a_buffer, with_a_wrong_size, by_parts, with_one_left_out]
 
 
 @guarded
