@@ -39,6 +39,12 @@ STEPS, SAVED_AT = 7, 4
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
+
+def matrices(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Freeze what is no matrix, and return what is."""
+    return [p for p in parameters if p.requires_grad_(p.dim() == 2).requires_grad]
+
+
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -51,29 +57,49 @@ OPTIMIZERS: dict[str, Make] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2.0),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "muon": lambda p: torch.optim.Muon(matrices(p), lr=1e-2),
 }
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 5], 0.5),
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "cosine": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "onecycle": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=20),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 5], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 5),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.5, 1.0, 6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 2e-2, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=20),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 5), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.5, 1.0, 3), lr_scheduler.ExponentialLR(o, 0.8)], [3]
     ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 1e-3, anneal_epochs=5),
 }
+"""By the name of the class; those of several schedulers hold some of the others."""
 
 
 class Run:
     """A model, its optimizer and scheduler, and the numbers that a loop draws."""
 
-    def __init__(self, make: Make, scheduler: str = "step", seed: int = 0) -> None:
+    def __init__(self, make: Make, scheduler: str = "StepLR", seed: int = 0) -> None:
         self.model: nn.Module = small(seed)
         self.optimizer = make(self.model.parameters())
         self.scheduler = SCHEDULERS[scheduler](self.optimizer)
         self.losses: list[Tensor] = []
         self.drawn: list[float] = []
+        self.rates: list[float] = []
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -86,8 +112,12 @@ class Run:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.scheduler.step()
+            if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+                self.scheduler.step(loss.detach())
+            else:
+                self.scheduler.step()
             self.losses.append(loss.detach().clone())
+            self.rates += map(float, self.scheduler.get_last_lr()[:1])
             self.drawn += [random.random(), float(np.random.standard_normal())]
 
     @contextmanager
@@ -114,7 +144,7 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-def uninterrupted(make: Make, scheduler: str = "step") -> Run:
+def uninterrupted(make: Make, scheduler: str = "StepLR") -> Run:
     """Return the reference."""
     seed_all(1)
     run = Run(make, scheduler)
@@ -123,7 +153,7 @@ def uninterrupted(make: Make, scheduler: str = "step") -> Run:
 
 
 def save_in_the_middle(
-    path: Path, make: Make, backend: str, scheduler: str = "step", **options: Any
+    path: Path, make: Make, backend: str, scheduler: str = "StepLR", **options: Any
 ) -> None:
     """Train to the middle and save."""
     seed_all(1)
@@ -137,7 +167,7 @@ def save_in_the_middle(
 
 
 def resume(
-    path: Path, make: Make, backend: str, scheduler: str = "step", share: float = 0.3
+    path: Path, make: Make, backend: str, scheduler: str = "StepLR", share: float = 0.3
 ) -> Run:
     """Load into new objects, with other numbers in all of them, and train to the end."""
     seed_all(99)
@@ -180,9 +210,22 @@ def test_every_optimizer_resumes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler_resumes(name: str, tmp_path: Path) -> None:
+    """Its rate changes after the save, so that one that started anew would differ."""
     make = OPTIMIZERS["sgd-momentum"]
-    save_in_the_middle(tmp_path / "run", make, "plain", name)
-    assert_resumed(resume(tmp_path / "run", make, "plain", name), uninterrupted(make, name))
+    save_in_the_middle(tmp_path / "run", make, "auto", name)
+    reference = uninterrupted(make, name)
+    assert_resumed(resume(tmp_path / "run", make, "plain", name), reference)
+    assert len(set(reference.rates[SAVED_AT - 1 :])) > 1, "this shows nothing"
+
+
+def test_no_scheduler_of_torch_is_forgotten() -> None:
+    known = {
+        name
+        for module in (lr_scheduler, torch.optim.swa_utils)
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler)
+    }
+    assert set(SCHEDULERS) == known - {"LRScheduler", "_LRScheduler"}
 
 
 # In the middle of things
