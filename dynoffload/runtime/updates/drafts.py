@@ -284,7 +284,7 @@ class Drafts:
             and all(state.get(key) is value for key, value in draft.state.items())
             and _places(slot, draft.gradient, state) == draft.places
             and same(group, draft.group)
-            and Modes.now() == draft.modes
+            and draft.modes.suit(self._optimizer, Modes.now())
             and may_wait()
             and same({key: state[key] for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits

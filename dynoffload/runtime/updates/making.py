@@ -9,7 +9,6 @@ replaced after the update: it is made on the old tensors, and the new ones stay.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
@@ -27,17 +26,6 @@ from dynoffload.runtime.updates.update import Group, Update, neighbours
 
 OF_SCALER = ("grad_scale", "found_inf")
 """What a `GradScaler` gives an optimizer for one step."""
-
-
-def _without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Turn autocast off where it is on.
-
-    Only there: to leave its block takes the lock of its cache, which may be held by the thread that
-    casts the very weight whose update is being made.
-    """
-    if torch.is_autocast_enabled("cpu"):
-        return torch.autocast("cpu", enabled=False)
-    return contextlib.nullcontext()
 
 
 class Maker:
@@ -80,11 +68,7 @@ class Maker:
         if not self.scaled:
             for name in OF_SCALER:
                 shadow.__dict__.pop(name, None)
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            _without_autocast(),
-        ):
+        with torch.inference_mode(False), torch.no_grad():
             self.step(shadow)
         for parameter in itertools.chain(*beside):
             state.pop(parameter, None)
