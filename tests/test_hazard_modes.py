@@ -26,7 +26,7 @@ from hazards import (
     loss_of,
 )
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,6 +115,64 @@ def test_a_mode_at_the_step_or_at_the_look(backend: str, scope: str, where: str)
                         model.layers[1].weight.detach().sum()
                 read(side, model)
             side.see("steps", [s["step"].dtype for s in optimizer.state.values()])
+
+    hazard(backend, program)
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+OF_PRODUCTS: dict[str, Callable[[], Any]] = {
+    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float16": lambda: torch.autocast("cpu", torch.float16),
+    "mkldnn": without_mkldnn,
+}
+
+
+class Matrices(nn.Module):
+    """Layers of odd sizes without biases, wide and tall."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(64, 67), (67, 67), (67, 130), (130, 67)]
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in sizes)
+        self.head = nn.Linear(67, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+@each_backend_in_time
+@pytest.mark.parametrize("kind", [Adafactor, Muon])
+@pytest.mark.parametrize("scope", OF_PRODUCTS)
+@pytest.mark.parametrize("where", ["at the step", "at the look"])
+def test_a_mode_that_norms_and_products_follow(
+    backend: str, where: str, scope: str, kind: type[Optimizer]
+) -> None:
+    """Adafactor takes norms and Muon multiplies matrices, which autocast casts and oneDNN does in
+    its own way. The looks are at one weight only; the others wait for the next forward."""
+
+    def program(side: Side) -> None:
+        model = Matrices()
+        optimizer = kind(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, states=1):
+            for step in range(5):
+                loss_of(model, step).backward()
+                with OF_PRODUCTS[scope]() if where == "at the step" else contextlib.nullcontext():
+                    optimizer.step()
+                optimizer.zero_grad()
+                if where == "at the look":
+                    with OF_PRODUCTS[scope]():
+                        read(side, model)
 
     hazard(backend, program)
 

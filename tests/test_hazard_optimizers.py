@@ -2,9 +2,10 @@
 
 The graph: a few linear layers, with every optimizer of `torch.optim` in each of its variants
 (for-loop, foreach, fused, capturable, differentiable, amsgrad, maximize, centered, nesterov, and
-rates that are tensors), over an odd-sized and a small parameter too; transformers' Adafactor, whose
-state is factored; optimizers of the user's own, with state for a group or a name of their own;
-those that are refused; and state that is reset, put away and copied.
+rates that are tensors), over an odd-sized and a small parameter too, and for Muon, which takes
+matrices only, wide and tall ones without biases; transformers' Adafactor, whose state is factored;
+optimizers of the user's own, with state for a group or a name of their own; those that are refused;
+and state that is reset, put away and copied.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_same
 from hazards import (
     Mlp,
     Side,
@@ -28,12 +30,12 @@ from hazards import (
     loss_of,
 )
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import dynoffload
 from dynoffload.errors import ConfigError
 
-REFUSED = {"LBFGS", "Muon", "SparseAdam"}
+REFUSED = {"LBFGS", "SparseAdam"}
 EXTRAS: dict[str, list[dict[str, Any]]] = {
     "SGD": [
         {"momentum": 0.9},
@@ -48,6 +50,12 @@ EXTRAS: dict[str, list[dict[str, Any]]] = {
     "Adagrad": [{"initial_accumulator_value": 0.1, "lr_decay": 0.01}],
     "ASGD": [{"t0": 2.0, "weight_decay": 0.01}],
     "Rprop": [{"etas": (0.4, 1.3)}],
+    "Muon": [
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+        {"lr": "tensor"},
+        {"dtype": torch.bfloat16, "nesterov": False},
+    ],
 }
 
 
@@ -93,10 +101,29 @@ class Uneven(nn.Module):
         return self.head(x)
 
 
+class Matrices(nn.Module):
+    """Layers without biases, wide and tall, of odd and of even sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(67, 67), (67, 128), (128, 128), (128, 67), (67, 5)]
+        self.layers = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.layers[0].weight.dtype)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def train(
-    side: Side, make: Callable[[Iterable[nn.Parameter]], Optimizer], steps: int = 5, states: int = 2
+    side: Side,
+    make: Callable[[Iterable[nn.Parameter]], Optimizer],
+    steps: int = 5,
+    states: int = 2,
+    network: Callable[[], nn.Module] = Uneven,
 ) -> None:
-    model = Uneven()
+    model = network()
     optimizer = make(model.parameters())
     with side.offload(model, optimizer, states=states):
         for step in range(steps):
@@ -110,7 +137,55 @@ def test_every_optimizer_of_torch(
 ) -> None:
     options = dict(options)
     options["lr"] = torch.tensor(1e-2) if options.get("lr") == "tensor" else 1e-2
-    hazard(backend, lambda side: train(side, lambda p: kind(p, **options)))
+    dtype = options.pop("dtype", torch.float32)
+
+    def network() -> nn.Module:
+        return (Matrices() if kind is Muon else Uneven()).to(dtype)
+
+    hazard(backend, lambda side: train(side, lambda p: kind(p, **options), network=network))
+
+
+@guarded
+def test_updates_of_muon_wait(backend: str) -> None:
+    """They are made one by one when a weight is read, each of its own tensors alone."""
+
+    def program(side: Side) -> None:
+        model = Matrices()
+        optimizer = Muon(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, states=1, draft_share=0.0) as session:
+            for step in range(4):
+                side.step(loss_of(model, step, width=67, classes=5), optimizer)
+                if session is not None:
+                    assert session._paging is not None
+                    assert session._paging.updates is not None
+                    waiting = session._paging.updates.waiting.pending
+                    assert len(waiting) >= 4, "all but the smallest"
+                side.see("weight", model.layers[step].weight)
+
+    hazard(backend, program)
+
+
+@pytest.mark.parametrize("options", [{}, *EXTRAS["Muon"][:2]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_updates_each_parameter_by_itself(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """In plain PyTorch: one step over a group gives the bits of a step for each of its
+    parameters."""
+    torch.manual_seed(0)
+    together = Matrices().to(dtype)
+    apart = copy.deepcopy(together)
+    one = Muon(together.parameters(), lr=1e-2, **options)
+    many = [Muon([p], lr=1e-2, **options) for p in apart.parameters()]
+    for step in range(4):
+        for model in (together, apart):
+            loss_of(model, step, width=67, classes=5).backward()
+        one.step()
+        for optimizer in reversed(many):
+            optimizer.step()
+        for model in (together, apart):
+            model.zero_grad()
+    states = [state for optimizer in many for state in optimizer.state.values()]
+    assert_same(list(apart.parameters()), list(together.parameters()), "parameters")
+    assert_same(states, list(one.state.values()), "momentum")
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -129,7 +204,7 @@ def test_no_optimizer_of_torch_is_forgotten() -> None:
     """What a new release of torch adds must be looked at, and be here or in the refusals."""
     known = {
         *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam"),
-        *("RAdam", "RMSprop", "Rprop", "SGD"),
+        *("Muon", "RAdam", "RMSprop", "Rprop", "SGD"),
         *REFUSED,
     }
     assert {kind.__name__ for kind in _stock()} == known

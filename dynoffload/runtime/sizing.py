@@ -39,7 +39,7 @@ _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
 _PADDING = 1.1  # how much larger the paged parameters may become by padding
 _LEAST_SLICED = 64 * KiB  # page for the sake of slices
 _RESIDENT = 8  # the share of the budget that small tensors may take is one in so many
-_STATES = {"SGD": 1, "ASGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}
+_STATES = {"SGD": 1, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 2, "Rprop": 2}
 _STATES_OF_ADAM = 2
 _SCALARS = 32  # bytes of a parameter's step counts and the like: up to four tensors of one number
 

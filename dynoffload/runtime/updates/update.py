@@ -26,7 +26,6 @@ FIRST_TIMERS = "dynoffload_first_timers"
 
 _REFUSED = {
     "LBFGS": "updates all parameters together, with one state for the group",
-    "Muon": "has not been shown to give the same bits parameter by parameter",
     "SparseAdam": "takes sparse gradients, which are not paged",
 }
 
