@@ -53,6 +53,12 @@ def transformers_mixtral(implementation: str) -> nn.Module:
     return mixtral(implementation)
 
 
+def use(model: nn.Module, implementation: str) -> None:
+    """Have a model of transformers run its experts by a registered implementation."""
+    dynoffload.moe.register()
+    model.set_experts_implementation(implementation)  # type: ignore[operator]
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tensor]]] = {
     "indexed": (Chosen, chosen_step),
     "parts": (partial(transformers_mixtral, "eager"), mixtral_loss),
@@ -680,8 +686,9 @@ def test_experts_that_are_not_hit_move_no_byte(loop: str) -> None:
 
 
 @needs_pager
-def test_experts_of_transformers_that_are_not_hit_move_no_byte() -> None:
-    """By the eager loop on parts, over twenty steps; the router's choice is fixed."""
+@pytest.mark.parametrize("implementation", ["eager", "dynoffload"])
+def test_experts_of_transformers_that_are_not_hit_move_no_byte(implementation: str) -> None:
+    """By the loop on parts, over twenty steps; the router's choice is fixed."""
     model = transformers_mixtral("eager")
     for layer in model.model.layers:  # type: ignore[union-attr]
         gate = layer.mlp.gate  # type: ignore[union-attr]
@@ -693,6 +700,7 @@ def test_experts_of_transformers_that_are_not_hit_move_no_byte() -> None:
 
         gate.register_forward_hook(choose)  # type: ignore[union-attr, operator]
     twin = Twin(model, lambda p: AdamW(p, lr=1e-2))
+    use(twin.model, implementation)
     with twin.paged(footprint_of(model) // 4, config=PAGES) as session:
         train(twin, mixtral_loss, range(25))
         counts = moved(session, 5)
@@ -779,10 +787,12 @@ def test_gradients_kept_over_steps_and_dropped_later(seed: int, backend: str) ->
 
 
 @needs_pager
-def test_gradients_are_made_per_expert() -> None:
-    """By the eager loop on parts no tensor of the whole parameter's form is made; the stock loop
-    makes one for each expert hit."""
+@pytest.mark.parametrize("implementation", ["eager", "dynoffload"])
+def test_gradients_are_made_per_expert(implementation: str) -> None:
+    """By the loop on parts no tensor of the whole parameter's form is made; the stock loop makes
+    one for each expert hit."""
     twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
+    use(twin.model, implementation)
     made: list[str] = []
 
     class Watch(TorchDispatchMode):
@@ -881,9 +891,8 @@ def test_the_implementation_without_a_session_is_the_eager_one() -> None:
 
 def test_explicitly_asked_for() -> None:
     """``set_experts_implementation("dynoffload")`` gives the bits of the eager implementation."""
-    dynoffload.moe.register()
     twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
-    twin.model.set_experts_implementation("dynoffload")  # type: ignore[operator]
+    use(twin.model, "dynoffload")
     with twin.paged(footprint_of(twin.model) // 2, config=PAGES):
         train(twin, mixtral_loss, range(4))
     twin.assert_same()
