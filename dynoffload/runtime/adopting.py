@@ -20,7 +20,7 @@ from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.restoring import Restoration
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
-from dynoffload.runtime.adoption.store import Store
+from dynoffload.runtime.adoption.store import Store, moved_bytes
 from dynoffload.runtime.sizing import Sizing, state_tensors, tensors_of
 from dynoffload.units import MiB, format_bytes
 
@@ -111,7 +111,8 @@ class Adoption:
     def _check_room(self, what: str, parameter: nn.Parameter, slices: int) -> None:
         copies = 2 + state_tensors(self._optimizer) if parameter.requires_grad else 1
         region = self._device.padded(parameter.nbytes // slices)
-        need = region * copies + 2 * self._sizing.chunk_bytes
+        beside = self._device.padded(moved_bytes(parameter)) - self._device.padded(parameter.nbytes)
+        need = region * copies + beside + 2 * self._sizing.chunk_bytes
         if need > self._sizing.pool_bytes:
             raise BudgetError(
                 f"{what}, needs {format_bytes(need)} at once "

@@ -31,7 +31,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
-from dynoffload.runtime.adoption.store import can_move
+from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.updates.updates import can_split
 from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 
@@ -212,7 +212,8 @@ def _divide(
     least = config.min_paged_bytes or _least_for(model, budget, states)
     page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
     alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
-    total = padded = updated = widest = 0
+    total = padded = updated = widest = most_beside = 0
+    moved: set[int] = set()  # storages that are counted
     largest, culprit = 0, ""
     resident = list(model.buffers())
     held = held_parameters(model)
@@ -230,20 +231,26 @@ def _divide(
         slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
         whole = -(-nbytes // page) * page
         region = whole // slices
-        padded += whole * copies
+        beside = -(-moved_bytes(parameter) // page) * page - whole  # what shares its storage
+        most_beside = max(most_beside, beside)
+        padded += whole * (copies - 1)
+        storage = parameter.untyped_storage()._cdata
+        if storage not in moved:
+            moved.add(storage)
+            padded += whole + beside
         if slices > 1 and copies > 1:  # gradients that wait, and one slice of zeros
             padded += whole + region
         if copies > 2:
             updated += whole
             widest = max(widest, region)
-        if region * copies > largest:
-            largest, culprit = region * copies, name
+        if region * copies + beside > largest:
+            largest, culprit = region * copies + beside, name
     storages = [part.untyped_storage() for tensor in resident for part in _parts(tensor)]
     small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     kept = budget // 32
     chunk = max(page, min(32 * MiB, budget // 32 // page * page))
     pool = (budget - small - kept) // page * page
-    biggest_region = max(chunk, largest // max(1, 2 + states))
+    biggest_region = max(chunk, largest // max(1, 2 + states), most_beside)
     reserve = min(biggest_region, max(0, pool // 8)) // page * page
     need = largest + 2 * chunk + reserve
     if pool < need:

@@ -66,6 +66,11 @@ def can_move(tensor: torch.Tensor) -> bool:
     return strided and is_dense(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
+def moved_bytes(parameter: torch.Tensor) -> int:
+    """Return the bytes that move with ``parameter``: those of its whole storage."""
+    return parameter.nbytes if parameter.is_meta else parameter.untyped_storage().nbytes()
+
+
 @dataclass(eq=False)
 class Slot:
     """One paged parameter, or one slice of it, and the regions that go with it.
@@ -186,13 +191,11 @@ class Store:
         """Move ``parameter`` into a region; one on the meta device gets one without content."""
         nbytes = parameter.numel() * parameter.element_size()
         meta = parameter.is_meta
+        whole = moved_bytes(parameter)  # with its other views, which follow
         source = 0 if meta else parameter.untyped_storage().data_ptr()
         region = None if meta else self._storages.get(source)
         if region is None:
-            if not meta and parameter.untyped_storage().nbytes() != nbytes:
-                # Part of a larger storage: move the whole, so that its other views can follow.
-                nbytes = parameter.untyped_storage().nbytes()
-            region = self._region(nbytes, name, None)
+            region = self._region(whole, name, None)
             if not meta:
                 self._device.acquire([region])
                 ours = bytes_of(self._device.storage(region))
