@@ -65,11 +65,13 @@ class Side:
         backend: None for the plain run.
         notes: what the program has seen, in order.
         sessions: of the blocks that it opened, with their budgets.
+        aside: of those, the ones that paged no more when their block ended.
     """
 
     backend: str | None = None
     notes: list[tuple[str, Any]] = field(default_factory=list)
     sessions: list[tuple[Session, int]] = field(default_factory=list)
+    aside: list[Session] = field(default_factory=list)
 
     @contextmanager
     def offload(
@@ -99,6 +101,8 @@ class Side:
             ) as session:
                 self.sessions.append((session, budget))
                 yield session
+                if not session.paging:
+                    self.aside.append(session)
             _assert_ordinary(model, optimizer)
         self.see_state(model, optimizer)
 
@@ -137,7 +141,12 @@ class Side:
 
 
 def hazard(
-    backend: str, program: Callable[[Side], None], *, moves: bool = True, budgeted: bool = True
+    backend: str,
+    program: Callable[[Side], None],
+    *,
+    moves: bool = True,
+    budgeted: bool = True,
+    aside: bool = True,
 ) -> Side:
     """Run ``program`` on both sides and assert that nothing it has noted differs.
 
@@ -147,6 +156,9 @@ def hazard(
         moves: whether to assert that bytes have moved, without which it would show little.
         budgeted: whether to assert that no step took more than the budget. The memory of parameters
             and gradients that the program holds itself is counted, and cannot leave.
+        aside: whether to assert, of the backend ``aside``, that paging was aside at the end of some
+            block. Where the program keeps hold of paged memory, or makes too few steps without a
+            failure, it stays.
 
     Returns:
         The paged side.
@@ -161,7 +173,9 @@ def hazard(
         zip(paged.notes, plain.notes, strict=True)
     ):
         assert_same(actual, expected, f"{what} (note {number})")
-    if backend != "aside":
+    if backend == "aside":
+        assert paged.aside or not aside, "paging never stepped aside: this shows nothing"
+    else:
         for session, budget in paged.sessions:
             for step in session.log.steps if budgeted else ():
                 assert step.peak_fast_bytes <= budget, f"step {step.step}: {step.peak_fast_bytes}"

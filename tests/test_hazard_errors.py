@@ -12,10 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Mlp, Side, batch, each_backend, each_backend_in_time, hazard
+from hazards import (
+    Mlp,
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    each_paged,
+    hazard,
+    loss_of,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
+
+from dynoffload.errors import StepLostError
 
 
 class Blown(Exception):
@@ -196,5 +207,27 @@ def test_a_model_that_is_no_sequence_of_modules(backend: str) -> None:
                 if error is None:
                     side.step(F.cross_entropy(model(x), y), optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    hazard(backend, program)
+
+
+@each_paged
+def test_backward_after_the_block_is_refused(backend: str) -> None:
+    """What forward saved is gone with the block; model and optimizer go on from the last step."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                side.step(loss_of(model, step), optimizer)
+            late = loss_of(model, 3)
+        if side.backend is not None:
+            with pytest.raises(StepLostError, match=r"call backward\(\) inside the block"):
+                late.backward()
+            optimizer.zero_grad()
+        side.see_state(model, optimizer)
+        side.step(loss_of(model, 4), optimizer)
+        side.see_state(model, optimizer)
 
     hazard(backend, program)

@@ -204,9 +204,13 @@ def test_a_saved_tensor_of_a_subclass(backend: str, frozen: bool) -> None:
         Reading.seen = []
         model = Net()
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer):
+        with side.offload(model, optimizer) as session:
             for step in range(3):
-                side.step(model(batch(step)[0]).square().mean(), optimizer)
+                loss = model(batch(step)[0]).square().mean()
+                if session is not None and session.paging and not frozen:
+                    assert session._paging is not None
+                    assert session._paging.activations.kept_bytes >= 4 * batch(step)[0].nbytes
+                side.step(loss, optimizer)
         side.see("seen", Reading.seen)
 
     hazard(backend, program, budgeted=False)

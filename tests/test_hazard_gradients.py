@@ -8,13 +8,16 @@ after the update that still waits for the old gradient.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, each_backend_in_time, hazard, loss_of
+from hazards import Mlp, Side, each_backend, each_backend_in_time, each_paged, hazard, loss_of
 from torch import nn
 from torch.optim import SGD, AdamW
+
+from dynoffload.units import format_bytes
 
 
 @each_backend_in_time
@@ -138,6 +141,36 @@ def test_gradients_in_a_buffer_of_the_users(backend: str) -> None:
             side.see("gradients", [p.grad for p in model.parameters()])
 
     hazard(backend, program, moves=False, budgeted=False)
+
+
+@each_paged
+def test_gradients_that_pass_the_budget_are_told_of(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They lie in a buffer of the user's, which is counted: once, a warning names one of them."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+            parts = flat.split([p.numel() for p in model.parameters()])
+            for parameter, part in zip(model.parameters(), parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+            for step in range(3):
+                loss_of(model, step).backward()
+                optimizer.step()
+                flat.zero_()
+
+    with caplog.at_level("WARNING", logger="dynoffload"):
+        paged = hazard(backend, program, moves=False, budgeted=False)
+    ((session, budget),) = paged.sessions
+    flat_bytes = 4 * sum(p.numel() for p in session.model.parameters())
+    peaks = [step.peak_fast_bytes for step in session.log.steps]
+    assert max(peaks) > budget, "this shows nothing"
+    assert min(peaks) >= flat_bytes
+    (told,) = (r.getMessage() for r in caplog.records if "more than the budget of" in r.message)
+    assert re.search(rf"the largest is '[\w.]+\.grad' with {format_bytes(flat_bytes)}", told)
 
 
 @each_backend

@@ -129,10 +129,14 @@ def test_flat_parameters(backend: str, kept: bool) -> None:
         if not kept:
             flat = torch.zeros(1)
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, share=2.0):
+        with side.offload(model, optimizer, share=2.0) as session:
             for step in range(4):
                 side.step(loss_of(model, step), optimizer)
                 flat.mul_(0.9)
+                if session is not None and kept:
+                    places = {p.untyped_storage().data_ptr() for p in model.parameters()}
+                    assert places == {flat.data_ptr()}
+                    assert session.log.steps[-1].peak_fast_bytes >= flat.nbytes
 
     hazard(backend, program, moves=False)
 

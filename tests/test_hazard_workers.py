@@ -30,8 +30,9 @@ pytestmark = pytest.mark.timeout(300)
 
 @each_backend
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_data_loader_workers(backend: str, method: str) -> None:
+def test_data_loader_workers(backend: str, kept: bool, method: str) -> None:
     if method == "spawn" and backend != "pager":
         pytest.skip("a spawned child shares nothing with the parent: one backend will do")
 
@@ -39,17 +40,24 @@ def test_data_loader_workers(backend: str, method: str) -> None:
         model = small()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         generator = torch.Generator().manual_seed(7)
+
+        def loader() -> DataLoader[Any]:
+            return DataLoader(
+                Samples(),
+                shuffle=True,
+                num_workers=1,
+                collate_fn=only,
+                multiprocessing_context=method,
+                generator=generator,
+                persistent_workers=kept,
+            )
+
         with side.offload(model, optimizer):
-            for _ in range(2 if method == "fork" else 1):
-                loader = DataLoader(
-                    Samples(),
-                    shuffle=True,
-                    num_workers=1,
-                    collate_fn=only,
-                    multiprocessing_context=method,
-                    generator=generator,
-                )
-                for number, sample in enumerate(loader):
+            samples = loader()
+            for epoch in range(2 if method == "fork" or kept else 1):
+                if epoch and not kept:
+                    samples = loader()
+                for number, sample in enumerate(samples):
                     side.step(small_loss(model, sample), optimizer)
                     if number == 5:
                         break

@@ -529,13 +529,19 @@ def fused_adam(parameters: Any) -> Optimizer:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("make", [rmsprop, fused_adam], ids=lambda make: make.__name__)
 def test_half_precision(make: Callable[[Any], Optimizer], threads: int) -> None:
-    """Where scalar code rounds otherwise than vectors do, slices must end where threads do not."""
+    """Where scalar code rounds otherwise than vectors do, slices must end where threads do not: a
+    third of the parameter is no multiple of the vector size, so it is updated whole."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         twin = Twin(Chosen(5, 128).to(torch.bfloat16), make)
         with twin.paged(footprint_of(twin.model), config=PAGES) as session:
             assert fused_of(session)
+            updates = paging_of(session).updates
+            assert updates is not None
+            for one in fused_of(session).values():
+                by_slices = updates.maker.slices.splits(one, twin.optimizer.param_groups[0])
+                assert by_slices == (threads == 1 or make is fused_adam)
             for number in range(6):
                 generator = torch.Generator().manual_seed(number)
                 x = torch.randn(5, 128, generator=generator).to(torch.bfloat16)

@@ -229,7 +229,12 @@ class Session:
             return
         self._said_overrun = True
         owner = paging.device.owner
-        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        tensors += [
+            (f"{name}.grad", parameter.grad)
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        ]
         outside = {
             name: tensor.untyped_storage().nbytes()
             for name, tensor in tensors
