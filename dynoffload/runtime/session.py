@@ -158,7 +158,7 @@ class Session:
         self._in_sample = False
         if self._init is not None:
             self.materialize(self._init[0])
-        if self._leaves:
+        if self._leaves and not _is_transformed():
             self._step_aside()
         if torch.is_grad_enabled():
             self._begin_sample(args, kwargs)
@@ -169,7 +169,8 @@ class Session:
         if self._config.step_aside:
             size = _size_of((args, kwargs))
             larger = self._outgrown or size > self._largest * _GROWTH
-            if self._paging is None and larger and has_its_own(self.model):
+            comes_back = larger and has_its_own(self.model) and not _is_transformed()
+            if self._paging is None and comes_back:
                 logger.info("a larger sample than any measured: paging again")
                 self._come_back()
             if self._paging is not None:
@@ -462,6 +463,12 @@ class Session:
         where = paging.close()
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)
+
+
+def _is_transformed() -> bool:
+    """Return whether this runs inside of a `torch.func` transformation, in which tensors that are
+    made, such as copies of parameters, are the transformation's and end with it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _size_of(value: Any, depth: int = 3) -> int:
