@@ -65,7 +65,7 @@ class Side:
         backend: None for the plain run.
         notes: what the program has seen, in order.
         sessions: of the blocks that it opened, with their budgets.
-        aside: of those, the ones that paged no more when their block ended.
+        aside: of those, the ones that have stepped aside.
     """
 
     backend: str | None = None
@@ -100,11 +100,20 @@ class Side:
                 model, optimizer, budget=budget, pilot=None, config=options
             ) as session:
                 self.sessions.append((session, budget))
+                self._watch(session)
                 yield session
-                if not session.paging:
-                    self.aside.append(session)
             _assert_ordinary(model, optimizer)
         self.see_state(model, optimizer)
+
+    def _watch(self, session: Session) -> None:
+        leave = session._step_aside
+
+        def watched() -> None:
+            leave()
+            if not session.paging:
+                self.aside.append(session)
+
+        session._step_aside = watched  # type: ignore[method-assign]
 
     def see(self, what: str, value: Any) -> None:
         """Note a value, or a nest of them, as it is now."""
@@ -156,9 +165,8 @@ def hazard(
         moves: whether to assert that bytes have moved, without which it would show little.
         budgeted: whether to assert that no step took more than the budget. The memory of parameters
             and gradients that the program holds itself is counted, and cannot leave.
-        aside: whether to assert, of the backend ``aside``, that paging was aside at the end of some
-            block. Where the program keeps hold of paged memory, or makes too few steps without a
-            failure, it stays.
+        aside: whether to assert, of the backend ``aside``, that some session has stepped aside.
+            It stays where the program keeps hold of paged memory, or makes no steps.
 
     Returns:
         The paged side.

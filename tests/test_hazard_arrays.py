@@ -88,14 +88,14 @@ def test_shared_memory_stays_shared(when: str, backend: str) -> None:
             model.share_memory()
         optimizer = SGD(model.parameters(), lr=1e-1)
         with side.offload(model, optimizer):
-            for step in range(5):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
                 if step == 1:
                     model.share_memory()
                 if step >= 1 or when == "before":
                     side.see("shared", [p.is_shared() for p in model.parameters()])
 
-    hazard(backend, program, budgeted=False)
+    hazard(backend, program, budgeted=False, aside=when == "before")
 
 
 LOOKS: dict[str, Callable[[Optimizer], list[dict[str, torch.Tensor]]]] = {
@@ -190,7 +190,7 @@ def test_an_alias_of_the_state_has_its_entries(backend: str) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2)
         alias = optimizer.state
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
             len(optimizer.state)  # a look, after which all updates are made
             side.see("inside", [alias[p]["step"].item() for p in model.parameters()])

@@ -42,7 +42,7 @@ def test_autocast(backend: str, dtype: torch.dtype, cache: bool, around: str) ->
         model = Twice(depth=4)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer), cast("loop"):
-            for step in range(4):
+            for step in range(6):
                 if around == "forward":
                     with cast("forward"):
                         loss = loss_of(model, step)
@@ -50,7 +50,7 @@ def test_autocast(backend: str, dtype: torch.dtype, cache: bool, around: str) ->
                     loss = loss_of(model, step)
                 side.step(loss, optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=not cache)
 
 
 @each_backend
@@ -61,7 +61,7 @@ def test_eval_under_autocast_between_steps(backend: str) -> None:
         model = Mlp()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(4):
+            for step in range(6):
                 with torch.autocast("cpu", torch.bfloat16):
                     with torch.no_grad():
                         side.see("before", loss_of(model, 50 + step))
@@ -70,7 +70,7 @@ def test_eval_under_autocast_between_steps(backend: str) -> None:
                     with torch.inference_mode():
                         side.see("after", loss_of(model, 50 + step))
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend_in_time

@@ -185,7 +185,7 @@ def test_accumulation_over_checkpoints(backend: str, reentrant: bool) -> None:
         model = Checkpointed(use_reentrant=reentrant)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 for part in range(3):
                     (loss_of(model, 10 * step + part) / 3).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)

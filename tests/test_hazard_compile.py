@@ -129,7 +129,7 @@ def test_compiled_before_the_block(backend: str) -> None:
                 side.step(loss_of(call, step), optimizer)
         side.step(loss_of(call, 5), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend_in_time
@@ -146,7 +146,7 @@ def test_a_compiled_function_over_the_weights(backend: str) -> None:
 
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 x, y = batch(step)
                 loss = F.cross_entropy(model(x), y) + 1e-3 * penalty(list(model.parameters()))
                 side.step(loss, optimizer)

@@ -83,7 +83,7 @@ def test_a_state_dict_shows_later_steps(backend: str) -> None:
         model = Tied()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(2):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
             taken = model.state_dict()
             for step in range(2, 4):
@@ -103,7 +103,7 @@ def test_a_state_dict_shows_steps_made_after_the_block(backend: str, when: str) 
         optimizer = AdamW(model.parameters(), lr=1e-2)
         taken = model.layers[1].state_dict() if when == "before" else None
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
             if taken is None:
                 taken = model.layers[1].state_dict()
@@ -125,7 +125,7 @@ def test_loading_in_mid_run(backend: str, assign: bool, kept: bool) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2)
         other = {key: value.clone() * 0.5 for key, value in model.state_dict().items()}
         with side.offload(model, optimizer, share=0.6):
-            for step in range(5):
+            for step in range(6):
                 if step == 2:
                     mine = other if kept else {k: v.clone() for k, v in other.items()}
                     model.load_state_dict(mine, assign=assign)
@@ -135,7 +135,7 @@ def test_loading_in_mid_run(backend: str, assign: bool, kept: bool) -> None:
                 side.step(loss_of(model, step), optimizer)
             side.see("other", other)
 
-    hazard(backend, program, moves=not assign, budgeted=not (assign and kept))
+    hazard(backend, program, moves=not assign, budgeted=not (assign and kept), aside=not assign)
 
 
 @each_backend
@@ -169,7 +169,7 @@ def test_shared_memory(backend: str) -> None:
         model = Mlp()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(2):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
             shared = copy.deepcopy(model).share_memory()
             side.see("shared", dict(shared.named_parameters()))

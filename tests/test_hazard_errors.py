@@ -180,7 +180,7 @@ def test_anomaly_detection(backend: str) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
             with torch.autograd.detect_anomaly():
-                for step in range(4):
+                for step in range(6):
                     model.bad = step == 2
                     x, y = batch(step)
                     side.fails("backward", F.cross_entropy(model(x), y).backward)

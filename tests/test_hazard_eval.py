@@ -80,7 +80,7 @@ def test_a_step_under_inference_mode_fails_as_plainly(backend: str) -> None:
         model = network()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 loss_of(model, step).backward()
                 if step == 1:
                     with torch.inference_mode():
@@ -123,7 +123,7 @@ def test_no_training_at_all(backend: str, where: str) -> None:
         model = network().eval()
         scope: AbstractContextManager[Any] = MODES[where]()
         with side.offload(model, share=0.6), scope:
-            for step in range(3):
+            for step in range(6):
                 side.see("out", model(batch(step)[0]))
 
-    hazard(backend, program, moves=False)
+    hazard(backend, program, moves=False, aside=False)

@@ -101,13 +101,13 @@ def test_nothing_trains(backend: str) -> None:
     def program(side: Side) -> None:
         model = Mlp().requires_grad_(False)
         with side.offload(model, share=0.6):
-            for step in range(3):
+            for step in range(6):
                 generator = torch.Generator().manual_seed(step)
                 x = torch.randn(4, 64, generator=generator).requires_grad_()
                 model(x).square().sum().backward()
                 side.see("slope", x.grad)
 
-    hazard(backend, program, moves=False)
+    hazard(backend, program, moves=False, aside=False)
 
 
 @each_backend

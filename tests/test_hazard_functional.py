@@ -42,7 +42,7 @@ def test_functional_call_one_step_ahead(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = SGD(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, share=0.6, states=0):
-            for step in range(3):
+            for step in range(6):
                 named = dict(model.named_parameters())
                 made = torch.autograd.grad(
                     loss_of(model, step), list(named.values()), create_graph=True
@@ -63,7 +63,7 @@ def test_gradients_by_transformation(backend: str, detached: bool) -> None:
         model = Mlp()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, share=0.6):
-            for step in range(4):
+            for step in range(6):
                 named = {n: p.detach() if detached else p for n, p in model.named_parameters()}
                 x, y = batch(step)
 
@@ -77,7 +77,7 @@ def test_gradients_by_transformation(backend: str, detached: bool) -> None:
                 optimizer.zero_grad()
                 side.see("loss", value)
 
-    hazard(backend, program, moves=False)
+    hazard(backend, program, moves=False, aside=False)
 
 
 @each_backend
@@ -86,7 +86,7 @@ def test_gradients_per_sample(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 named = {n: p.detach() for n, p in model.named_parameters()}
 
                 def loss(named: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def test_gradients_per_sample(backend: str) -> None:
                 side.see("norms", {n: g.flatten(1).norm(dim=1) for n, g in each.items()})
                 side.step(loss_of(model, step), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend
@@ -105,7 +105,7 @@ def test_jacobians(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 x = batch(step, rows=1)[0][0]
                 side.see("jacrev", jacrev(lambda x: model(x))(x))
                 side.see("jvp", jvp(lambda x: model(x), (x,), (torch.ones_like(x),)))
@@ -122,7 +122,7 @@ def test_an_ensemble_out_of_the_managed_model(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
                 stacked = stack_module_state([model, copy.deepcopy(model)])
                 skeleton = copy.deepcopy(model).to("meta")
@@ -186,11 +186,11 @@ def test_forward_mode(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 x, _ = batch(step)
                 with fwad.dual_level():
                     out = model(fwad.make_dual(x, torch.ones_like(x)))
                     side.see("tangent", fwad.unpack_dual(out).tangent)
                 side.step(loss_of(model, step), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)

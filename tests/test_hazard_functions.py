@@ -205,7 +205,7 @@ def test_a_saved_tensor_of_a_subclass(backend: str, frozen: bool) -> None:
         model = Net()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer) as session:
-            for step in range(3):
+            for step in range(6):
                 loss = model(batch(step)[0]).square().mean()
                 if session is not None and session.paging and not frozen:
                     assert session._paging is not None

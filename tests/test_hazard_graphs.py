@@ -41,7 +41,7 @@ def test_backward_twice_without_keeping_the_graph(backend: str) -> None:
         model = Mlp()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(3):
+            for step in range(6):
                 loss = loss_of(model, step)
                 loss.backward()
                 side.fails("second", loss.backward)
@@ -77,7 +77,7 @@ def test_penalty_on_the_parameters_gradients(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = SGD(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, share=0.5, states=0):
-            for step in range(3):
+            for step in range(6):
                 loss = loss_of(model, step)
                 made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
                 penalty = sum(g.square().sum() for g in made)
@@ -92,7 +92,7 @@ def test_backward_with_create_graph(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = SGD(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, share=0.5, states=0):
-            for step in range(3):
+            for step in range(6):
                 loss = loss_of(model, step)
                 loss.backward(create_graph=True)
                 side.see("has a graph", model.head.weight.grad.requires_grad)
@@ -109,7 +109,7 @@ def test_product_of_hessian_and_vector(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, share=0.5):
-            for step in range(3):
+            for step in range(6):
                 weights = list(model.parameters())
                 loss = loss_of(model, step)
                 first = torch.autograd.grad(loss, weights, create_graph=True)
@@ -117,7 +117,7 @@ def test_product_of_hessian_and_vector(backend: str) -> None:
                 side.see("product", torch.autograd.grad(product, weights, retain_graph=True))
                 side.step(loss, optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend

@@ -89,7 +89,7 @@ def test_the_average_trades_places_with_the_weights(backend: str) -> None:
                 ours.data, theirs.data = theirs.data, ours.data
 
         with side.offload(model, optimizer):
-            for step in range(5):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
                 with torch.no_grad():
                     for mean, now in zip(average.parameters(), model.parameters(), strict=True):
@@ -99,7 +99,7 @@ def test_the_average_trades_places_with_the_weights(backend: str) -> None:
                     side.see("score", loss_of(model, 100))
                 trade()
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 def weight_normed(old: bool) -> nn.Module:

@@ -309,7 +309,7 @@ def test_an_optimizer_of_the_users_under_a_default_dtype(backend: str) -> None:
         model = Mlp(depth=3)
         optimizer = Summing(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, states=0, share=0.6):
-            for step in range(3):
+            for step in range(6):
                 loss_of(model, step).backward()
                 with default_dtype(torch.float64):
                     optimizer.step()

@@ -225,7 +225,7 @@ def test_capturable(backend: str) -> None:
             optimizer.state.clear()
             side.step(loss_of(model, 1), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend
@@ -241,7 +241,7 @@ def test_differentiable(backend: str) -> None:
             optimizer.zero_grad()
             optimizer.state.clear()
 
-    hazard(backend, program, moves=False)
+    hazard(backend, program, moves=False, aside=False)
 
 
 @each_backend

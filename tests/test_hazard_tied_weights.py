@@ -89,4 +89,4 @@ def test_tied_in_the_middle_of_a_run(backend: str) -> None:
                 tokens = sample(step)
                 side.step(F.cross_entropy(model(tokens[:-1]), tokens[1:]), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)

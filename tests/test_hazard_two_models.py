@@ -89,10 +89,10 @@ def test_one_block_for_both_models(backend: str) -> None:
         both = nn.ModuleDict({"first": Mlp(classes=64), "second": Mlp()})
         optimizer = AdamW(both.parameters(), lr=1e-2)
         with side.offload(both, optimizer):
-            for step in range(4):
+            for step in range(6):
                 side.step(loss_of(lambda x: both["second"](both["first"](x)), step), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend

@@ -38,13 +38,13 @@ def test_a_view_shows_every_update(backend: str, kind: str, when: str) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2)
         view = VIEWS[kind](model.layers[1].weight) if when == "before" else None
         with side.offload(model, optimizer):
-            for step in range(5):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
                 if view is None:
                     view = VIEWS[kind](model.layers[1].weight)
                 side.see("view", torch.as_tensor(view))
 
-    hazard(backend, program)
+    hazard(backend, program, aside=when == "before")
 
 
 class Caching(nn.Module):
@@ -69,10 +69,10 @@ def test_a_module_that_keeps_a_view_for_its_forward(backend: str) -> None:
         model = nn.Sequential(*(Caching() for _ in range(4)), nn.Linear(64, 10))
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
-            for step in range(5):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend
@@ -85,7 +85,7 @@ def test_a_view_with_a_graph_kept_over_a_step(backend: str) -> None:
         with side.offload(model, optimizer, states=0):
             loss_of(model, 0).backward()
             view = model.layers[0].weight.t()
-            for step in range(4):
+            for step in range(6):
                 x, _ = batch(step)
                 loss = (x @ view).square().mean() + loss_of(model, step)
                 loss.backward(retain_graph=True)
@@ -93,7 +93,7 @@ def test_a_view_with_a_graph_kept_over_a_step(backend: str) -> None:
                 optimizer.zero_grad()
                 side.see("loss", loss)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend
@@ -105,11 +105,11 @@ def test_a_write_through_a_view(backend: str) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer):
             rows = model.layers[2].weight.detach()[:8]
-            for step in range(5):
+            for step in range(6):
                 side.step(loss_of(model, step), optimizer)
                 rows.mul_(0.5)
 
-    hazard(backend, program)
+    hazard(backend, program, aside=False)
 
 
 @each_backend
