@@ -15,7 +15,7 @@ from exactness import needs_pager
 
 from dynoffload.units import MiB
 
-LAYERS, WIDTH, BUDGET, SLACK = 10, 1024, 19 * MiB, 12 * MiB
+LAYERS, WIDTH, BUDGET, SLACK = 10, 1024, 19 * MiB, 4 * MiB
 MODEL = LAYERS * WIDTH * WIDTH * 4
 
 MEASURE = f"""

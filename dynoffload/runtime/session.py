@@ -349,8 +349,8 @@ class Session:
         """Save the run to ``directory``, which is replaced at once; see `save_checkpoint`.
 
         Updates that were put off are made first. Tensors are written piece by piece, from where
-        they are, so no more memory is taken than the budget and a megabyte. Call it between steps:
-        gradients are not saved, and those that there are stay as they are.
+        they are, so no more memory is taken than the budget and some megabytes. Call it between
+        steps: gradients are not saved, and those that there are stay as they are.
 
             with dynoffload.offload(model, optimizer, budget="8GiB") as session:
                 if Path("run/last").exists():
