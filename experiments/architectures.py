@@ -90,20 +90,25 @@ def _classes(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
     }
 
 
+def _pixels(generator: torch.Generator, config: Any) -> Tensor:
+    size = getattr(config, "image_size", 32)
+    return torch.randn(2, 3, size, size, generator=generator)
+
+
 def _image(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
     return {
-        "pixel_values": torch.randn(2, 3, 32, 32, generator=generator),
+        "pixel_values": _pixels(generator, config),
         "labels": torch.randint(0, 2, (2,), generator=generator),
     }
 
 
 def _masked_image(generator: torch.Generator, config: Any) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator)}
+    return {"pixel_values": _pixels(generator, config)}
 
 
 def _image_and_text(generator: torch.Generator, config: Any) -> dict[str, Any]:
     return {
-        "pixel_values": torch.randn(2, 3, 32, 32, generator=generator),
+        "pixel_values": _pixels(generator, config.vision_config),
         "input_ids": torch.randint(3, _WORDS, (2, 6), generator=generator),
         "return_loss": True,
     }
@@ -146,7 +151,7 @@ def _of_structure(output: Any) -> Tensor:
 _DECODER = {
     "vocab_size": _WORDS,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -161,7 +166,7 @@ _FUSED: dict[str, Any] = {"intermediate_size": 64, "moe_intermediate_size": 64}
 _ENCODER = {
     "vocab_size": _WORDS,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
@@ -169,11 +174,11 @@ _ENCODER = {
 }
 _PICTURE = {
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
+    "image_size": 16,
+    "patch_size": 4,
     "num_labels": 2,
 }
 _SEQUENCES = {
@@ -183,8 +188,8 @@ _SEQUENCES = {
     "decoder_layers": 2,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
     "max_position_embeddings": 64,
     "encoder_layerdrop": 0.3,
     "decoder_layerdrop": 0.3,
@@ -198,7 +203,7 @@ _T5 = {
     "vocab_size": _WORDS,
     "d_model": 32,
     "d_kv": 8,
-    "d_ff": 48,
+    "d_ff": 64,
     "num_layers": 2,
     "num_decoder_layers": 2,
     "num_heads": 4,
@@ -208,7 +213,7 @@ _T5 = {
 _SPEECH = {
     "vocab_size": 24,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "conv_dim": (16, 16),
@@ -216,7 +221,7 @@ _SPEECH = {
     "conv_kernel": (8, 4),
     "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 2,
+    "num_conv_pos_embedding_groups": 4,
     "layerdrop": 0.4,
     "mask_time_prob": 0.0,
     "pad_token_id": 0,
@@ -228,7 +233,7 @@ _FOLDING = {
     ],
     "vocab_size": 33,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
@@ -239,9 +244,9 @@ _FOLDING = {
         "trunk": {
             "num_blocks": 2,
             "sequence_state_dim": 64,
-            "pairwise_state_dim": 16,
+            "pairwise_state_dim": 32,
             "sequence_head_width": 16,
-            "pairwise_head_width": 4,
+            "pairwise_head_width": 8,
             "position_bins": 4,
             "max_recycles": 2,
             "structure_module": {
@@ -258,7 +263,7 @@ _FOLDING = {
             },
         },
         "fp16_esm": False,
-        "lddt_head_hid_dim": 16,
+        "lddt_head_hid_dim": 8,
     },
 }
 
@@ -298,7 +303,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"vocab_size": _WORDS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     ),
     "gpt-neox": _decoder("GPTNeoX", rotary_pct=0.5),
-    "opt": _decoder("OPT", ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.3),
+    "opt": _decoder("OPT", ffn_dim=64, word_embed_proj_dim=32, layerdrop=0.3),
     "bloom": Architecture(
         "dense",
         "BloomForCausalLM",
@@ -306,12 +311,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         _language,
         {"vocab_size": _WORDS, "hidden_size": 32, "n_layer": 3, "n_head": 4},
     ),
-    "falcon": _decoder("Falcon", new_decoder_architecture=True, num_kv_heads=2),
+    "falcon": _decoder("Falcon", num_hidden_layers=4, new_decoder_architecture=True, num_kv_heads=2),
     "llama": _decoder("Llama"),
     "mistral": _decoder("Mistral", sliding_window=6),
     "phi": _decoder("Phi"),
     "phi3": _decoder("Phi3"),
-    "gemma2": _decoder("Gemma2", head_dim=8, sliding_window=6),
+    "gemma2": _decoder("Gemma2", num_hidden_layers=4, head_dim=8, sliding_window=6),
     "qwen2": _decoder("Qwen2", tie_word_embeddings=True),
     "qwen3": _decoder("Qwen3", head_dim=8),
     "olmo2": _decoder("Olmo2"),
@@ -322,7 +327,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen2Moe",
         num_experts=4,
         num_experts_per_tok=2,
-        shared_expert_intermediate_size=32,
+        shared_expert_intermediate_size=128,
         output_router_logits=True,
     ),
     "qwen3-moe": _experts("Qwen3Moe", num_experts=6, num_experts_per_tok=2, head_dim=8),
@@ -364,10 +369,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     # State spaces and recurrence
-    "mamba": _decoder("Mamba", family="state space", state_size=8, time_step_rank=4),
+    "mamba": _decoder(
+        "Mamba", family="state space", num_hidden_layers=4, state_size=16, time_step_rank=8
+    ),
     "mamba2": _decoder(
         "Mamba2",
         family="state space",
+        num_hidden_layers=5,
         state_size=8,
         num_heads=8,
         head_dim=8,
@@ -378,7 +386,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "recurrent-gemma": _decoder(
         "RecurrentGemma",
         family="state space",
-        lru_width=32,
+        hidden_size=64,
+        intermediate_size=128,
+        lru_width=64,
         attention_window_size=8,
         num_key_value_heads=1,
         block_types=("recurrent", "attention"),
@@ -399,7 +409,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Encoders
     "bert": _masked("Bert"),
     "roberta": _masked("Roberta"),
-    "albert": _masked("Albert", checkpoints=False, embedding_size=16, num_hidden_groups=1),
+    "albert": _masked(
+        "Albert",
+        checkpoints=False,
+        embedding_size=16,
+        num_hidden_layers=2,
+        num_hidden_groups=1,
+        inner_group_num=3,
+    ),
     "deberta-v2": _masked(
         "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], type_vocab_size=0
     ),
@@ -424,7 +441,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "d_model": 32,
             "n_head": 4,
             "d_head": 8,
-            "d_inner": 48,
+            "d_inner": 64,
         },
         checkpoints=False,
     ),
@@ -453,7 +470,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         "BeitForImageClassification",
         "BeitConfig",
         _image,
-        {**_PICTURE, "drop_path_rate": 0.3, "use_relative_position_bias": True},
+        {
+            **_PICTURE,
+            "num_hidden_layers": 4,
+            "drop_path_rate": 0.3,
+            "use_relative_position_bias": True,
+        },
     ),
     "vit-mae": Architecture(
         "vision",
@@ -476,7 +498,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             "image_size": 32,
             "patch_size": 4,
-            "embed_dim": 16,
+            "embed_dim": 32,
             "depths": [1, 2],
             "num_heads": [2, 4],
             "window_size": 4,
@@ -491,7 +513,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _image,
         {
             "hidden_sizes": [8, 16, 24, 32],
-            "depths": [1, 1, 2, 1],
+            "depths": [1, 1, 2, 2],
             "patch_size": 2,
             "image_size": 32,
             "drop_path_rate": 0.3,
@@ -506,8 +528,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _image,
         {
             "embedding_size": 16,
-            "hidden_sizes": [16, 24, 32, 48],
-            "depths": [1, 1, 1, 1],
+            "hidden_sizes": [16, 24, 24, 24],
+            "depths": [1, 2, 2, 2],
+            "layer_type": "basic",
             "num_labels": 2,
         },
         checkpoints=False,

@@ -1,9 +1,11 @@
-"""Whether training under a quarter of the memory gives the bits of plain PyTorch.
+"""Whether training under a share of the memory gives the bits of plain PyTorch.
 
 What it is: some fifty architectures of transformers times rotating training loops, each trained
 plainly and inside a block, and compared: losses, parameters, gradients, buffers, optimizer state,
-random numbers, after every step or, so that updates wait from step to step, at the end. What it is
-not: a measure of time. Each case runs in a process that the next one may share; one that dies or
+random numbers, after every step or, so that updates wait from step to step, at the end. The share is
+a quarter of parameters, gradients and optimizer state, or three times the largest parameter; a case
+that is accepted under no such budget is counted apart, and named with the reason. What it is not: a
+measure of time. Each case runs in a process that the next one may share; one that dies or
 hangs is a failed case, and the rest goes on.
 """
 
@@ -74,19 +76,7 @@ def run(
     if unknown:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"no architecture is named {', '.join(unknown)}; there are {known}")
-    names = list(architectures or ARCHITECTURES)
-    rotating = loops(rounds * len(names))
-    cases = [
-        Case(
-            name,
-            _loop_of(name, replace(rotating[number + index * len(names)], steps=steps)),
-            backend,
-            looks=index % 2 == 1,
-            experts="eager" if index % 3 == 0 else "",
-        )
-        for index, backend in enumerate(_backends(rounds))
-        for number, name in enumerate(names)
-    ]
+    cases = cases_of(list(architectures or ARCHITECTURES), rounds, steps)
     results: list[dict[str, Any]] = []
     with progress_bar(True) as report, _Child(spill_dir) as child:
         for number, case in enumerate(cases):
@@ -97,6 +87,22 @@ def run(
     result = _summary(results)
     _print(result)
     return result
+
+
+def cases_of(names: Sequence[str], rounds: int, steps: int) -> list[Case]:
+    """Return the cases of architectures, round by round."""
+    rotating = loops(rounds * len(names))
+    return [
+        Case(
+            name,
+            _loop_of(name, replace(rotating[number + index * len(names)], steps=steps)),
+            backend,
+            looks=index % 2 == 1,
+            experts="eager" if index % 3 == 0 else "",
+        )
+        for index, backend in enumerate(_backends(rounds))
+        for number, name in enumerate(names)
+    ]
 
 
 def _loop_of(name: str, loop: Loop) -> Loop:
@@ -115,6 +121,7 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "exact": len(exact),
         "failed": [row for row in results if not row["exact"]],
         "within_a_quarter": sum(row.get("budget_share", 1.0) <= 0.25 for row in results),
+        "above_share": sum(bool(row.get("above_share")) for row in results),
         "paged": sum(row.get("bytes_in", 0) > 0 for row in results),
         "results": results,
     }
@@ -123,8 +130,7 @@ def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
 def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
     """Train one case in this process and return what was found.
 
-    The budget is a quarter of parameters, gradients and optimizer state, or three times the largest
-    parameter, or the least that is accepted, whichever is most.
+    The budget is that of `budget_of`.
     """
     import copy
 
@@ -135,16 +141,15 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
     from dynoffload.experiments.bits import first_difference, state_of
 
     architecture, loop = ARCHITECTURES[case.architecture], case.loop
-    torch.manual_seed(0)
-    model = architecture.build()
-    loop.prepare(model)
+    model = _network_of(case)
     if case.experts and experts_of(model):
         assert isinstance(model, PreTrainedModel)
         model.set_experts_implementation(case.experts)
     reference = copy.deepcopy(model)
     optimizer, its = loop.make_optimizer(model), loop.make_optimizer(reference)
     config = {**_CONFIG, "backend": case.backend}
-    whole, budget = _budget(model, optimizer, config)
+    allowed = budget_of(model, optimizer, case.backend)
+    budget = allowed.budget
 
     def loss_of(network: torch.nn.Module, number: int) -> torch.Tensor:
         torch.manual_seed(number)
@@ -183,7 +188,8 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
         "why": difference,
         "backend": backend,
         "budget": budget,
-        "budget_share": round(budget / whole, 4),
+        "budget_share": round(budget / allowed.whole, 4),
+        "above_share": allowed.above_share,
         "peak_fast_bytes": peak,
         "bytes_in": int(stats["bytes_in"].sum()),
     }
@@ -203,18 +209,44 @@ class _Recomputed:
         self.calls += torch._C._current_graph_task_id() != -1
 
 
-def _budget(model: Any, optimizer: Any, config: dict[str, Any]) -> tuple[int, int]:
-    """Return the bytes of parameters, gradients and state, and those to train within."""
+def _network_of(case: Case) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    model = ARCHITECTURES[case.architecture].build()
+    case.loop.prepare(model)
+    return model
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a case is trained within.
+
+    Attributes:
+        whole: bytes of parameters, gradients and optimizer state.
+        budget: in bytes.
+        above_share: why it is above both a quarter of the whole and three times the largest
+            parameter, or "" if it is not.
+    """
+
+    whole: int
+    budget: int
+    above_share: str = ""
+
+
+def budget_of(model: Any, optimizer: Any, backend: str = "auto") -> Allowed:
+    """Return a quarter of parameters, gradients and optimizer state, or three times the largest
+    parameter, or the least that is accepted, whichever is most."""
     from dynoffload.config import OffloadConfig
     from dynoffload.runtime.sizing import sizing_of
     from dynoffload.units import parse_bytes
 
-    options = OffloadConfig.of(config)
+    options = OffloadConfig.of({**_CONFIG, "backend": backend})
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
     whole = sizing_of(model, optimizer, 1 << 40, options).states_bytes
-    budget = max(whole // 4, 3 * max(sizes))
+    share = max(whole // 4, 3 * max(sizes))
     try:
-        sizing_of(model, optimizer, budget, options)
+        sizing_of(model, optimizer, share, options)
     except BudgetError as error:
         import re
 
@@ -222,7 +254,9 @@ def _budget(model: Any, optimizer: Any, config: dict[str, Any]) -> tuple[int, in
         if named is None:
             raise
         budget = parse_bytes(named.group(1))
-    return whole, budget
+        small = format_bytes(sizing_of(model, optimizer, budget, options).small_bytes)
+        return Allowed(whole, budget, f"{error}; the smaller tensors take {small}")
+    return Allowed(whole, share)
 
 
 class _Child:
@@ -302,7 +336,7 @@ def _serve(pipe: Connection, spill_dir: str | None) -> None:
 
 def _print(result: dict[str, Any]) -> None:
     console = Console()
-    table = Table("architecture", "loops", "exact", "least budget", "share of its need", box=None)
+    table = Table("architecture", "loops", "exact", "least budget", "share of its need", "above", box=None)
     rows = result["results"]
     for name in dict.fromkeys(row["architecture"] for row in rows):
         mine = [row for row in rows if row["architecture"] == name]
@@ -314,12 +348,19 @@ def _print(result: dict[str, Any]) -> None:
             str(sum(row["exact"] for row in mine)),
             "-" if least is None else format_bytes(least["budget"]),
             "-" if least is None else f"{least['budget_share']:.0%}",
+            str(sum(bool(row["above_share"]) for row in budgets)),
         )
     console.print(table)
     for row in result["failed"]:
         loop = Loop(**row["loop"]).describe()
         console.print(f"{row['architecture']}, {loop}: {row['why']}", markup=False)
+    for row in rows:
+        if row.get("above_share"):
+            loop = Loop(**row["loop"]).describe()
+            why = f"{row['architecture']}, {loop}, is above its share: {row['above_share']}"
+            console.print(why, markup=False)
     console.print(
         f"{result['exact']} of {result['cases']} cases of {result['architectures']} architectures "
-        "are exact"
+        f"are exact, {result['above_share']} above a quarter of their need and three times their "
+        "largest parameter"
     )

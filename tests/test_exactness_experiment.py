@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,60 @@ FEW = {
 
 @pytest.mark.parametrize("name", FEW)
 def test_one_architecture_of_each_family(name: str) -> None:
-    """Trained by one loop, under a quarter or the least that is accepted."""
+    """Trained by one loop, under a quarter or three times the largest parameter."""
     loop = Loop(**{**vars(FEW[name]), "steps": 3})
     row = train_case(Case(name, loop, looks=name != "jamba"))
     assert row["exact"], row["why"]
     assert row["peak_fast_bytes"] <= row["budget"]
     assert row["bytes_in"] > 0, "nothing was paged"
+    assert row["above_share"] == ""
+
+
+def _allowed(case: Case) -> exactness.Allowed:
+    model = exactness._network_of(case)
+    return exactness.budget_of(model, case.loop.make_optimizer(model), case.backend)
+
+
+CASES = exactness.cases_of(list(ARCHITECTURES), rounds=3, steps=5)
+TIGHT = ("resnet", "beit", "albert", "mamba", "vit", "gemma2")
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_a_share_is_enough_for_each_loop(name: str) -> None:
+    """For networks whose largest parameter or small tensors take much of it."""
+    for case in CASES:
+        if case.architecture == name:
+            assert _allowed(case).above_share == "", case
+
+
+@pytest.mark.slow
+def test_a_share_is_enough_for_every_case() -> None:
+    """Of the experiment as it runs by default."""
+    above = {f"{c.architecture}, {c.loop.describe()}": _allowed(c).above_share for c in CASES}
+    assert {name: why for name, why in above.items() if why} == {}
+
+
+def test_a_case_above_its_share_is_counted_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network of one layer, whose largest update is more than a quarter of all."""
+    llama = ARCHITECTURES["llama"]
+    one = replace(llama, options={**llama.options, "num_hidden_layers": 1, "hidden_size": 16})
+    monkeypatch.setitem(ARCHITECTURES, "llama", one)
+
+    def train(self: object, case: Case) -> dict[str, object]:
+        return {"architecture": "llama", "loop": asdict(case.loop), **train_case(case)}
+
+    monkeypatch.setattr(exactness._Child, "train", train)
+    result = exactness.run(architectures=["llama"], rounds=1, steps=1)
+    (row,) = result["results"]
+    assert (result["cases"], result["exact"], result["failed"]) == (1, 1, [])
+    assert (result["above_share"], result["within_a_quarter"]) == (1, 0)
+    assert "needs" in row["above_share"]
+    assert "at least" in row["above_share"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is above its share: a budget of" in said
+    assert "1 above a quarter of their need and three times their largest parameter" in said
 
 
 def test_experts_run_by_the_implementation_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
