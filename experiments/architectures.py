@@ -311,7 +311,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _language,
         {"vocab_size": _WORDS, "hidden_size": 32, "n_layer": 3, "n_head": 4},
     ),
-    "falcon": _decoder("Falcon", num_hidden_layers=4, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon": _decoder(
+        "Falcon", num_hidden_layers=4, new_decoder_architecture=True, num_kv_heads=2
+    ),
     "llama": _decoder("Llama"),
     "mistral": _decoder("Mistral", sliding_window=6),
     "phi": _decoder("Phi"),

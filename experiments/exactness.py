@@ -2,10 +2,10 @@
 
 What it is: some fifty architectures of transformers times rotating training loops, each trained
 plainly and inside a block, and compared: losses, parameters, gradients, buffers, optimizer state,
-random numbers, after every step or, so that updates wait from step to step, at the end. The share is
-a quarter of parameters, gradients and optimizer state, or three times the largest parameter; a case
-that is accepted under no such budget is counted apart, and named with the reason. What it is not: a
-measure of time. Each case runs in a process that the next one may share; one that dies or
+random numbers, after every step or, so that updates wait from step to step, at the end. The share
+is a quarter of parameters, gradients and optimizer state, or three times the largest parameter; a
+case that is accepted under no such budget is counted apart, and named with the reason. What it is
+not: a measure of time. Each case runs in a process that the next one may share; one that dies or
 hangs is a failed case, and the rest goes on.
 """
 
@@ -336,7 +336,9 @@ def _serve(pipe: Connection, spill_dir: str | None) -> None:
 
 def _print(result: dict[str, Any]) -> None:
     console = Console()
-    table = Table("architecture", "loops", "exact", "least budget", "share of its need", "above", box=None)
+    table = Table(
+        "architecture", "loops", "exact", "least budget", "share of its need", "above", box=None
+    )
     rows = result["results"]
     for name in dict.fromkeys(row["architecture"] for row in rows):
         mine = [row for row in rows if row["architecture"] == name]
