@@ -27,7 +27,7 @@ routed, trees = _synthetic["routed"], _synthetic["trees"]
 
 pytestmark = pytest.mark.alone
 
-ROUNDS = 120
+ROUNDS = 48  # twice all samples
 
 
 @pytest.mark.parametrize("kind", KINDS)
