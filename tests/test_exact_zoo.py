@@ -13,7 +13,7 @@ import random
 import tempfile
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +144,27 @@ def test_the_shares_are_three_different_budgets(network: str) -> None:
     assert pools[0] > 1.5 * pools[1] > 2.25 * pools[2]
 
 
+OTHERS = ("auto", "repeat", "on-demand")  # which need no pilot of before
+WAYS = ("trained", "lying", "none")
+BRIEF = set(zip(SHARES, WAYS, strict=True))  # every budget and every way to steer, once
+
+
 def _steerings() -> list[Any]:
-    """Return every budget with a pilot, with one that lies and without; the policies that need no
-    pilot under one budget, and under the others in ``make slow``."""
-    cases = [(share, steering) for share in SHARES for steering in ("trained", "lying", "none")]
-    others = [(share, steering) for share in SHARES for steering in ("auto", "repeat", "on-demand")]
-    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in others if case[0] != SHARES[1]]
-    return [*cases, *(case for case in others if case[0] == SHARES[1]), *slow]
+    """Return, for the mixture of experts, every budget with a pilot, with one that lies and
+    without; for the trees each of them once; and for both the policies that need no pilot under one
+    budget. All pairs are in ``make slow``."""
+    cases = []
+    for network, share, steering in product(zoo.NETWORKS, SHARES, (*WAYS, *OTHERS)):
+        if steering in WAYS:
+            brief = network == "moe" or (share, steering) in BRIEF
+        else:
+            brief = share == SHARES[1]
+        marks = [] if brief else [pytest.mark.slow]
+        cases.append(pytest.param(network, share, steering, marks=marks))
+    return cases
 
 
-@pytest.mark.parametrize(("share", "steering"), _steerings())
-@pytest.mark.parametrize("network", zoo.NETWORKS)
+@pytest.mark.parametrize(("network", "share", "steering"), _steerings())
 def test_float32(network: str, share: int, steering: str) -> None:
     """Losses, parameters, optimizer state and the ledger."""
     session = check(network, share, steering)
@@ -164,10 +174,8 @@ def test_float32(network: str, share: int, steering: str) -> None:
 
 def _steerings_of_bfloat16() -> list[Any]:
     """Return every budget and every way to steer once, and all pairs in ``make slow``."""
-    ways = ("trained", "lying", "none")
-    brief = set(zip(SHARES, ways, strict=True))
-    cases = [(share, steering) for share in SHARES for steering in ways]
-    return [pytest.param(*c, marks=[] if c in brief else pytest.mark.slow) for c in cases]
+    cases = product(SHARES, WAYS)
+    return [pytest.param(*c, marks=[] if c in BRIEF else pytest.mark.slow) for c in cases]
 
 
 @pytest.mark.parametrize(("share", "steering"), _steerings_of_bfloat16())
