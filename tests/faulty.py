@@ -63,7 +63,7 @@ class Disk:
 
     def __init__(self) -> None:
         self._shim = ctypes.CDLL(None)
-        self._shim.fault_hits.restype = ctypes.c_long
+        self._shim.fault_hits.restype = self._shim.fault_met.restype = ctypes.c_long
 
     def arm(self, case: Case) -> None:
         """Let calls fail from now on."""
@@ -76,8 +76,12 @@ class Disk:
         """Let no call fail any more."""
         self._shim.fault_arm(0, 0, 0, ctypes.c_long(0), ctypes.c_long(0))
 
+    def met(self, call: str, how: str) -> int:
+        """Return how many calls there were since `arm` or `heal` that can fail in this way."""
+        return int(self._shim.fault_met(CALLS[call], how == "short"))
+
     def hits(self) -> int:
-        """Return how many calls failed."""
+        """Return how many calls failed, were short, or slow."""
         return int(self._shim.fault_hits())
 
 

@@ -290,6 +290,31 @@ def test_what_cannot_be_written_stays_in_memory(
     assert holds(device, first)
 
 
+@PAGES
+def test_what_was_not_written_leaves_once_another_was(
+    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that failed for a moment: the region that met it is no more in the way after."""
+    regions = [device.allocate(4 * page) for _ in range(4)]
+    filled(device, regions[:2])
+    write, written = Mapping.write_back, [0]
+
+    def fail_first(self: Mapping, offset: int, nbytes: int) -> None:
+        written[0] += 1
+        if written[0] == 1:
+            raise OSError(errno.ENOSPC, "as if the disk were full")
+        write(self, offset, nbytes)
+
+    monkeypatch.setattr(Mapping, "write_back", fail_first)
+    device.acquire([regions[2]], pin=True)  # the first was to go, the second went
+    assert regions[0] in device.resident()
+    device.acquire([regions[3]], pin=True)
+    assert regions[0] not in device.resident()
+    device.unpin(regions[2:])
+    assert holds(device, regions[0])
+    assert holds(device, regions[1])
+
+
 # Other kernels, other file systems
 
 

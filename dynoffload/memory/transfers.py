@@ -148,7 +148,8 @@ class Transfers:
         return True
 
     def hope(self) -> None:
-        """Somebody needs room: what could not be written may be written now."""
+        """Somebody needs room, or the file takes bytes again: what could not be written may be
+        written now."""
         if self._account.write_error is not None:
             for h in self._account.holdings.values():
                 h.busy = False
@@ -244,6 +245,7 @@ class Transfers:
             h.busy = True
             account.write_error = account.error = failure, self._unwritable(h, failure)
         elif dirty:
+            self.hope()
             account.write_error = None
             account.bytes_out += dirty
             account.note(EventKind.EVICT, cause, h, start, dirty)
