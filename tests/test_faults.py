@@ -29,6 +29,7 @@ from exactness import needs_pager
 from faulty import LASTING, Case
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
+OUTCOMES = {"exact", "lost", "ended"}
 STAGES = ("forward", "backward", "step", "after")
 
 PASSING = [
@@ -39,6 +40,7 @@ PASSING = [
     Case("read", "short", "forward", 0, 50),
     Case("write", "short", "backward", 0, 50),
     Case("read", "slow", "step", 0, 3),
+    Case("write", "slow", "step", 0, 3),
 ]
 """Faults that nobody may notice."""
 
@@ -50,6 +52,19 @@ REFUSING = [
     Case("room", "ENOSPC", "forward", 0, LASTING),
 ]
 """Faults that last until an error was raised."""
+
+DETERMINED = {
+    ("mapped", REFUSING[0]): {"exact"},
+    ("mapped", REFUSING[1]): {"lost"},
+    ("pager", REFUSING[0]): {"exact", "ended"},
+    ("mapped", REFUSING[4]): {"exact"},
+    ("pager", REFUSING[4]): {"exact"},
+}
+"""How they end where that is determined: what cannot be read is told in the same forward, which is
+made again, or in the same step, which is not; unless, on the pager, a thread sleeps on it, and
+whether one does depends on what was prefetched. What cannot be written stays in memory until
+somebody needs the room, which may be before step(), in it or after; and with the pager an update
+whose state cannot be read in step() may be put off into the next forward."""
 
 FOR_GOOD = [
     Case("read", "EIO", "backward", 0, LASTING, False),
@@ -106,6 +121,11 @@ def _path() -> str:
     return os.pathsep.join(part for part in (here, os.environ.get("PYTHONPATH", "")) if part)
 
 
+def possible(cases: Iterable[Case], backend: str) -> list[Case]:
+    """Return the cases that a backend can meet: a mapping is read and written whole or not."""
+    return [case for case in cases if backend == "pager" or case.how != "short"]
+
+
 def check(found: dict[str, Any], backend: str) -> None:
     """Assert that a case ended in one of the three ways."""
     case = Case(*found["case"])
@@ -136,7 +156,7 @@ def check(found: dict[str, Any], backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_disk_that_fails(backend: str, shim: Path, tmp_path: Path) -> None:
     """In each part of a step, for a moment, until it is noticed, and for good."""
-    cases = [OPENING, *PASSING, *REFUSING, *FOR_GOOD]
+    cases = [OPENING, *possible(PASSING, backend), *REFUSING, *FOR_GOOD]
     ended = outcomes(shim, backend, tmp_path, cases, 280)
     for found in ended:
         case = Case(*found["case"])
@@ -148,14 +168,13 @@ def test_a_disk_that_fails(backend: str, shim: Path, tmp_path: Path) -> None:
         if case in PASSING:
             assert found["outcome"] == "exact", found
             assert found["errors"] == [], found
+        if case in REFUSING:
+            assert found["outcome"] in DETERMINED.get((backend, case), OUTCOMES), found
+            assert found["outcome"] == "ended" or found["errors"], f"nobody was told: {found}"
         if case in FOR_GOOD:
             assert found["outcome"] != "exact", found
-    outcome = {tuple(found["case"]): found for found in ended}
-    room = outcome[("room", "ENOSPC", "forward", 0, LASTING, True)]
-    assert room["outcome"] == "exact", room
-    assert room["errors"], room
-    assert "free space there" in room["errors"][0]
-    assert any(outcome[tuple(case)]["outcome"] == "exact" for case in REFUSING[:4])
+        if case.call == "room":
+            assert "free space there" in found["errors"][0], found
 
 
 @pytest.mark.slow
@@ -168,11 +187,13 @@ def test_a_disk_that_fails_anywhere(backend: str, shim: Path, tmp_path: Path) ->
         ("read", "EIO", LASTING, False),
         ("read", "EINTR", 9, True),
         ("read", "short", 50, True),
+        ("read", "slow", 3, True),
         ("write", "EIO", 1, True),
         ("write", "EIO", LASTING, True),
         ("write", "ENOSPC", LASTING, False),
         ("write", "EINTR", 9, True),
         ("write", "short", 50, True),
+        ("write", "slow", 3, True),
     ]
     cases = [
         Case(call, how, stage, skip, count, recovers)
@@ -180,11 +201,16 @@ def test_a_disk_that_fails_anywhere(backend: str, shim: Path, tmp_path: Path) ->
             faults, STAGES, (0, 1, 2, 5, 9)
         )
     ]
-    for found in outcomes(shim, backend, tmp_path, cases, 3000):
+    met = set()
+    for found in outcomes(shim, backend, tmp_path, possible(cases, backend), 3000):
         case = Case(*found["case"])
+        if found["code"] or found["hits"]:
+            met.add((case.call, case.how, case.count, case.recovers, case.stage))
         if found["code"] == 0 and found["hits"] == 0:
             assert found["outcome"] == "exact", found  # it came too late to meet anything
             continue
         check(found, backend)
         if case.count < LASTING:
             assert found["outcome"] == "exact", found
+    kinds = {(c.call, c.how, c.count, c.recovers, c.stage) for c in possible(cases, backend)}
+    assert len(met) >= 0.9 * len(kinds), f"never met: {kinds - met}"
