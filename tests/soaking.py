@@ -5,6 +5,7 @@ python soaking.py NETWORK BACKEND STEPS      # prints one JSON row for each tent
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from dynoffload.memory.limits import resident_bytes
 
 NETWORKS = ("small", "tree")
 SAMPLES = 40
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)  # of glibc alone
 
 
 class Taken(NamedTuple):
@@ -34,6 +36,7 @@ class Taken(NamedTuple):
     threads: int
     spill: int
     spill_blocks: int
+    objects: int
 
 
 def network(
@@ -48,12 +51,17 @@ def network(
 
 
 def soak(
-    name: str, backend: str, steps: int, *, layers: int = 2, policy: str = "pilot"
+    name: str, backend: str, steps: int, *, layers: int = 2, **options: Any
 ) -> Iterator[Taken]:
-    """Train for ``steps`` steps under a third of the footprint, or the least that will do."""
+    """Train for ``steps`` steps under a third of the footprint, or the least that will do.
+
+    No single records of transfers are kept, as those take more from step to step until there are
+    enough of them; the totals of each step are one object more.
+    """
     model, samples, loss_of = network(name, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = {**SMALL_PAGES, "backend": backend, "step_aside": False, "policy": policy}
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
+    config |= {"record_events": False, **options}
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
         for step in range(1, steps + 1):
@@ -64,6 +72,7 @@ def soak(
                 assert session._paging is not None
                 found = os.fstat(session._paging.device._spill.fd)  # type: ignore[attr-defined]
                 gc.collect()
+                _trim(0)
                 yield Taken(
                     step,
                     resident_bytes(),
@@ -71,10 +80,12 @@ def soak(
                     len(os.listdir("/proc/self/task")),
                     found.st_size,
                     found.st_blocks,
+                    len(gc.get_objects()),
                 )
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     for row in soak(sys.argv[1], sys.argv[2], int(sys.argv[3])):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
