@@ -149,7 +149,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=50, deadline=None, suppress_health_check=HEALTH)
+@settings(max_examples=35, deadline=None, suppress_health_check=HEALTH)
 @given(data=st.data(), seed=st.integers(0, 5), **CASES)
 def test_no_case_changes_a_bit(family: str, data: st.DataObject, **case: Any) -> None:
     """A few hundred cases, each of a few steps."""

@@ -194,11 +194,11 @@ def test_resident(tmp_path: Path) -> None:
 
 def test_pilot_accuracy() -> None:
     result = pilot_accuracy.run(
-        only=("tree", "moe_8"), size="tiny", tree_samples=30, moe_samples=30
+        only=("tree", "moe_8"), size="tiny", tree_samples=20, moe_samples=20
     )
     for case in ("tree", "moe_8"):
         found = result[case]
-        assert found["train_samples"] + found["held_out_samples"] == 30
+        assert found["train_samples"] + found["held_out_samples"] == 20
         assert found["blocks"] > 2
         for predictor in ("lightgbm", "mlp", "last_order", "most_frequent"):
             assert 0 <= found[predictor]["block_order_accuracy"] <= 1
@@ -217,7 +217,7 @@ def test_pilot_stalls() -> None:
     result = pilot_stalls.run(
         only=("moe_8",),
         size="tiny",
-        samples=24,
+        samples=12,
         steps=4,
         warmup=1,
         per_turn=2,

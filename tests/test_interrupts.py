@@ -27,7 +27,7 @@ import random, signal, sys
 sys.path.insert(0, sys.argv[3])
 from exactness import *
 
-backend, where = sys.argv[1], sys.argv[2]
+backend, where, count = sys.argv[1], sys.argv[2], int(sys.argv[4])
 NUMBER = getattr(signal, sys.argv[5])
 signal.signal(NUMBER, signal.default_int_handler)
 ROOT = str(Path(dynoffload.__file__).parent / "runtime")
@@ -109,30 +109,32 @@ def interrupted_at(n):
 
 
 lines, _, _ = interrupted_at(-1)
-chance = random.Random(int(sys.argv[4]))
-points = [chance.randrange(start, start + lines // 24) for start in range(0, lines, lines // 24)]
+chance = random.Random(1)
+every = lines // count
+points = [chance.randrange(start, start + every) for start in range(0, lines, every)]
 outcomes = [interrupted_at(n)[1:] for n in points]
 print(len(points), sum(came for came, _ in outcomes), sum(came and made for came, made in outcomes))
 """
 
 
-@pytest.mark.parametrize(
-    ("backend", "where", "number"),
-    [
-        ("pager", "plainly", "SIGINT"),
-        ("pager", "clipping", "SIGINT"),
-        ("pager", "plainly", "SIGUSR1"),
-        ("mapped", "plainly", "SIGINT"),
-    ],
-)
-def test_a_step_is_made_or_is_not(backend: str, where: str, number: str) -> None:
+LOOPS = [
+    ("pager", "plainly", "SIGINT"),
+    ("pager", "clipping", "SIGINT"),
+    ("pager", "plainly", "SIGUSR1"),
+    ("mapped", "plainly", "SIGINT"),
+]
+
+
+@pytest.mark.parametrize(("backend", "where", "number"), LOOPS)
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_step_is_made_or_is_not(backend: str, where: str, number: str, count: int) -> None:
     """Wherever the signal comes, the state is that of one whole step, and training goes on."""
-    arguments = [backend, where, str(Path(__file__).parent), "1", number]
+    arguments = [backend, where, str(Path(__file__).parent), str(count), number]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=60 + 10 * count,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -136,8 +136,18 @@ def between(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("page", [SMALL, HUGE])
-@pytest.mark.parametrize("moves", ["denied", "halves", "moments", "refused"])
+@pytest.mark.parametrize(
+    ("moves", "page"),
+    [
+        ("denied", SMALL),
+        ("halves", HUGE),
+        ("moments", SMALL),
+        ("refused", HUGE),
+        pytest.param("denied", HUGE, marks=pytest.mark.slow),
+        pytest.param("halves", SMALL, marks=pytest.mark.slow),
+        pytest.param("moments", HUGE, marks=pytest.mark.slow),
+    ],
+)
 def test_bytes_survive_their_way(
     moves: str, page: int, between: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,10 +37,10 @@ def server(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield started
 
 
-@settings(max_examples=130, **SHORT)
+@settings(max_examples=80, **SHORT)
 @given(LIVES)
 def test_no_graph_changes_a_bit(life: Life) -> None:
-    """A hundred and thirty lives."""
+    """Eighty lives."""
     compare(life)
 
 

@@ -37,7 +37,7 @@ def test_the_ten_lines_run_as_printed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["train_moe.py", "train_trees.py"])
 def test_an_example_runs_as_its_docstring_says(name: str, tmp_path: Path) -> None:
-    """Each command in turn, with fewer steps where it takes their number."""
+    """Each command in turn, with fewer steps and tokens where it takes their number."""
     text = (ROOT / "examples" / name).read_text()
     commands = re.findall(r"^    ((?:python|dynoffload) .*)$", text.split('"""')[1], re.MULTILINE)
     assert len(commands) == 4
@@ -46,7 +46,7 @@ def test_an_example_runs_as_its_docstring_says(name: str, tmp_path: Path) -> Non
         if program == "dynoffload":
             words = ["-m", program, *words]
         if any(word.endswith(".py") for word in words):
-            words = ["6" if word.isdecimal() else word for word in words]
-            words += ["--steps", "6"]
+            words = ["5" if word.isdecimal() else word for word in words]
+            words += ["--steps", "5", *(["--tokens", "64"] if "moe" in name else [])]
         run(*words, cwd=tmp_path)
     assert (tmp_path / f"{'moe' if 'moe' in name else 'trees'}.pilot").exists()
