@@ -13,13 +13,14 @@ import pytest
 from exactness import needs_pager
 from soaking import NETWORKS, Taken, soak
 
+from dynoffload.pilot.online import WINDOW
 from dynoffload.units import KiB
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 
 GROWTH = 4 * KiB
 """Of the resident set in a step. Heap that is free was handed back, so this is no allocator's; what
-is measured is 0.1 to 0.5 KB, the totals that the log keeps of each step."""
+is measured is 0.1 to 0.8 KB, the totals that the log keeps of each step."""
 OBJECTS = 1.5
 """More in a step; those totals are one."""
 
@@ -56,7 +57,7 @@ def test_nothing_grows_in_some_hundred_steps(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_long_run_takes_no_more_than_a_short_one(network: str, backend: str) -> None:
-    """Over 2,000 steps with a pilot, once it has as many examples as it keeps, 1,024."""
+    """Over 2,000 steps with a pilot, once it has as many examples as it keeps."""
     script = Path(__file__).with_name("soaking.py")
     path = [str(script.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -70,4 +71,4 @@ def test_a_long_run_takes_no_more_than_a_short_one(network: str, backend: str) -
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [Taken(*json.loads(line)) for line in done.stdout.splitlines()]
     assert_constant(rows)
-    assert_level(rows[4:])
+    assert_level([row for row in rows if row.steps > WINDOW])
