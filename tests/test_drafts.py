@@ -274,7 +274,7 @@ def test_whatever_happens_before_step(between: Between, monkeypatch: pytest.Monk
 
 @pytest.mark.timeout(300)
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     plan=st.lists(st.sampled_from([nothing, nothing, *BETWEEN]), min_size=12, max_size=12),

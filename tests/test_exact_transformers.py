@@ -126,7 +126,7 @@ def test_bfloat16_weights(network: str) -> None:
     twin = Twin(model, OPTIMIZERS["foreach"])
     wanted = footprint_of(model) // 4
     budget, _ = least_budget(model, twin.optimizer, wanted, {"page_bytes": 4096})
-    compare_runs(
+    session = compare_runs(
         twin,
         Loop(steps=6, clip=1.0),
         range(6),
@@ -134,6 +134,7 @@ def test_bfloat16_weights(network: str) -> None:
         budget,
         config={"page_bytes": 4096, "min_paged_bytes": None},
     )
+    assert session.stats["bytes_in"].sum() > 0, "nothing was paged"
 
 
 @needs_pager

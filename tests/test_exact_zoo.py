@@ -182,7 +182,7 @@ def test_bfloat16_autocast(network: str, share: int, steering: str) -> None:
 
 
 @pytest.mark.parametrize("network", zoo.NETWORKS)
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     orders=st.lists(st.lists(st.integers(-3, 80), max_size=60), min_size=1, max_size=5),
     share=st.sampled_from(SHARES),
@@ -235,7 +235,9 @@ def test_larger_pages(network: str) -> None:
     config = {**PAGES, "page_bytes": 8192}
     budget, _ = least_budget(model, twin.optimizer, profiled(network).footprint // 4, config)
     loop = Loop(steps=STEPS)
-    compare_runs(twin, loop, samples(network, STEPS), loss_of, budget, pilot=None, config=config)
+    drawn = samples(network, STEPS)
+    session = compare_runs(twin, loop, drawn, loss_of, budget, pilot=None, config=config)
+    assert session.stats["bytes_in"].sum() > 0, "nothing was paged"
 
 
 @needs_pager

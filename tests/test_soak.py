@@ -14,13 +14,15 @@ from exactness import needs_pager
 from soaking import NETWORKS, Taken, soak
 
 from dynoffload.pilot.online import WINDOW
-from dynoffload.units import KiB
+from dynoffload.units import KiB, MiB
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 
 GROWTH = 4 * KiB
 """Of the resident set in a step. Heap that is free was handed back, so this is no allocator's; what
 is measured is 0.1 to 0.8 KB, the totals that the log keeps of each step."""
+WHILE_LEARNING = 24 * MiB
+"""Of the resident set, from the last row at which the pilot has fewer examples than it keeps."""
 OBJECTS = 1.5
 """More in a step; those totals are one."""
 
@@ -71,4 +73,7 @@ def test_a_long_run_takes_no_more_than_a_short_one(network: str, backend: str) -
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [Taken(*json.loads(line)) for line in done.stdout.splitlines()]
     assert_constant(rows)
-    assert_level([row for row in rows if row.steps > WINDOW])
+    before, after = rows[4], rows[5:]
+    assert before.steps <= WINDOW < after[0].steps
+    assert max(row.resident for row in after) <= before.resident + WHILE_LEARNING, rows
+    assert_level(after)
