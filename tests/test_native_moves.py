@@ -146,6 +146,7 @@ def between(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("denied", HUGE, marks=pytest.mark.slow),
         pytest.param("halves", SMALL, marks=pytest.mark.slow),
         pytest.param("moments", HUGE, marks=pytest.mark.slow),
+        pytest.param("refused", SMALL, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_survive_their_way(
