@@ -69,6 +69,8 @@ bench: $(STAMP)
 	$(BIN)/dynoffload experiment resident --json docs/results/resident.json
 	$(BIN)/dynoffload experiment pilot-accuracy --json docs/results/pilot-accuracy.json
 	$(BIN)/dynoffload experiment pilot-stalls --json docs/results/pilot-stalls.json
+	$(BIN)/dynoffload experiment memory-expansion --json docs/results/memory-expansion.json
+	$(BIN)/dynoffload experiment idioms --json docs/results/idioms.json
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,11 +21,24 @@ from dynoffload.units import KiB, MiB, parse_bytes
 BACKENDS = ("auto", "pager", "mapped")
 POLICIES = ("pilot", "repeat", "on-demand")
 DEFERRALS = ("auto", "never")
+LEAST_PAGE = 4 * KiB
 
 
 def _closest(word: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is neither True nor False: pass one of them")
+
+
+def _bytes_of(name: str, value: int | str) -> int:
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={value!r}: {error}") from None
 
 
 def _flag(name: str) -> bool:
@@ -39,9 +52,12 @@ def _flag(name: str) -> bool:
 class OffloadConfig:
     """Options of one session beyond the budget and the pilot.
 
+    Those in bytes are read as ``budget`` is: an int, or a text such as ``"512MiB"``.
+
     Attributes:
         backend: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file) or ``"auto"``: the
-            pager where the system has it, else the mapped file; the plan line names the choice.
+            pager where the system has it, else the mapped file; the plan line, which is logged at
+            INFO, names the choice.
         policy: ``"pilot"`` prefetches by the pilot's prediction while it does better of late than
             the last order, else by that; ``"repeat"`` by the last order; ``"on-demand"`` not at
             all. Prefetch that loses against on-demand goes off by itself, and says so.
@@ -50,6 +66,15 @@ class OffloadConfig:
         draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward
             already, and count if nothing they depend on changes until ``step()``; where updates are
             deferred. It spreads the traffic over the phases; 0 makes all in the forward after.
+        rollback: undo a step of a `torch.optim` optimizer that is cut off half way, by an error of
+            the optimizer or of the disk: parameters and optimizer state are those of the last
+            finished step then. What the loop itself has changed is not put back: hyperparameters,
+            buffers that forward writes, what schedulers and scalers have counted. What a step
+            changes is written once more, to a second file in the spill directory; all updates of a
+            step are made before the next step's, those of experts that are not hit too; none is
+            made in backward, and paging does not step aside. Without it a lost step needs a
+            checkpoint. An optimizer that is not one of `torch.optim`, subclasses included, leaves
+            what it leaves in plain training.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
             takes the largest that pads the parameters little and leaves the pool 40 pages.
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
@@ -58,15 +83,17 @@ class OffloadConfig:
             the optimizer treats every element by itself.
         page_activations: page what autograd saves in the model's forward; else it stays in memory,
             uncounted, and no saved-tensor hooks are on, as `torch.func.grad` in forward wants it.
-        step_aside: leave paging off while a step's measured peak fits the budget.
+        step_aside: leave paging off while the budget holds a step's measured peak and what no step
+            has taken yet: what was not touched, and its gradients and optimizer state.
         io_threads: threads that read and write the spill file, 1 to 16.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
             which the C library is asked to hand its free pages back.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
         debug: checksum every region on its way out of fast memory and compare it on its way in,
-            keep everybody out of absent and released memory, and poison free buffers; by default
-            if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time, and no memory.
+            keep everybody out of absent and released memory, and, on the pager, fill the free pages
+            of its pool with NaNs (the mapped file has none); by default if ``DYNOFFLOAD_DEBUG=1``
+            is set. It costs time, and no memory.
         record_events: keep transfers and stalls of the latest steps for the report.
     """
 
@@ -74,6 +101,7 @@ class OffloadConfig:
     policy: str = "pilot"
     defer_updates: str = "auto"
     draft_share: float = 0.5
+    rollback: bool = False
     page_bytes: int | None = None
     min_paged_bytes: int | None = None
     slices: bool = True
@@ -94,17 +122,24 @@ class OffloadConfig:
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"{name}={value!r} is not an option{_closest(str(value), known)}")
+        for field in dataclasses.fields(self):
+            if field.type == "bool":
+                _check_flag(field.name, getattr(self, field.name))
+        for name in ("page_bytes", "min_paged_bytes", "heap_slack_bytes"):
+            value = getattr(self, name)
+            if value is not None or name == "heap_slack_bytes":
+                object.__setattr__(self, name, _bytes_of(name, value))
         page = self.page_bytes
-        if page is not None and (page & (page - 1) or not 4 * KiB <= page <= 2 * MiB):
+        if page is not None and (page & (page - 1) or not LEAST_PAGE <= page <= 2 * MiB):
             raise ConfigError(f"page_bytes={page} is not a power of two between 4096 and {2 * MiB}")
         if self.min_paged_bytes is not None and self.min_paged_bytes < 1:
             raise ConfigError(f"min_paged_bytes={self.min_paged_bytes} must be at least 1")
-        if not 0 <= self.draft_share <= 1:
-            raise ConfigError(f"draft_share={self.draft_share} is not a share between 0 and 1")
-        if not 1 <= self.io_threads <= 16:
-            raise ConfigError(f"io_threads={self.io_threads} must be from 1 to 16")
-        if self.heap_slack_bytes < 0:
-            raise ConfigError(f"heap_slack_bytes={self.heap_slack_bytes} cannot be negative")
+        share = self.draft_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(f"draft_share={share!r} is not a share between 0 and 1")
+        threads = self.io_threads
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 16:
+            raise ConfigError(f"io_threads={threads!r} must be a whole number from 1 to 16")
         if self.features is not None and not callable(self.features):
             raise ConfigError(f"features={self.features!r} is not callable")
 
@@ -154,6 +189,13 @@ class Defaults:
 
 
 _defaults = Defaults()
+
+
+def no_budget(call: str) -> ConfigError:
+    """Return the error for a ``call`` that names no budget, where the command line names none."""
+    return ConfigError(
+        f"no budget: pass {call}, or run the script with 'dynoffload run --budget 8GiB'"
+    )
 
 
 def defaults() -> Defaults:

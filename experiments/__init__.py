@@ -29,6 +29,9 @@ EXPERIMENTS: dict[str, str] = {
     "resident": "dynoffload.experiments.resident:run",
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:run",
     "pilot-stalls": "dynoffload.experiments.pilot_stalls:run",
+    "memory-expansion": "dynoffload.experiments.memory_expansion:run",
+    "whatif": "dynoffload.experiments.whatif:run",
+    "idioms": "dynoffload.experiments.idioms:run",
 }
 """Name on the command line -> ``module:function``."""
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from dynoffload.planning.bound import PhaseBound, phase_bound
 from dynoffload.planning.schedule import Use
+from dynoffload.simulation.machine import Link
 
 STATES_OF_ADAMW = 2
 """Tensors of a parameter's size that AdamW keeps for it."""
@@ -48,26 +49,6 @@ class StepString:
     sizes: tuple[int, ...]
     forward: tuple[Use, ...]
     backward: tuple[Use, ...]
-
-
-@dataclass(frozen=True)
-class Link:
-    """The way to the file tier, in bytes per second, as `dynoffload.doctor.Tiers` has them.
-
-    Attributes:
-        read_bps: of reads alone.
-        write_bps: of writes alone.
-        mixed_bps: of as many reads as writes at once, both counted.
-    """
-
-    read_bps: float
-    write_bps: float
-    mixed_bps: float
-
-    @property
-    def shared(self) -> bool:
-        """Whether reads and writes take turns; see [Note: one link or two]."""
-        return self.mixed_bps <= 2 / (1 / self.read_bps + 1 / self.write_bps)
 
 
 @dataclass(frozen=True)
@@ -161,11 +142,11 @@ def step_bound(
         phases.append(phase_bound(timed, string.sizes, budget))
     reads, writes = link.read_bps, link.write_bps
     overlapped = sum(phase.seconds(reads, writes) for phase in phases)
-    actual = sum(phase.seconds(reads, writes, shared_link=link.shared) for phase in phases)
+    actual = sum(phase.seconds(reads, writes, shared_link=link.in_turns) for phase in phases)
     whole = PhaseBound(
         sum(phase.compute_s for phase in phases),
         sum(phase.bytes_in for phase in phases),
         sum(phase.bytes_out for phase in phases),
     )
-    spread = whole.seconds(reads, writes, shared_link=link.shared)
+    spread = whole.seconds(reads, writes, shared_link=link.in_turns)
     return StepBound(actual, overlapped, spread, phases[0], phases[1])

@@ -20,7 +20,7 @@ from typing import Any
 from dynoffload.doctor import Tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.cgroup import MemoryGroup, memory_group, swap_file
-from dynoffload.experiments.optimum import Link, StepString, StepVisit, step_bound, step_string
+from dynoffload.experiments.optimum import StepString, StepVisit, step_bound, step_string
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Step,
@@ -35,6 +35,7 @@ from dynoffload.experiments.workers import (
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.limits import available_bytes
 from dynoffload.pilot.progress import Report
+from dynoffload.simulation.machine import Link
 from dynoffload.units import MiB, format_bytes, format_seconds
 
 _ROW_LENGTH = 256  # tokens of one sequence; a step has as many rows as its tokens make
@@ -74,6 +75,7 @@ VARIANTS: dict[str, Variant] = {
     MAIN: Variant(""),
     "mapped": Variant("mapped", config={"backend": "mapped"}),
     "on_demand": Variant("on_demand", config={"policy": "on-demand"}, pilot=None),
+    "rollback": Variant("rollback", config={"rollback": True}),
     "foreach": Variant("foreach", optimizer="foreach"),
     "tokens_512": Variant("tokens_512", tokens=0.5),
     "fused": Variant("fused", network=FUSED),

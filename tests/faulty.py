@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ class Case(NamedTuple):
         skip: calls that go well first.
         count: calls that fail then.
         recovers: whether the disk is well again once an error was raised.
+        rollback: whether a step that is cut off is to be undone.
     """
 
     call: str
@@ -56,6 +58,7 @@ class Case(NamedTuple):
     skip: int
     count: int
     recovers: bool = True
+    rollback: bool = False
 
 
 class Disk:
@@ -116,11 +119,29 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> Any:
 SAMPLES = small_samples(STEPS)
 
 
+def refuses(model: nn.Module, optimizer: Optimizer) -> bool:
+    """Return whether nobody gets what is half of two steps."""
+    uses: list[Callable[[], Any]] = [
+        lambda: model(SAMPLES[0][0]),
+        model.state_dict,
+        optimizer.step,
+        optimizer.state_dict,
+    ]
+    refused = 0
+    for use in uses:
+        try:
+            use()
+        except StepLostError:
+            refused += 1
+    return refused == len(uses)
+
+
 def run(case: Case, backend: str, directory: str, expected: Any) -> dict[str, Any]:
     """Train with the fault of ``case``, and return how it went."""
     disk = Disk()
     model, optimizer = make()
     config = {**SMALL_PAGES, "backend": backend, "step_aside": False, "draft_share": 1.0}
+    config["rollback"] = case.rollback
     config["debug"] = case.call == "cut"  # what is cut off may read as zeros
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
     errors: list[str] = []
@@ -160,9 +181,13 @@ def run(case: Case, backend: str, directory: str, expected: Any) -> dict[str, An
                     train(model, optimizer, number, begins)
                 except DynOffloadError as error:
                     note(error)
+                    optimizer.zero_grad()
+                    if case.rollback and case.recovers:
+                        number -= isinstance(error, StepLostError)  # the step before is undone too
+                        assert_same(state_of(model, optimizer), expected[number], str(case))
+                        continue
                     # In forward and backward no update is made: the step can be made again.
                     lost = isinstance(error, StepLostError) or now in ("step", "after")
-                    optimizer.zero_grad()
                 else:
                     number += 1
             done = number == STEPS
@@ -180,6 +205,8 @@ def run(case: Case, backend: str, directory: str, expected: Any) -> dict[str, An
         outcome = "exact"
     elif not errors:
         outcome = "silent"
+    elif not refuses(model, optimizer):
+        outcome = "mixed"
     return {"outcome": outcome, "errors": errors, "hits": hits, "steps": number}
 
 

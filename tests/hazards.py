@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 import dynoffload
 from dynoffload.runtime.adoption.held import holders
+from dynoffload.runtime.counting import tensors_of
 from dynoffload.runtime.session import Session
-from dynoffload.runtime.sizing import tensors_of
 from dynoffload.units import MiB
 
 _MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}

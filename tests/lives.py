@@ -53,6 +53,11 @@ class Life:
         return [*self.plan.days, "plain"]
 
     @property
+    def rollback(self) -> bool:
+        """Return whether a step that is cut off would be undone."""
+        return self.seed % 3 == 1
+
+    @property
     def autocast(self) -> bool:
         """Return whether autocast is on; some nodes mix dtypes themselves."""
         mixing = any(node.kind in ("function", "reentrant") for node in self.plan.nodes)
@@ -73,6 +78,7 @@ class Life:
             "min_paged_bytes": 512,
             "backend": self.backend,
             "draft_share": self.drafts,
+            "rollback": self.rollback,
         }
         wanted = int(footprint_of(twin.model) * self.share)
         budget, _ = least_budget(twin.model, twin.optimizer, wanted, config)

@@ -1,16 +1,18 @@
 """A long run of a dynamic network, and what the process takes along the way; not a test.
 
-python soaking.py NETWORK BACKEND STEPS      # prints one JSON row for each tenth of the run
+python soaking.py NETWORK BACKEND STEPS [OPTIONS]    # prints a JSON row for each tenth of the run
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 import dynoffload
 from dynoffload.experiments import zoo
 from dynoffload.memory.limits import resident_bytes
+from dynoffload.runtime import recording
+from dynoffload.runtime.telemetry import RunLog
 
 NETWORKS = ("small", "tree")
 SAMPLES = 40
@@ -37,6 +41,8 @@ class Taken(NamedTuple):
     spill: int
     spill_blocks: int
     objects: int
+    records: int  # single ones, that the log keeps
+    log_bytes: int
 
 
 def network(
@@ -50,13 +56,11 @@ def network(
     return zoo.build("tree", "tiny-untied"), samples, lambda model, s: model(*s.args).loss
 
 
-def soak(
-    name: str, backend: str, steps: int, *, layers: int = 2, **options: Any
-) -> Iterator[Taken]:
+def soak(name: str, backend: str, steps: int, *, layers: int, **options: Any) -> Iterator[Taken]:
     """Train for ``steps`` steps under a third of the footprint, or the least that will do.
 
-    No single records of transfers are kept, as those take more from step to step until there are
-    enough of them; the totals of each step are one object more.
+    By default no single records of transfers are kept, as those take more from step to step until
+    there are enough of them; the totals of each step are one object more.
     """
     model, samples, loss_of = network(name, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -81,11 +85,39 @@ def soak(
                     found.st_size,
                     found.st_blocks,
                     len(gc.get_objects()),
+                    *kept_by(session.log),
                 )
 
 
+def kept_by(log: RunLog) -> tuple[int, int]:
+    """Return how many single records ``log`` keeps, and the bytes of all that it keeps."""
+    single = log.transfers, log.stalls, log.phases, log.memory, log.blocks
+    seen: dict[int, int] = {}  # each object once: names and small numbers are shared
+    for table in (*single, log.steps):
+        seen[id(table)] = sys.getsizeof(table)
+        for record in table:
+            seen[id(record)] = sys.getsizeof(record)
+            for field in fields(record):
+                value = getattr(record, field.name)
+                for part in (value, *value) if isinstance(value, tuple) else (value,):
+                    seen[id(part)] = sys.getsizeof(part)
+    return sum(map(len, single)), sum(seen.values())
+
+
 if __name__ == "__main__":
+    asked = argparse.ArgumentParser()
+    asked.add_argument("network", choices=NETWORKS)
+    asked.add_argument("backend")
+    asked.add_argument("steps", type=int)
+    asked.add_argument("--layers", type=int, default=2)
+    asked.add_argument("--policy")
+    asked.add_argument("--records", type=int, help="keep so many single records, as by default")
+    given = asked.parse_args()
     torch.set_num_threads(1)
-    for row in soak(sys.argv[1], sys.argv[2], int(sys.argv[3])):
+    options = {"policy": given.policy} if given.policy else {}
+    if given.records:
+        options |= {"record_events": True, "step_aside": True}
+        recording.MOST_RECORDS = given.records
+    for row in soak(given.network, given.backend, given.steps, layers=given.layers, **options):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()

@@ -7,6 +7,7 @@ way, and the bits stay those of plain PyTorch, also over the moment in which it 
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from torch.optim import AdamW
 import dynoffload
 from dynoffload.errors import BudgetError
 from dynoffload.runtime.session import Session
-from dynoffload.units import MiB
+from dynoffload.units import MiB, format_bytes
 
 LARGE = 64 << 20
 ASIDE = {"config": {"step_aside": True}}
@@ -92,8 +93,11 @@ def test_it_steps_aside_when_everything_fits() -> None:
     with pair.paged(LARGE, **ASIDE) as session:
         assert session.paging
         assert is_in_arena(session)
+        named = f"<Session of Small under {format_bytes(LARGE)} on the {session.backend}"
+        assert repr(session) == f"{named}, paging>"
         steps(pair, [8] * 6)
         assert not session.paging
+        assert repr(session) == f"{named}, not paging>"
         assert not is_in_arena(session)
         inner = [m for m in pair.model.modules() if m is not pair.model]
         assert not any(m._forward_pre_hooks or m._forward_hooks for m in inner)
@@ -200,7 +204,9 @@ def test_what_was_thawed_while_aside_and_does_not_fit_is_refused_when_it_comes_b
             step(2)
         assert not session.paging
         model[1].requires_grad_(True)
-        with pytest.raises(BudgetError, match=r"1\.weight, which was added or thawed since"):
+        with pytest.raises(
+            BudgetError, match=r"1\.weight, which was added or thawed since the block"
+        ):
             model(torch.ones(4, 128))
         assert not session.paging
         model[1].requires_grad_(False)
@@ -386,3 +392,140 @@ def test_it_stays_where_only_what_is_touched_fits() -> None:
         assert not session.stats["bytes_in"].any()
         assert session.paging
         assert session.stats["peak_fast_bytes"].max() <= budget
+
+
+class Branches(nn.Module):
+    """Layers of which a sample says which it takes."""
+
+    def __init__(self, count: int = 12, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: Tensor, taken: list[int]) -> Tensor:
+        """Return ``[rows, width]`` for the same."""
+        for number in taken:
+            x = x + torch.tanh(self.layers[number](x))
+        return x
+
+
+def train(pair: Twin, taken: list[int], step: int) -> None:
+    """Make one step of both, over layers of `Branches`."""
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
+        generator = torch.Generator().manual_seed(step)
+        out = model(torch.randn(4, 64, generator=generator), taken)
+        if taken:
+            out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parameter_bytes(pair: Twin) -> int:
+    return sum(p.nbytes for p in pair.model.parameters())
+
+
+TAKES = {"AdamW": 4.0, "RMSprop": 3.0, "momentum": 3.0, "SGD": 2.0, "Adafactor": 2.1}
+"""Times the parameters: with gradients and state."""
+
+
+@pytest.mark.parametrize("optimizer", TAKES)
+@pytest.mark.parametrize("first", [[], [0, 1]])
+def test_what_has_no_gradient_and_no_state_yet_is_counted(first: list[int], optimizer: str) -> None:
+    """Branches that come late, or steps before any gradient, do not make it pass the budget; and
+    where all that may come fits, paging steps aside before it has come."""
+    options = {"momentum": 0.9} if optimizer == "momentum" else {}
+    kind = torch.optim.SGD if optimizer == "momentum" else getattr(torch.optim, optimizer)
+    for share, fits in ((0.8, False), (1.3, True)):
+        pair = Twin(Branches(), lambda p: kind(p, lr=1e-2, **options))
+        budget = int(share * TAKES[optimizer] * parameter_bytes(pair))
+        away = []
+        with pair.paged(budget, **ASIDE) as session:
+            for step in range(10):
+                train(pair, first if step < 6 else list(range(12)), step)
+                away.append(not session.paging)
+            assert session.stats["peak_fast_bytes"].max() <= budget
+        assert away[5] is fits, away
+        assert any(away) is fits, away
+        pair.assert_same()
+
+
+def layers_trained(pair: Twin, numbers: list[int]) -> None:
+    """Freeze all layers but those of these numbers."""
+    for model in (pair.model, pair.reference):
+        for number, layer in enumerate(model.layers):
+            layer.requires_grad_(number in numbers)
+
+
+def test_layers_trained_in_turn_keep_their_state() -> None:
+    """What was trained before is frozen, but its state is still there: the budget is not passed."""
+    pair = Twin(Branches(), lambda p: AdamW(p, lr=1e-2))
+    layers_trained(pair, [0, 1, 2])
+    budget = int(2.4 * parameter_bytes(pair))
+    away = []
+    with pair.paged(budget, pilot=None, **ASIDE) as session:
+        for step in range(20):
+            first = step // 5 * 3
+            layers_trained(pair, [first, first + 1, first + 2])
+            train(pair, list(range(12)), step)
+            away.append(not session.paging)
+        assert session.stats["peak_fast_bytes"].max() <= budget
+    assert any(away[:5])
+    assert not any(away[10:]), away
+    pair.assert_same()
+
+
+def test_what_is_frozen_in_every_other_step_brings_it_back_once() -> None:
+    """All of it fits, so that it need not page again each time that it is thawed."""
+    pair = Twin(Branches(), lambda p: AdamW(p, lr=1e-2))
+    away = []
+    with pair.paged(6 * parameter_bytes(pair), pilot=None, **ASIDE) as session:
+        for step in range(20):
+            layers_trained(pair, [0, 1] if step % 2 else list(range(12)))
+            train(pair, list(range(12)), step)
+            away.append(not session.paging)
+    turns = sum(before is not after for before, after in pairwise(away))
+    assert away[-1]
+    assert turns <= 3, away
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_a_buffer_counts_by_its_memory(part: bool) -> None:
+    """A slice by all of the table it is of, and one row that is expanded as that row."""
+    pair = Twin(Branches(), lambda p: AdamW(p, lr=1e-2))
+    total = parameter_bytes(pair)
+    for model in (pair.model, pair.reference):
+        table = torch.zeros(2 * total // 4)[:4] if part else torch.zeros(1, 1).expand(2000, 2000)
+        model.register_buffer("table", table, persistent=False)
+    budget = int((6 * 0.97 if part else 6) * total)
+    with pair.paged(budget, **ASIDE) as session:
+        for step in range(10):
+            train(pair, [] if step < 5 else list(range(12)), step)
+        assert session.stats["peak_fast_bytes"].max() <= budget
+        assert session.paging is part
+    pair.assert_same()
+
+
+def test_it_comes_back_for_what_is_thawed() -> None:
+    """Gradients and state that were not counted as it stepped aside, before there are any."""
+    pair = Twin(Branches(), lambda p: AdamW(p, lr=1e-2))
+    for one in (pair.model, pair.reference):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_(name.startswith(("layers.0.", "layers.1.")))
+    budget = int(2.6 * sum(p.nbytes for p in pair.model.parameters()))
+    away = []
+    with pair.paged(budget, **ASIDE) as session:
+        for step in range(10):
+            if step == 5:
+                pair.model.requires_grad_(True)
+                pair.reference.requires_grad_(True)
+            for model, stepper in ((pair.model, pair.optimizer), (pair.reference, pair.its)):
+                generator = torch.Generator().manual_seed(step)
+                x = torch.randn(4, 64, generator=generator)
+                model(x, list(range(12))).square().mean().backward()
+                stepper.step()
+                stepper.zero_grad()
+            away.append(not session.paging)
+        assert session.stats["peak_fast_bytes"].max() <= budget
+    assert away[4]
+    assert not any(away[5:]), away
+    pair.assert_same()

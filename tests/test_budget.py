@@ -37,7 +37,8 @@ from torch.optim import SGD, Adam, AdamW
 import dynoffload
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
-from dynoffload.runtime.sizing import ordinary_bytes, sizing_of
+from dynoffload.runtime.counting import ordinary_bytes
+from dynoffload.runtime.sizing import sizing_of
 from dynoffload.units import MiB
 
 
@@ -306,6 +307,7 @@ def test_an_activation_larger_than_the_pool_is_one_clear_error(backend: str) -> 
             chain_loss(twin.model, huge).backward()
         assert "raise the budget" in str(caught.value)
         assert "module 'first'" in str(caught.value)
+        assert str(caught.value).endswith(", or make the sample smaller")
         losses += loop.run(twin.model, twin.optimizer, samples[3:], chain_loss)
     assert_same(losses, expected, "losses")
     twin.assert_same()

@@ -369,7 +369,7 @@ def test_a_lost_step_is_not_saved_and_a_load_makes_up_for_it(
             patch.setattr(session._paging.updates.maker, "step", broken)
             model.embedding.weight.norm()  # its update is made, and fails, behind this
         for _ in range(2):
-            with pytest.raises(StepLostError, match="load the last checkpoint"):
+            with pytest.raises(StepLostError, match="go on from the last checkpoint"):
                 session.save(tmp_path / "run")
         assert {e.name: e.read_bytes() for e in (tmp_path / "run").iterdir()} == saved
         session.load(tmp_path / "run")

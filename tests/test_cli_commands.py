@@ -43,7 +43,16 @@ def test_version(runner: CliRunner) -> None:
 
 def test_help_names_every_command_and_the_exit_codes(runner: CliRunner) -> None:
     text = runner.invoke(app, ["--help"]).stdout
-    for command in ("profile", "pilot", "run", "report", "doctor", "experiment"):
+    for command in (
+        "profile",
+        "pilot",
+        "run",
+        "report",
+        "doctor",
+        "experiment",
+        "structure",
+        "export",
+    ):
         assert command in text
     assert "Exit codes" in text
 
@@ -56,6 +65,8 @@ def test_help_names_every_command_and_the_exit_codes(runner: CliRunner) -> None:
         ["report"],
         ["doctor"],
         ["experiment"],
+        ["structure"],
+        ["export"],
         ["pilot", "train"],
         ["pilot", "eval"],
     ],

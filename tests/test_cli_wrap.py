@@ -232,6 +232,7 @@ def test_two_optimizers_of_one_model_are_refused(runner: CliRunner, tmp_path: Pa
     result = runner.invoke(app, [*WRAP, "--model", "net", str(write(tmp_path, text))])
     assert result.exit_code == 1
     assert "--model net: 2 optimizers have parameters of this Net" in result.stderr
+    assert ", and offload() takes one: name another module, or write" in result.stderr
 
 
 AGAIN = (

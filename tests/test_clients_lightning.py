@@ -252,7 +252,9 @@ def test_two_optimizers_are_refused(tmp_path: Path) -> None:
             """Return two optimizers."""
             return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
-    with pytest.raises(ConfigError, match=r"of Two returned 2 optimizers.*give it one"):
+    with pytest.raises(
+        ConfigError, match=r"of Two returned 2 optimizers, and offload\(\) takes one: give it one"
+    ):
         fit(Two(), tmp_path, OffloadCallback(**quarter()))
 
 

@@ -404,7 +404,9 @@ def test_a_second_callback_is_refused(tmp_path: Path) -> None:
 def test_a_callback_that_comes_late_is_refused(tmp_path: Path) -> None:
     client = trainer(network(), tmp_path)
     client.add_callback(OffloadCallback(**quarter()))
-    with pytest.raises(ConfigError, match=r"too late.*Trainer\(callbacks=\[OffloadCallback"):
+    with pytest.raises(
+        ConfigError, match=r"is too late to leave the block.*Trainer\(callbacks=\[OffloadCallback"
+    ):
         client.train()
     assert_ordinary(client.model)
 
@@ -412,7 +414,9 @@ def test_a_callback_that_comes_late_is_refused(tmp_path: Path) -> None:
 def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
     client = trainer(network(), tmp_path, OffloadCallback(**quarter()))
     client.args._n_gpu = 2  # as on a machine with two
-    with pytest.raises(ConfigError, match=r"trains on 2 devices .*use_cpu=True"):
+    with pytest.raises(
+        ConfigError, match=r"trains on 2 devices .* serves one process on the CPU; .*use_cpu=True"
+    ):
         client.train()
 
 
@@ -427,5 +431,8 @@ def test_an_optimizer_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_budget_both_remedies_are_named(tmp_path: Path) -> None:
     client = trainer(network(), tmp_path, OffloadCallback())
-    with pytest.raises(ConfigError, match=r"no budget: pass .*dynoffload run --budget"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no budget: pass OffloadCallback\(budget='8GiB'\), or .*dynoffload run --budget",
+    ):
         client.train()

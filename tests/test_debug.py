@@ -234,9 +234,9 @@ def test_training_does_not_go_on_with_a_changed_byte(backend: str, tmp_path: Pat
                     if step == 2:
                         session.flush()
                         device = session._paging.device
+                        print("changed", flush=True)  # which may be noticed at once
                         for region in set(device._places) - set(device.resident()):
                             flip(device, region)
-                        print("changed", flush=True)
                 print("went on", flush=True)
         except DynOffloadError as error:
             print(type(error).__name__)

@@ -803,7 +803,7 @@ def test_a_failing_update_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(caught.value, DynOffloadError)
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, ArithmeticError)
-    assert_ordinary(twin.model, twin.optimizer)
+    assert_ordinary(twin.model, twin.optimizer, hooks=False)  # those left refuse: test_recovery.py
 
 
 def test_reads_from_other_threads() -> None:

@@ -364,7 +364,7 @@ def test_an_optimizer_of_somebody_else_is_never_run_ahead() -> None:
 
 
 def interrupted_run(
-    patch: pytest.MonkeyPatch, name: str, at: int
+    patch: pytest.MonkeyPatch, name: str, at: int, *, loses: bool = False
 ) -> tuple[Twin, list[tuple[int, str]]]:
     """Train under drafts; the ``at``-th call of the pager's ``name`` in step 5 ends in Ctrl-C."""
     twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
@@ -378,7 +378,8 @@ def interrupted_run(
             raise KeyboardInterrupt
         return answer
 
-    with twin.paged(footprint_of(twin.model) // 2, config={"draft_share": 1.0}):
+    budget = footprint_of(twin.model) // 2
+    with twin.paged(budget, loses=loses, config={"draft_share": 1.0}):
         for step in range(8):
             with patch.context() as inner:
                 if step == 5:
@@ -399,7 +400,7 @@ def interrupted_run(
 def test_a_step_cut_off_between_drafts_is_declared_lost(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, caught = interrupted_run(monkeypatch, "exchange", at)
+    _, caught = interrupted_run(monkeypatch, "exchange", at, loses=True)
     assert caught == [(5, "interrupt"), (6, "lost"), (7, "lost")]
 
 

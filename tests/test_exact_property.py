@@ -152,7 +152,7 @@ FAMILIES = {
 @settings(max_examples=35, deadline=None, suppress_health_check=HEALTH)
 @given(data=st.data(), seed=st.integers(0, 5), **CASES)
 def test_no_case_changes_a_bit(family: str, data: st.DataObject, **case: Any) -> None:
-    """A few hundred cases, each of a few steps."""
+    """Thirty-five cases of each family, each of a few steps."""
     check(data.draw(st.sampled_from(FAMILIES[family]), label="optimizer"), **case)
 
 

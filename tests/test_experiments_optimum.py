@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynoffload.experiments.optimum import Link, StepString, StepVisit, step_bound, step_string
+from dynoffload.experiments.optimum import StepString, StepVisit, step_bound, step_string
+from dynoffload.simulation.machine import Link
 
 MB = 10**6
 FOUR = dict.fromkeys("abcd", MB)
@@ -46,8 +47,8 @@ def test_compute_hides_what_it_can() -> None:
 
 
 def test_on_a_shared_link_reads_and_writes_take_turns() -> None:
-    assert TURNS.shared
-    assert not DUPLEX.shared
+    assert TURNS.in_turns
+    assert not DUPLEX.in_turns
     turns = step_bound(chain(), 4 * MB, TURNS, 0.0, 0.0)
     duplex = step_bound(chain(), 4 * MB, DUPLEX, 0.0, 0.0)
     moved = (turns.forward, turns.backward)

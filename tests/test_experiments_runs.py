@@ -153,7 +153,7 @@ def test_paged_puts_each_variant_under_its_key(
     nested = {name for name in paged.VARIANTS if name != paged.MAIN}
     assert {name for name in nested if result[name]["key"] == name} == nested
     assert told == [
-        (["", "mapped", "on_demand"], "fused", 1024),
+        (["", "mapped", "on_demand", "rollback"], "fused", 1024),
         (["foreach"], "foreach", 1024),
         (["tokens_512"], "fused", 512),
         (["fused"], "fused", 1024),

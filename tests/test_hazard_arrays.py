@@ -87,7 +87,8 @@ def test_shared_memory_stays_shared(when: str, backend: str) -> None:
         if when == "before":
             model.share_memory()
         optimizer = SGD(model.parameters(), lr=1e-1)
-        with side.offload(model, optimizer):
+        share = 0.62 if when == "before" else 0.3  # room for the largest activation
+        with side.offload(model, optimizer, share=share):
             for step in range(6):
                 side.step(loss_of(model, step), optimizer)
                 if step == 1:

@@ -112,6 +112,7 @@ def test_a_second_thread_in_a_compiled_forward_is_refused(backend: str, in_place
             optimizer.step()
             optimizer.zero_grad()
     assert [type(error) for error in errors] == [ThreadError]
+    assert "two threads call the model at once" in str(errors[0])
 
 
 @each_backend_in_time

@@ -8,6 +8,7 @@ new is paged from the next sample on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.optim import AdamW, Optimizer
 
 import dynoffload
 from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.runtime.adoption.staying import staying_bytes
 
 
 def _replaced(model: Mlp, optimizer: Optimizer) -> None:
@@ -133,6 +135,192 @@ def test_what_is_new_is_paged(backend: str) -> None:
                     optimizer.add_param_group({"params": new})
 
     hazard(backend, program)
+
+
+class Sliced(Mlp):
+    """Goes through a slice of its layers, which is a module of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[rows, 64]`` for the same."""
+        for layer in self.layers[:3]:  # type: ignore[attr-defined]
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@each_paged
+def test_modules_made_in_forward_are_no_change(backend: str) -> None:
+    """The network is not read anew for them: what was planned for the next sample holds."""
+
+    def program(side: Side) -> None:
+        model = Sliced()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer) as session:
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+                assert session is None or not session._paging._changes.any()
+
+    hazard(backend, program)
+
+
+def _insert(layers: Any, new: list[nn.Module]) -> None:
+    for layer in new:
+        layers.insert(1, layer)
+
+
+def _append(layers: Any, new: list[nn.Module]) -> None:
+    for layer in new:
+        layers.append(layer)
+
+
+def _replace(layers: Any, new: list[nn.Module]) -> None:
+    for index, layer in enumerate(new[:3]):
+        layers[index] = layer
+
+
+def _pop(layers: Any, new: list[nn.Module]) -> None:
+    layers.pop(0)
+    layers.append(new[0])
+
+
+def _delete(layers: Any, new: list[nn.Module]) -> None:
+    del layers[2]
+    del layers[0:1]
+    layers.append(new[0])
+
+
+def _write(layers: Any, new: list[nn.Module]) -> None:
+    layers._modules["0"] = new[0]
+
+
+OPERATIONS: dict[str, Callable[[Any, list[nn.Module]], None]] = {
+    "insert": _insert,
+    "append": _append,
+    "extend": lambda layers, new: layers.extend(new),
+    "+=": lambda layers, new: layers.__iadd__(type(layers)(*new) if _sequential(layers) else new),
+    "[] =": _replace,
+    "pop": _pop,
+    "del": _delete,
+    "setattr": lambda layers, new: setattr(layers, "3", new[0]),
+    "add_module": lambda layers, new: layers.add_module("9", new[0]),
+    "_modules": _write,
+}
+
+
+def _sequential(layers: nn.Module) -> bool:
+    return isinstance(layers, nn.Sequential)
+
+
+class Listed(Mlp):
+    """Keeps its layers in one of torch's containers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if kind == "Sequential":
+            self.layers = nn.Sequential(*self.layers)  # type: ignore[assignment]
+
+
+@each_paged
+@pytest.mark.parametrize("kind", ["ModuleList", "Sequential"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_containers_offer(backend: str, operation: str, kind: str) -> None:
+    """Some write their children themselves, of which torch tells nobody; the new layers were made
+    before the block, of which nobody hears in it either."""
+
+    def program(side: Side) -> None:
+        model = Listed(kind)
+        new: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer) as session:
+            for step in range(5):
+                if step == 2:
+                    before = set(model.parameters())
+                    OPERATIONS[operation](model.layers, new)
+                    added = [p for p in model.parameters() if p not in before]
+                    assert added
+                    optimizer.add_param_group({"params": added})
+                side.step(loss_of(model, step), optimizer)
+            if session is not None and session._paging is not None:
+                store = session._paging.store
+                weights = [p for p in model.parameters() if p.dim() == 2]
+                assert all(store.slots_of(weight) for weight in weights)
+
+    hazard(backend, program)
+
+
+@each_paged
+@pytest.mark.parametrize("count", [6, 12, 40])
+def test_small_parameters_of_what_is_added_find_room(backend: str, count: int) -> None:
+    """The pool keeps its size. So first fewer saved tensors stay in memory beside it, then small
+    parameters are paged too: every step keeps the budget to the byte."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer) as session:
+            for step in range(5):
+                if step == 2:
+                    more = [nn.Linear(64, 64) for _ in range(count)]
+                    model.layers.extend(more)
+                    new = [p for layer in more for p in layer.parameters()]
+                    optimizer.add_param_group({"params": new})
+                side.step(loss_of(model, step), optimizer)
+            if session is not None and session._paging is not None:
+                biases = [p for p in model.parameters() if p.dim() == 1]
+                paged = [p for p in biases if session._paging.store.slots_of(p)]
+                assert bool(paged) == (count > 6)
+                allowance = session._paging.activations.allowance
+                assert allowance < session.sizing.kept_bytes
+
+    hazard(backend, program)
+
+
+@each_paged
+def test_what_cannot_be_paged_and_has_no_room_is_refused(backend: str) -> None:
+    """A buffer of a new module, larger than what the budget has beside the pool."""
+    side = Side(backend)
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer) as session:
+        assert session is not None
+        for step in range(2):
+            side.step(loss_of(model, step), optimizer)
+        model.table = nn.Linear(64, 64)
+        model.table.register_buffer("mask", torch.zeros(1 << 16))
+        for _ in range(2):
+            with pytest.raises(
+                BudgetError,
+                match=r"what stays in memory of the model, which was changed, takes 2\d\d.* KiB .*"
+                r"the budget has .* for it beside the pool; the largest is table\.mask with "
+                r"256.00 KiB: raise the budget, or change the model back",
+            ):
+                loss_of(model, 2)
+            assert not session._paging.store.slots_of(model.table.weight)
+        del model.table
+        for step in range(2, 4):
+            side.step(loss_of(model, step), optimizer)
+    assert all(row.peak_fast_bytes <= side.sessions[0][1] for row in session.log.steps)
+
+
+@each_paged
+def test_what_stays_is_counted_as_at_the_start(backend: str) -> None:
+    """One count divides the budget, another holds it when the model changes: they agree."""
+    side = Side(backend)
+    model = Mlp()
+    model.register_buffer("mask", torch.zeros(100))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    with side.offload(model, optimizer) as session:
+        assert session is not None
+        paging = session._paging
+        assert paging is not None
+        stays = staying_bytes(
+            model,
+            optimizer,
+            paging.device,
+            whole=paging.store.slots,
+            sliced=paging.store.fused,
+            least=session.sizing.min_paged_bytes,
+        )
+        assert stays == session.sizing.small_bytes
 
 
 @each_paged

@@ -112,21 +112,23 @@ lines, _, _ = interrupted_at(-1)
 chance = random.Random(1)
 every = lines // count
 points = [chance.randrange(start, start + every) for start in range(0, lines, every)]
+points.append(int(0.94 * lines))  # the step is made by then, if not all of it
 outcomes = [interrupted_at(n)[1:] for n in points]
 print(len(points), sum(came for came, _ in outcomes), sum(came and made for came, made in outcomes))
 """
 
 
+SLOW = pytest.mark.slow
 LOOPS = [
     ("pager", "plainly", "SIGINT"),
-    ("pager", "clipping", "SIGINT"),
-    ("pager", "plainly", "SIGUSR1"),
+    pytest.param("pager", "clipping", "SIGINT", marks=SLOW),
+    pytest.param("pager", "plainly", "SIGUSR1", marks=SLOW),
     ("mapped", "plainly", "SIGINT"),
 ]
 
 
 @pytest.mark.parametrize(("backend", "where", "number"), LOOPS)
-@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=SLOW)])
 def test_a_step_is_made_or_is_not(backend: str, where: str, number: str, count: int) -> None:
     """Wherever the signal comes, the state is that of one whole step, and training goes on."""
     arguments = [backend, where, str(Path(__file__).parent), str(count), number]
@@ -141,6 +143,107 @@ def test_a_step_is_made_or_is_not(backend: str, where: str, number: str, count: 
     points, came, made = map(int, done.stdout.split())
     assert came > points // 2
     assert 0 < made < came
+
+
+LIFE = r"""
+import random, signal, sys
+sys.path.insert(0, sys.argv[1])
+from exactness import *
+from fused_networks import PAGES, Chosen, chosen_loss
+
+backend, seed, attempts = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+ROOT = str(Path(dynoffload.__file__).parent)
+swallowed = []
+sys.unraisablehook = swallowed.append
+chance = random.Random(seed)
+
+
+class At:
+    # Sends the signal at the n-th line of the library.
+    def __init__(self, n):
+        self.left, self.lines = n, 0
+
+    def __call__(self, frame, event, arg):
+        return self.line if frame.f_code.co_filename.startswith(ROOT) else None
+
+    def line(self, frame, event, arg):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.left:
+                signal.raise_signal(signal.SIGINT)
+        return self.line
+
+
+def gradients(model, sample, at=None):
+    sys.settrace(at)
+    try:
+        loss = chosen_loss(model, sample)
+        loss.backward()
+    finally:
+        sys.settrace(None)
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+class Grows(Chosen):
+    # What a slice of a list of layers is: a module of its own, made in each forward.
+    def forward(self, x, hit):
+        return nn.ModuleList([self.experts])[0](x, hit) @ self.head + x
+
+
+def sample(step):
+    generator = random.Random(step)
+    return step, generator.sample(range(6), generator.randrange(1, 4))
+
+
+plain, model = Grows(), Grows()
+theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+config = {**PAGES, "backend": backend, "step_aside": False, "draft_share": 0.5}
+budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
+step = came = tries = lines = 0
+with dynoffload.offload(model, optimizer, budget=budget, config=config):
+    while came < attempts:
+        disturbed = step > 2 and tries < 3
+        at = At(chance.randrange(1, int(1.3 * lines)) if disturbed else -1)
+        try:
+            ours = gradients(model, sample(step), at)
+        except KeyboardInterrupt:
+            came, tries = came + 1, tries + 1
+            optimizer.zero_grad()
+            continue
+        lines = max(lines, at.lines)
+        assert_same(ours, gradients(plain, sample(step)), f"step {step}, {came} interrupts")
+        for one in (optimizer, theirs):
+            one.step()
+            one.zero_grad()
+        step, tries = step + 1, 0
+assert_same(optimizer.state_dict(), theirs.state_dict(), "state")
+assert_same(list(model.parameters()), list(plain.parameters()), "parameters")
+assert_ordinary(model, optimizer)
+hooks = [hook for m in model.modules() for hook in (*m._forward_pre_hooks, *m._forward_hooks)]
+assert not hooks and not swallowed, (hooks, swallowed)
+print(step, came)
+"""
+
+
+@pytest.mark.parametrize("backend", ["pager", "mapped"])
+@pytest.mark.parametrize(("seed", "attempts"), [(1, 60), pytest.param(2, 600, marks=SLOW)])
+def test_interrupts_all_along(backend: str, seed: int, attempts: int) -> None:
+    """Of fused experts whose updates wait, in forwards and backwards that are then made anew: no
+    gradient, no parameter and no hook differs; and no signal is swallowed."""
+    arguments = [str(Path(__file__).parent), backend, str(seed), str(attempts)]
+    done = subprocess.run(
+        [sys.executable, "-c", LIFE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120 + 2 * attempts,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps, came = map(int, done.stdout.split())
+    assert came == attempts
+    assert steps >= came // 3
 
 
 @contextmanager

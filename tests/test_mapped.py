@@ -206,7 +206,8 @@ def test_waiting_for_room_that_never_comes_ends(
     first, second = device.allocate(6 * page), device.allocate(6 * page)
     filled(device, [first, second])
     device.acquire([first], pin=True)
-    with pytest.raises(BudgetError, match="pinned"):
+    device.names.update({first: "one", second: "two"})
+    with pytest.raises(BudgetError, match=r"for two \(.*\) beside one \(.*pinned.*it lacks"):
         device.acquire([second])
     device.unpin([first])
     assert holds(device, second)
@@ -376,3 +377,31 @@ def test_huge_pages_are_huge(tmp_path: Path) -> None:
     assert int(view(device, regions[0])[5]) == int(view(device, regions[0])[5])
     assert device._mapping.cached(place.page * page, 2 * page) == page
     device.close()
+
+
+@PAGES
+def test_a_thread_of_its_own_that_collects_the_last_storage(
+    device: MappedFile, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cannot wait for its own end: another thread closes the device."""
+    region = device.allocate(page)
+    filled(device, [region])
+    held = [view(device, region)]
+    names: list[str] = []
+    stop = device._transfers.stop
+
+    def collect() -> None:
+        held.clear()
+        names.append(threading.current_thread().name)
+
+    def noted() -> None:
+        names.append(threading.current_thread().name)
+        stop()
+
+    monkeypatch.setattr(device._transfers, "inspect", collect)
+    monkeypatch.setattr(device._transfers, "stop", noted)
+    assert device.retire() == 1
+    threads = device._transfers._threads
+    assert eventually(lambda: not any(thread.is_alive() for thread in threads), 20)
+    assert "dynoffload-closing" in names, names
+    assert any(name.startswith("dynoffload-mapped") for name in names), names

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import SMALL_PAGES, Loop, assert_same, assert_same_training
@@ -213,3 +214,230 @@ def test_a_file_that_does_not_fit_is_a_clear_error(tmp_path: Path, damage: str) 
     assert "weights.safetensors" in str(caught.value)
     if damage in ("missing tensor", "shape"):
         assert "hidden.2.weight" in str(caught.value)
+
+
+class Angled(nn.Module):
+    """A weight, and beside it a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32, 32))
+        self.register_buffer("angles", torch.empty(32), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.angles
+
+
+def give(module: nn.Module) -> None:
+    """Initialise all that a module owns."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        with torch.no_grad():
+            tensor.fill_(0.25)
+
+
+def test_a_function_makes_the_buffers_that_a_file_lacks(tmp_path: Path) -> None:
+    """And what else it writes is the file's; without it, the remedy is named."""
+    path = tmp_path / "weights.safetensors"
+    save_file(
+        {"0.weight": torch.eye(32), "1.bias": torch.ones(8), "1.weight": torch.ones(8, 32)}, path
+    )
+    with torch.device("meta"):
+        model = nn.Sequential(Angled(), nn.Linear(32, 8))
+    with paged(model, AdamW(model.parameters())):
+        with pytest.raises(ConfigError, match=r"'0\.angles', a buffer .*: pass init=\(path, func"):
+            dynoffload.materialize(model, path)
+        with pytest.raises(ConfigError, match=r"0\.angles got no value: init\(\) of its module"):
+            dynoffload.materialize(model, (path, lambda module: None))
+        dynoffload.materialize(model, (path, give))
+        assert torch.equal(model[0].weight, torch.eye(32))
+        assert torch.equal(model[0].angles, torch.full((32,), 0.25))
+        assert torch.equal(model[1].weight, torch.ones(8, 32))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "init",
+    [
+        5,
+        (),
+        b"file",
+        ("file",),
+        ("file", None),
+        ("file", "reset"),
+        (give, "file"),
+        ["file", give],
+        ("file", give, 1),
+    ],
+    ids=[
+        "number",
+        "nothing",
+        "bytes",
+        "path alone",
+        "None beside",
+        "name beside",
+        "turned round",
+        "list",
+        "three",
+    ],
+)
+def test_an_init_that_says_nothing_is_refused_at_once(init: Any, inside: bool) -> None:
+    """Before anything is touched: the block still gives the model its own weights."""
+    model, optimizer = on_meta()
+    accepted = r"says nothing .* None .*, a function .*, the path .*, or a tuple \(path, function\)"
+    if not inside:
+        with pytest.raises(ConfigError, match=accepted):
+            dynoffload.materialize(model, init)
+    torch.manual_seed(3)
+    with paged(model, optimizer):
+        if inside:
+            with pytest.raises(ConfigError, match=r"^init=.*" + accepted):
+                dynoffload.materialize(model, init)
+    assert_same(dict(model.state_dict()), dict(plain().state_dict()), "weights")
+
+
+@pytest.mark.parametrize("written", ["nothing", "weight", "data"])
+def test_parameters_without_a_value_are_named(written: str) -> None:
+    """A function that leaves them out; what writes by ``data`` has written."""
+
+    def init(module: nn.Module) -> None:
+        with torch.no_grad():
+            for name, tensor in module.named_parameters(recurse=False):
+                if written == "data":
+                    tensor.data.fill_(0.5)
+                elif written == name:
+                    tensor.fill_(0.5)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    lacking = "0.weight, 0.bias, 1.weight, 1.bias" if written == "nothing" else "0.bias, 1.bias"
+    with paged(model, None):
+        if written == "data":
+            dynoffload.materialize(model, init)
+        else:
+            with pytest.raises(ConfigError, match=rf"^{lacking} got no values: init\(\) of their"):
+                dynoffload.materialize(model, init)
+            dynoffload.materialize(model)
+    assert not any(bool(p.isnan().any()) for p in model.parameters())
+
+
+class Counted(Angled):
+    """Its buffer is numpy's, and so has its values even on the meta device."""
+
+    numbers: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.from_numpy(np.arange(32.0)), persistent=False)
+        self.register_buffer("numbers", torch.from_numpy(np.arange(32)))
+
+    def reset_parameters(self) -> None:
+        """Write all, as a constructor would."""
+        give(self)
+
+
+@pytest.mark.parametrize("source", ["reset", "function", "file", "file and function"])
+def test_a_buffer_that_has_its_values_keeps_them(source: str, tmp_path: Path) -> None:
+    """Whoever initialises its module; a file alone has the last word on what it has."""
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.eye(32), "numbers": torch.arange(32) + 1}, path)
+    with torch.device("meta"):
+        model = Counted()
+    assert model.weight.is_meta
+    assert not model.angles.is_meta
+    init: Any = {
+        "reset": None,
+        "function": give,
+        "file": path,
+        "file and function": (path, give),
+    }[source]
+    with paged(model, None):
+        dynoffload.materialize(model, init)
+    from_file = source.startswith("file")
+    assert torch.equal(model.angles, torch.arange(32.0, dtype=torch.float64))
+    assert torch.equal(model.numbers, torch.arange(32) + int(from_file))
+    assert torch.equal(model.weight, torch.eye(32) if from_file else torch.full((32, 32), 0.25))
+
+
+def test_a_buffer_of_two_modules_stays_one() -> None:
+    """On the meta device they share it, and so they do with values."""
+    with torch.device("meta"):
+        model = nn.Sequential(Angled(), Angled())
+    model[1].angles = model[0].angles
+    with paged(model, None):
+        dynoffload.materialize(model, give)
+    assert model[1].angles is model[0].angles
+    assert torch.equal(model[0].angles, torch.full((32,), 0.25))
+
+
+class Rooted(nn.Module):
+    """A root with a parameter of its own, that writes those of its layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(4))
+        self.layer = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("then", ["nothing", "scales"])
+def test_what_a_module_above_has_written_counts(then: str) -> None:
+    """A layer of which nothing is left to write, or that changes in place what there is."""
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Rooted):
+            for parameter in module.parameters():
+                parameter.fill_(2.0)
+        elif then == "scales":
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+
+    with torch.device("meta"):
+        model = Rooted()
+    dynoffload.materialize(model, init)
+    with dynoffload.offload(model, budget="8MiB"):
+        pass
+    assert torch.equal(model.token, torch.full((4,), 2.0))
+    for parameter in model.layer.parameters():
+        assert torch.equal(parameter, torch.full_like(parameter, 1.0 if then == "scales" else 2.0))
+
+
+def test_buffers_that_are_views_of_one_another() -> None:
+    """On the meta device; and one that stands under two names stays one."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.zeros(8)
+            self.register_buffer("table", table)
+            self.register_buffer("head", table[:2])
+            self.register_buffer("again", table)
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def reset_parameters(self) -> None:
+            for tensor in (self.table, self.head, self.weight):
+                tensor.fill_(3.0)
+
+    with torch.device("meta"):
+        model = Views()
+    with dynoffload.offload(model, budget="8MiB"):
+        pass
+    assert model.again is model.table
+    assert torch.equal(model.head, torch.full((2,), 3.0))
+    assert torch.equal(model.table, torch.full((8,), 3.0))
+
+
+def test_weights_that_are_cut_off_at_the_end_are_not_left_behind() -> None:
+    """The model is on the meta device again, and another block gives it its weights."""
+
+    def interrupted(module: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    dynoffload.materialize(model, interrupted)
+    with pytest.raises(KeyboardInterrupt), dynoffload.offload(model, budget="8MiB"):
+        pass
+    assert all(parameter.is_meta for parameter in model.parameters())
+    dynoffload.materialize(model)
+    with dynoffload.offload(model, budget="8MiB"):
+        pass
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import subprocess
 import sys
 import warnings
@@ -16,6 +17,7 @@ from exactness import SMALL_PAGES, footprint_of, small
 from torch.optim import SGD
 
 import dynoffload
+from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError, ConfigError, DynOffloadError, NotEnteredError
 from dynoffload.memory.filesystems import filesystem_of
 
@@ -132,6 +134,53 @@ def test_a_budget_that_is_none_names_the_remedy(
     with pytest.raises(error, match=text):
         with dynoffload.offload(small(), budget=budget, config=SMALL_PAGES):
             pytest.fail("the block must not begin")
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        *(
+            (name, value, "is neither True nor False: pass one of them")
+            for name, value in [
+                ("rollback", "no"),
+                ("slices", "false"),
+                ("page_activations", 0),
+                ("step_aside", None),
+                ("record_events", 1),
+                ("debug", 0.5),
+            ]
+        ),
+        ("heap_slack_bytes", None, "is an int or a text like '8GiB', not None"),
+        ("heap_slack_bytes", -1, "cannot be negative"),
+        ("heap_slack_bytes", "much", "write a number and a unit"),
+        ("min_paged_bytes", 0.5, "is an int or a text like '8GiB', not 0.5: make it whole"),
+        ("min_paged_bytes", 0, "must be at least 1"),
+        ("page_bytes", True, "is an int or a text"),
+        ("page_bytes", "96KiB", "is not a power of two between"),
+        ("draft_share", "half", "is not a share between 0 and 1"),
+        ("draft_share", True, "is not a share between 0 and 1"),
+        ("draft_share", float("nan"), "is not a share between 0 and 1"),
+        ("io_threads", 2.5, "must be a whole number from 1 to 16"),
+        ("io_threads", "4", "must be a whole number from 1 to 16"),
+        ("io_threads", 17, "must be a whole number from 1 to 16"),
+    ],
+)
+def test_an_option_of_another_kind_is_named(option: str, value: object, text: str) -> None:
+    """Nothing is taken for what it may have been meant as."""
+    with pytest.raises(ConfigError, match=rf"^{option}=.*{re.escape(text)}"):
+        OffloadConfig.of({option: value})
+
+
+def test_options_in_bytes_are_read_as_the_budget_is() -> None:
+    given = {"page_bytes": "64KiB", "min_paged_bytes": "1MB", "heap_slack_bytes": "512MiB"}
+    config = OffloadConfig.of(given)
+    assert config.page_bytes == 64 << 10
+    assert config.min_paged_bytes == 10**6
+    assert config.heap_slack_bytes == 512 << 20
+    assert config == OffloadConfig.of({**given, "page_bytes": 64 << 10})
 
 
 # The plan line

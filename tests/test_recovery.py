@@ -2,25 +2,37 @@
 
 A step is lost as a hyperparameter makes updates fail half way. What is loaded then is a checkpoint
 of the user's own, in every order; from there the run must have the bits of plain PyTorch. Whatever
-loads less than all leaves the step lost.
+loads less than all leaves the step lost. Until then nobody gets what is half of two steps, inside
+the block or after it.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import gc
+import io
+import os
+import pickle
+import signal
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exactness import Twin, footprint_of
+from exactness import SMALL_PAGES, Twin, assert_ordinary, footprint_of
 from hazards import Mlp, each_paged, guarded, loss_of
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
-from dynoffload.errors import StepLostError
+from dynoffload.errors import CheckpointError, SpillError, StepLostError
+from dynoffload.runtime.adopting import Adoption
+from dynoffload.runtime.checkpoints.opened import Opened
+from dynoffload.units import MiB
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -53,20 +65,21 @@ def lose(model: nn.Module, optimizer: Optimizer) -> None:
     loss_of(model, 9).backward()
     group = optimizer.param_groups[0]
     eps, group["eps"] = group["eps"], "no number"  # which is found out when moments are changed
-    with pytest.raises(TypeError, match="not str"):
+    with pytest.raises(TypeError, match="not str") as caught:
         step_and_read(model, optimizer)
+    assert "the step is lost; go on from the last checkpoint" in caught.value.__notes__[0]
     group["eps"] = eps
     optimizer.zero_grad()
 
 
 @contextmanager
-def lost(backend: str) -> Iterator[tuple[Twin, Saved]]:
+def lost(backend: str, *, for_good: bool = False) -> Iterator[tuple[Twin, Saved]]:
     """Yield twins of which the first has lost its third step, and a checkpoint of the second."""
     model = Mlp(depth=2)
     model.register_buffer("seen", torch.ones(3))
     twin = Twin(model, optimizer_of)
     config = {"backend": backend, "draft_share": 0.0}
-    with twin.paged(footprint_of(twin.model), config=config):
+    with twin.paged(footprint_of(twin.model), loses=for_good, config=config):
         for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
             train(model, optimizer, 0, 2)
         saved = twin.model.state_dict(), twin.optimizer.state_dict()
@@ -135,6 +148,23 @@ def with_one_left_out(model: nn.Module, weights: dict[str, Any]) -> None:
     handle.remove()
 
 
+@each_paged
+@pytest.mark.parametrize("inside", [True, False])
+def test_new_parameters_in_the_place_of_the_old(backend: str, inside: bool) -> None:
+    """By ``assign=True``: what the optimizer still holds is nobody's any more."""
+    with lost(backend, for_good=not inside) as (twin, (weights, state)):
+        if inside:
+            twin.model.load_state_dict(weights, assign=True)
+            twin.optimizer.load_state_dict(state)
+            loss_of(twin.model, 2)
+    twin.model.load_state_dict(weights, assign=True)
+    twin.optimizer = optimizer_of(twin.model.parameters())
+    twin.optimizer.load_state_dict(state)
+    for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+        train(model, optimizer, 2, 4)
+    twin.assert_same()
+
+
 LESS = [without_a_key, without_a_buffer, with_a_wrong_size, by_parts, with_one_left_out]
 
 
@@ -180,3 +210,274 @@ def test_a_parameter_outside_of_the_model_is_not_loaded_with_it() -> None:
         optimizer.load_state_dict(saved[1])
         with pytest.raises(StepLostError, match="the step is lost"):
             optimizer.step()
+
+
+OF_MODEL: dict[str, Callable[[Twin], Any]] = {
+    "forward": lambda twin: loss_of(twin.model, 3),
+    "forward of a part": lambda twin: twin.model.layers[0](torch.ones(2, 64)),  # type: ignore[index, union-attr, operator]
+    "compiled": lambda twin: torch.compile(twin.model, backend="eager")(torch.ones(2, 64)),
+    "state": lambda twin: twin.model.state_dict(),
+    "state of a part": lambda twin: twin.model.head.state_dict(),  # type: ignore[union-attr, operator]
+    "deepcopy": lambda twin: copy.deepcopy(twin.model),
+    "pickle": lambda twin: pickle.dumps(twin.model),
+    "torch.save": lambda twin: torch.save(twin.model, io.BytesIO()),
+    "checkpoint": lambda twin: dynoffload.save_checkpoint(twin.model, None, "/nowhere"),
+}
+OF_OPTIMIZER: dict[str, Callable[[Twin], Any]] = {
+    "step": lambda twin: twin.optimizer.step(),
+    "state of the optimizer": lambda twin: twin.optimizer.state_dict(),
+}
+
+
+def assert_refused(twin: Twin, uses: dict[str, Callable[[Twin], Any]]) -> None:
+    """Assert that nobody gets what is half of two steps."""
+    for use in uses.values():
+        with pytest.raises(StepLostError, match="half of one step and half of another"):
+            use(twin)
+
+
+def go_on(twin: Twin, stop: int) -> None:
+    """Train both from the third step on, plainly."""
+    for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+        train(model, optimizer, 2, stop)
+    twin.assert_same()
+
+
+def left(backend: str) -> tuple[Twin, Saved]:
+    """Return twins of which the first has left its block with a lost step."""
+    with lost(backend, for_good=True) as (twin, saved):
+        assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+    return twin, saved
+
+
+@each_paged
+def test_after_the_block_too(backend: str) -> None:
+    """Whoever catches the error and saves what there is gets an error, and no mixture."""
+    twin, (weights, state) = left(backend)
+    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+    twin.optimizer.load_state_dict(state)
+    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+    without_a_key(twin.model, weights)
+    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+    twin.model.load_state_dict(weights)
+    go_on(twin, 4)
+    assert_ordinary(twin.model, twin.optimizer)
+
+
+@guarded
+def test_a_model_that_was_loaded_is_free_of_its_optimizer(backend: str, tmp_path: Path) -> None:
+    """Which may be made anew."""
+    twin, (weights, state) = left(backend)
+    twin.model.load_state_dict(weights)
+    assert_refused(twin, OF_OPTIMIZER)
+    with pytest.raises(StepLostError):
+        dynoffload.save_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
+    old = weakref.ref(twin.optimizer)
+    twin.optimizer = optimizer_of(twin.model.parameters())
+    twin.optimizer.load_state_dict(state)
+    go_on(twin, 4)
+    assert_ordinary(twin.model, twin.optimizer)
+    dynoffload.save_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
+    gc.collect()
+    assert old() is None
+
+
+@guarded
+def test_another_optimizer_that_is_loaded_frees_the_model_alone(
+    backend: str, tmp_path: Path
+) -> None:
+    """What was lost of the first stays lost."""
+    twin, _ = left(backend)
+    dynoffload.save_checkpoint(twin.reference, twin.its, tmp_path / "run")
+    another = optimizer_of(twin.model.parameters())
+    dynoffload.load_checkpoint(twin.model, another, tmp_path / "run")
+    assert_refused(twin, OF_OPTIMIZER)
+    twin.optimizer = another
+    go_on(twin, 4)
+
+
+@guarded
+def test_what_was_lost_can_be_collected(backend: str) -> None:
+    """Neither the error nor what refuses keeps a model alive."""
+    twin, _ = left(backend)
+    alive = [weakref.ref(twin.model), weakref.ref(twin.optimizer)]
+    del twin
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
+
+
+@contextmanager
+def cut_off(patch: pytest.MonkeyPatch, reads: int) -> Iterator[None]:
+    """Let reading a checkpoint fail after some tensors."""
+    real, left = Opened.read, reads
+
+    def read(self: Opened, *args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, *args)
+
+    with patch.context() as inner:
+        inner.setattr(Opened, "read", read)
+        yield
+
+
+@each_paged
+def test_two_blocks_that_lose(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step in the first, a load that is cut off in the second: one whole load is enough."""
+    twin, _ = left(backend)
+    dynoffload.save_checkpoint(twin.reference, twin.its, tmp_path / "run")
+    config = {"backend": backend}
+    with (
+        twin.paged(footprint_of(twin.model), loses=True, config=config) as session,
+        cut_off(monkeypatch, 3),
+        pytest.raises(CheckpointError, match="half-way"),
+    ):
+        session.load(tmp_path / "run")
+    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+    dynoffload.load_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
+    go_on(twin, 4)
+    assert_ordinary(twin.model, twin.optimizer)
+
+
+@each_paged
+@pytest.mark.parametrize("by", ["checkpoint", "state"])
+def test_a_model_without_an_optimizer(
+    backend: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which a load was cut off: it is refused until another is whole."""
+    twin = Twin(Mlp(depth=2), optimizer_of)
+    dynoffload.save_checkpoint(twin.reference, None, tmp_path / "run")
+    uses = {name: use for name, use in OF_MODEL.items() if name != "forward of a part"}
+    config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
+    with dynoffload.offload(twin.model, budget="256KiB", config=config) as session:
+        with cut_off(monkeypatch, 3), pytest.raises(CheckpointError, match="half-way"):
+            session.load(tmp_path / "run")
+        assert_refused(twin, uses)
+        if by == "checkpoint":
+            session.load(tmp_path / "run")
+        else:
+            twin.model.load_state_dict(twin.reference.state_dict())
+        assert torch.equal(twin.model(torch.ones(2, 64)), twin.reference(torch.ones(2, 64)))
+    assert_ordinary(twin.model)
+
+
+@guarded
+@pytest.mark.parametrize("completes", [True, False])
+def test_a_block_that_is_left_by_an_error(
+    backend: str, completes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while tensors are given back waits, and leaves them whole; a disk that fails then
+    does not."""
+    twin = Twin(Mlp(depth=2), optimizer_of)
+    real = Adoption.restore
+
+    def restore(self: Adoption, directory: Path) -> str:
+        if completes:
+            os.kill(os.getpid(), signal.SIGINT)
+            return real(self, directory)
+        real(self, directory)
+        raise SpillError(errno.EIO, "one could not be read")
+
+    def block() -> None:
+        with twin.paged(footprint_of(twin.model), config={"backend": backend}):
+            train(twin.model, twin.optimizer, 0, 2)
+            monkeypatch.setattr(Adoption, "restore", restore)
+
+    train(twin.reference, twin.its, 0, 2)
+    with pytest.raises(KeyboardInterrupt if completes else SpillError):
+        block()
+    if completes:
+        go_on(twin, 4)
+    else:
+        assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+
+
+@guarded
+def test_what_is_lost_as_paging_steps_aside_is_refused(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nothing is paged any more."""
+    twin = Twin(Mlp(depth=2), optimizer_of)
+    real = Adoption.restore
+
+    def restore(self: Adoption, directory: Path) -> str:
+        real(self, directory)
+        raise SpillError(errno.EIO, "one could not be read")
+
+    monkeypatch.setattr(Adoption, "restore", restore)
+    config = {"backend": backend, "step_aside": True}
+    with twin.paged(64 * MiB, loses=True, config=config) as session:
+        with pytest.raises(SpillError, match="could not be read"):
+            train(twin.model, twin.optimizer, 0, 8)
+        assert not session.paging
+        assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+    assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+
+
+@each_paged
+def test_state_that_was_changed_and_no_parameter(backend: str) -> None:
+    """Of what stays in memory, Adam changes the moments first: the others are a step behind."""
+    twin = Twin(Mlp(depth=2), lambda p: AdamW(p, lr=1e-2, foreach=True))
+    config = {"backend": backend, "draft_share": 0.0}
+    with twin.paged(footprint_of(twin.model), loses=True, config=config):
+        train(twin.model, twin.optimizer, 0, 2)
+        loss_of(twin.model, 2).backward()
+        twin.optimizer.param_groups[0]["eps"] = "no number"
+        with pytest.raises(TypeError):
+            twin.optimizer.step()
+        assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+
+
+@guarded
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_checkpoint_makes_up_for_it(backend: str, inside: bool, tmp_path: Path) -> None:
+    """After the block, and in another."""
+    twin, _ = left(backend)
+    dynoffload.save_checkpoint(twin.reference, twin.its, tmp_path / "run")
+    if inside:
+        budget, config = footprint_of(twin.model), {"backend": backend}
+        with twin.paged(budget, config=config) as session:
+            assert_refused(twin, {**OF_MODEL, **OF_OPTIMIZER})
+            session.load(tmp_path / "run")
+            go_on(twin, 4)
+    else:
+        dynoffload.load_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
+        go_on(twin, 4)
+    assert_ordinary(twin.model, twin.optimizer)
+
+
+class Reading(nn.Module):
+    """Reads a weight of a module that it does not call, so nobody announces the use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.read.weight
+
+
+@guarded
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_on_a_value_that_lacks_its_update_raises(backend: str, trains: bool) -> None:
+    """The update fails behind its back; it ends on the old value, and must not return it."""
+    model = Reading()
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    config = {**SMALL_PAGES, "backend": backend, "draft_share": 0.0, "step_aside": False}
+    x = torch.ones(2, 64)
+    with dynoffload.offload(model, optimizer, budget="128KiB", config=config):
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.param_groups[0]["eps"] = "no number"
+        optimizer.step()
+        told = "a step, an update that it had put off, or a load was cut off"
+        with torch.set_grad_enabled(trains), pytest.raises(StepLostError, match=told) as caught:
+            model(x)
+        assert "is lost" in str(caught.value)

@@ -17,13 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import Twin, assert_same, least_budget, needs_pager
+from exactness import SMALL_PAGES, Twin, assert_same, footprint_of, least_budget, needs_pager
+from fused_networks import paging_of
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import dynoffload
+from dynoffload.runtime.counting import parts_of
 from dynoffload.units import MiB
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
@@ -567,3 +569,76 @@ def test_columns_of_a_table_that_fits_are_not_copied_with_it() -> None:
         twin.model(table[:8, :32]).square().mean().backward()
         assert session._paging is not None
         assert 0 < session._paging.activations.saved_bytes < table.nbytes // 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_freed_before_the_first_parameter_leaves_the_plan(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A large result after the last parameter is gone when backward is planned, at the first."""
+    twin = pair(lambda m, x: m.c(m.b(m.a(x))).repeat(6, 1).tanh())
+    config = {**CONFIG, "policy": "repeat", "backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, 96 * 1024, config)
+    x = torch.randn(40, 32)
+    with twin.paged(budget, config=config) as session:
+        for _ in range(4):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session.stats["prefetched_bytes"].iloc[-1] > 0
+    twin.assert_same()
+    assert "not planned" not in caplog.text
+
+
+class Graphs(nn.Module):
+    """Multiplies by one sparse matrix before each layer, its own or the sample's."""
+
+    def __init__(self, matrix: Tensor | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.register_buffer("matrix", matrix)
+
+    def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return ``[nodes, 32]`` for the same."""
+        used = self.matrix if matrix is None else matrix
+        for layer in self.layers:
+            x = torch.sparse.mm(used, torch.tanh(layer(x)))
+        return x
+
+
+def sparse_matrix(layout: torch.layout) -> tuple[Tensor, int]:
+    """Return a sparse matrix and the bytes of its storages."""
+    dense = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
+    matrix = dense.to_sparse(layout=layout)
+    return matrix, sum(part.untyped_storage().nbytes() for part in parts_of(matrix))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sparse_matrix_that_every_layer_saves_is_counted_once(
+    layout: torch.layout, own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a buffer of the model it is counted as such, and not once more; as a sample's, the warning
+    says what is large."""
+    matrix, nbytes = sparse_matrix(layout)
+    model = Graphs(matrix if own else None)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    budget = footprint_of(model) + (nbytes if own else 0)
+    config = {**SMALL_PAGES, "step_aside": False}
+    x = torch.randn(64, 32)
+    with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
+        kept = paging_of(session).activations
+        for _ in range(3):
+            loss = (model(x) if own else model(x, matrix)).square().mean()
+            assert kept.kept_bytes < nbytes // 2 if own else nbytes <= kept.kept_bytes < 2 * nbytes
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del loss
+        kept.settle()
+        assert not kept.kept_bytes
+    peaks = [step.peak_fast_bytes for step in session.log.steps]
+    assert max(peaks) <= budget + (0 if own else nbytes)
+    told = "; the largest is a sparse tensor that autograd saves in or after module 'layers.0' with"
+    assert (told in caplog.text) == (not own)

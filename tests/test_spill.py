@@ -8,6 +8,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import dynoffload
 from dynoffload.errors import DynOffloadError, SpillError
 from dynoffload.memory import filesystems, spill
 from dynoffload.memory.spill import SpillFile, default_spill_dir, filesystem_of
-from dynoffload.units import GiB, MiB
+from dynoffload.units import GiB, KiB, MiB, format_bytes
 
 
 @pytest.fixture
@@ -238,8 +239,11 @@ def test_the_innermost_mount_counts(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up(small_disk: Path) -> None:
     with file_in(small_disk) as made:
         made.grow(64 * MiB)
-        with pytest.raises(SpillError, match="cannot grow") as caught:
+        free = shutil.disk_usage(small_disk).free
+        with pytest.raises(SpillError, match=f"; {format_bytes(free)} free") as caught:
             made.grow(1 * GiB)
+        assert "cannot grow" in str(caught.value)
+        assert shutil.disk_usage(small_disk).free == free, "what it got is given back"
         assert caught.value.errno == errno.ENOSPC
         assert "free space there" in str(caught.value)
         assert made.size == 64 * MiB
@@ -257,7 +261,11 @@ def test_a_device_on_a_disk_that_fills_up(kind: str, page: int, small_disk: Path
         with pytest.raises(SpillError, match="cannot grow"):
             device.allocate(16 * MiB)
         filled(device, regions)
-        (small_disk / "somebody else's").write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096))
+        with (small_disk / "somebody else's").open("wb", 0) as file:
+            for size in (MiB, KiB):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
         assert os.statvfs(small_disk).f_bavail == 0
         device.discard(regions[0])
         filled(device, regions)

@@ -7,7 +7,7 @@ needs it, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
-from dynoffload.cli import doctor, experiment, pilot, report, training
+from dynoffload.cli import doctor, experiment, export, pilot, report, structure, training
 from dynoffload.cli.app import app
 
-__all__ = ["app", "doctor", "experiment", "pilot", "report", "training"]
+__all__ = ["app", "doctor", "experiment", "export", "pilot", "report", "structure", "training"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.config import OffloadConfig
+from dynoffload.config import OffloadConfig, defaults, no_budget
 from dynoffload.runtime.offload import offload
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class EventBlock:
 
     Args:
         budget, pilot, spill_dir, config: as `dynoffload.offload` takes them.
+        call: what the user writes to name a budget.
 
     Attributes:
         session: of the block that is open, else of the last one; None before the first.
@@ -34,7 +35,10 @@ class EventBlock:
         pilot: Predictor | str | Path | None = "auto",
         spill_dir: str | Path | None = None,
         config: OffloadConfig | Mapping[str, Any] | None = None,
+        *,
+        call: str = "offload(..., budget='8GiB')",
     ) -> None:
+        self._call = call
         self._budget, self._pilot, self._spill_dir = budget, pilot, spill_dir
         self._config = OffloadConfig.of(config)
         self._open: OffloadBlock | None = None
@@ -46,8 +50,15 @@ class EventBlock:
         return self._open is not None
 
     def enter(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Enter a block; one that is still open is left first."""
+        """Enter a block; one that is still open is left first.
+
+        Raises:
+            ConfigError: there is no budget; or as `dynoffload.offload` raises.
+        """
         self.leave()
+        given = defaults()
+        if self._budget is None and given.budget is None and given.profile_dir is None:
+            raise no_budget(self._call)
         block = offload(
             model,
             optimizer,

@@ -27,7 +27,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
 from dynoffload.integrations.imports import importing
-from dynoffload.runtime.materialize import modules_on_meta, recipe_is_noted
+from dynoffload.runtime.materialize import recipe_is_noted, tensors_on_meta
 from dynoffload.runtime.offload import materialize
 
 with importing("lightning", extra="lightning"):
@@ -54,7 +54,9 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         spill_dir: str | Path | None = None,
         config: OffloadConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        self._block = EventBlock(budget, pilot, spill_dir, config)
+        self._block = EventBlock(
+            budget, pilot, spill_dir, config, call="OffloadCallback(budget='8GiB')"
+        )
         self._module: nn.Module | None = None
 
     @property
@@ -79,7 +81,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 f"{trainer.strategy.root_device.type}: offload() serves one process on the CPU; "
                 "pass Trainer(accelerator='cpu', devices=1)"
             )
-        if modules_on_meta(pl_module) and not recipe_is_noted(pl_module):
+        if tensors_on_meta(pl_module) and not recipe_is_noted(pl_module):
             materialize(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -89,7 +91,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             ConfigError: there is not one optimizer, or a checkpoint was to be loaded into a module
                 on the meta device; or as `dynoffload.offload` raises.
         """
-        if trainer.ckpt_path is not None and modules_on_meta(pl_module):
+        if trainer.ckpt_path is not None and tensors_on_meta(pl_module):
             raise ConfigError(
                 f"the weights of {trainer.ckpt_path} were not loaded, as the "
                 f"{type(pl_module).__name__} is on the meta device: build it in memory"

@@ -1,4 +1,4 @@
-"""transformers' `Trainer` under a budget: a callback.
+"""transformers' `Trainer` under a budget: a callback; and weights for models on the meta device.
 
     from dynoffload.integrations.transformers import OffloadCallback
 
@@ -16,7 +16,7 @@ told of the model but not of the Trainer. One that is added later would come too
 the same way it comes around what saves; see `saving`.
 
 [Note: meta]  The Trainer moves the model to its device before any callback is called, which torch
-refuses for a model on the meta device. After ``dynoffload.materialize(model, init)`` it does not.
+refuses for a model on the meta device. After ``materialize(model)`` it does not.
 """
 
 from __future__ import annotations
@@ -34,16 +34,52 @@ from torch.optim import Optimizer
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
+from dynoffload.integrations.constructing import PlainWeights
 from dynoffload.integrations.imports import importing
 from dynoffload.integrations.saving import ReadableState
-from dynoffload.runtime.materialize import modules_on_meta
+from dynoffload.runtime import offload
+from dynoffload.runtime.materialize import tensors_on_meta
 
 with importing("transformers", extra="transformers"):
-    from transformers import Trainer, TrainerCallback
+    from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 if TYPE_CHECKING:
     from dynoffload.runtime.migration.forecast import Predictor
     from dynoffload.runtime.session import Session
+
+
+def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTrainedModel:
+    """Give a model of transformers that was built on the meta device its weights.
+
+    As `dynoffload.materialize`, inside a block or before it, with what transformers itself
+    initialises its modules by: see `PlainWeights`, which also says which bits these are.
+
+    Args:
+        model: built under ``torch.device("meta")``. What it has in memory keeps its values, except
+            by a file.
+        path: a safetensors file with the model's own names; None for random weights, drawn as those
+            are that the model would have had.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ConfigError: this is no model of transformers, the file lacks a tensor, or transformers
+            leaves a tensor without a value.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"the {type(model).__name__} is no PreTrainedModel of transformers: pass it to "
+            "dynoffload.materialize, with init= a function that initialises a module"
+        )
+    if not isinstance(path, str | Path | None):
+        raise ConfigError(
+            f"path={path!r:.80} is no path: pass that of a safetensors file, or None for random "
+            "weights"
+        )
+    give = PlainWeights()
+    offload.materialize(model, give if path is None else (path, give))
+    return model
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
@@ -61,7 +97,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         spill_dir: str | Path | None = None,
         config: OffloadConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        self._block = EventBlock(budget, pilot, spill_dir, config)
+        self._block = EventBlock(
+            budget, pilot, spill_dir, config, call="OffloadCallback(budget='8GiB')"
+        )
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # Trainers; see [Note: leaving]
         self._resumes = False
         self._readable = ReadableState()
@@ -135,7 +173,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
                 f"({args.parallel_mode}): offload() serves one process on the CPU; start one "
                 "process, with TrainingArguments(use_cpu=True)"
             )
-        if self._resumes and modules_on_meta(model):
+        if self._resumes and tensors_on_meta(model):
             raise ConfigError(
                 f"the checkpoint's weights were not loaded, as the {type(model).__name__} is on "
                 "the meta device: build it in memory, or leave the callback out and write 'with "

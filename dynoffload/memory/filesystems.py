@@ -6,6 +6,7 @@ opinion; who spills there decides.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -31,7 +32,8 @@ def take_room(fd: int, start: int, stop: int) -> None:
     ``posix_fallocate`` would write to every block there.
 
     Raises:
-        OSError: the disk is full, or a quota reached.
+        OSError: the disk is full, or a quota reached; the file ends at ``start``, and the room that
+            there was is free again.
     """
     while _libc().fallocate(fd, 0, start, stop - start):
         error = ctypes.get_errno()
@@ -39,6 +41,8 @@ def take_room(fd: int, start: int, stop: int) -> None:
             os.ftruncate(fd, stop)
             return
         if error != errno.EINTR:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, start)
             raise OSError(error, os.strerror(error))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,18 +22,17 @@ from typing import NoReturn
 
 import torch
 
-from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory.account import Account, Holding, State
 from dynoffload.memory.debug import Watch
 from dynoffload.memory.device import Counters, Event
 from dynoffload.memory.following import Following
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.places import Place, Places, arena_pages
-from dynoffload.memory.spill import LOST, SpillFile
+from dynoffload.memory.spill import UNREAD, UNWRITTEN, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.transfers import Transfers
 from dynoffload.planning.schedule import Schedule, Use
-from dynoffload.units import format_bytes
 
 _GRACE_S = 60.0  # how long to wait for somebody to unpin
 
@@ -209,7 +209,7 @@ class MappedFile(Places):
                     failure, h.error = h.error, 0
                     account.give_up(wanted)
                     told = self._transfers.unreadable(h, failure)
-                    raise spill_failure(failure, f"{told}; {LOST}")
+                    raise spill_failure(failure, f"{told}; {UNREAD}")
                 account.want(h)
             if self._transfers.serve_urgent():
                 until = time.monotonic() + _GRACE_S
@@ -220,14 +220,12 @@ class MappedFile(Places):
             if (refused := self._transfers.refused()) is not None:
                 account.give_up(wanted)
                 number, told = refused
-                raise spill_failure(number, f"{told}; {LOST}")
+                raise spill_failure(number, f"{told}; {UNWRITTEN}")
             if not account.done.wait(1.0) and time.monotonic() > until:
                 account.give_up(wanted)
-                need = sum(h.length for h in absent)
-                raise BudgetError(
-                    f"no room of {format_bytes(need)} came free within {_GRACE_S:.0f} s: the rest "
-                    f"of the pool of {format_bytes(self.capacity)} is pinned; raise the budget"
-                )
+                pinned = [h.region for h in account.holdings.values() if h.pins]
+                waited = f" within {_GRACE_S:.0f} s"
+                raise self._no_room([h.region for h in absent], pinned, waited)
 
         if self._watch is not None:
             for h in wanted:
@@ -241,7 +239,7 @@ class MappedFile(Places):
         except OSError as error:
             number = error.errno or errno.EIO
             told = self._transfers.unreadable(h, number)
-            raise spill_failure(number, f"{told}; {LOST}") from error
+            raise spill_failure(number, f"{told}; {UNREAD}") from error
 
     def lock(self, regions: Sequence[int]) -> None:
         """Refuse: nothing is guarded here."""
@@ -339,6 +337,9 @@ class MappedFile(Places):
     def close(self) -> None:
         """See `Device.close`."""
         if self._closed or os.getpid() != self._process:
+            return
+        if self._transfers.run_here():  # retired, and one of them has collected the last storage
+            threading.Thread(target=self.close, name="dynoffload-closing", daemon=True).start()
             return
         self._closed = True
         self._transfers.stop()

@@ -105,6 +105,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_plan": (_INT, (_P, _P, _P, _P, _U32, _P, _P, _U32)),
     "pager_advance": (None, (_P, _I64)),
     "pager_states": (None, (_P, _P, _U32)),
+    "pager_pins": (None, (_P, _P, _U32)),
     "pager_in_use": (_U64, (_P,)),
     "pager_counters": (None, (_P, _P)),
     "pager_events": (_U32, (_P, _P)),

@@ -20,7 +20,7 @@ from dynoffload.memory import native_pager
 from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
 from dynoffload.memory.native_pager import FailureKind
 from dynoffload.memory.places import REGIONS, Place, Places, arena_pages
-from dynoffload.memory.spill import LOST, SpillFile
+from dynoffload.memory.spill import UNREAD, UNWRITTEN, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.spill import reason as reason_of
 from dynoffload.planning.schedule import Schedule, Use
@@ -256,6 +256,11 @@ class Pager(Places):
         ):
             raise self._failed(failure, regions)
 
+    def _pinned(self) -> list[int]:
+        pins = np.zeros(REGIONS, dtype=np.uint32)
+        self._native.pager_pins(self._handle, pins.ctypes.data, REGIONS)
+        return [int(region) for region in np.flatnonzero(pins)]
+
     def _failed(
         self, failure: native_pager.NativeFailure, regions: Sequence[int]
     ) -> DynOffloadError:
@@ -264,18 +269,15 @@ class Pager(Places):
         need = format_bytes(sum(map(self.size, set(regions))))
         one = self._called(failure.region)
         if kind is FailureKind.READ:
-            return spill_failure(failure.error, f"{self._spill.unreadable(one, why)}; {LOST}")
+            return spill_failure(failure.error, f"{self._spill.unreadable(one, why)}; {UNREAD}")
         if kind is FailureKind.WRITE:
             return SpillError(
                 failure.error,
                 f"no room can be made for {need} of regions in the pool of "
-                f"{format_bytes(self.capacity)}: {self._spill.unwritable(one, why)}; {LOST}",
+                f"{format_bytes(self.capacity)}: {self._spill.unwritable(one, why)}; {UNWRITTEN}",
             )
         if kind is FailureKind.PINNED:
-            return BudgetError(
-                f"no room of {need} came free: the rest of the pool of "
-                f"{format_bytes(self.capacity)} is pinned; raise the budget"
-            )
+            return self._no_room(regions, self._pinned())
         if kind is FailureKind.LOCKED:
             return BackendError(
                 f"the pager cannot bring {one} in place: it is locked, or gone; unlock it first"

@@ -10,18 +10,20 @@ import ctypes
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dynoffload.errors import BudgetError, SpillError
+from dynoffload.memory.device import called
 from dynoffload.memory.extents import Extents
 from dynoffload.memory.spill import SpillFile
 from dynoffload.units import GiB, MiB, format_bytes
 
 REGIONS = 65536  # most regions alive at once
+_TOLD = 6  # regions that an error names
 _ARENA_BYTES = {True: 1024 * GiB, False: 64 * GiB}
 
 
@@ -157,8 +159,37 @@ class Places(ABC):
             if need > self.capacity:
                 raise BudgetError(
                     f"{format_bytes(need)} of regions are needed at once but the pool has "
-                    f"{format_bytes(self.capacity)}: raise the budget"
+                    f"{format_bytes(self.capacity)}: raise the budget; it lacks "
+                    f"{format_bytes(need - self.capacity)} for {self._listed(regions)}"
                 )
+
+    def _no_room(
+        self, regions: Iterable[int], pinned: Iterable[int], waited: str = ""
+    ) -> BudgetError:
+        """Return the error for regions for which no room came free beside what is pinned.
+
+        Args:
+            regions: those that are wanted.
+            pinned: those that cannot leave.
+            waited: for how long room was waited for, if that is to be told.
+        """
+        wanted, others = set(regions), set(pinned).difference(regions)
+        need, held = (sum(map(self.size, some)) for some in (wanted, others))
+        lack = need + held - self.capacity
+        told = f"; it lacks {format_bytes(lack)}" if lack > 0 else ""
+        return BudgetError(
+            f"no room of {format_bytes(need)} came free{waited} for {self._listed(wanted)} beside "
+            f"{self._listed(others)}: the rest of the pool of {format_bytes(self.capacity)} is "
+            f"pinned; raise the budget{told}"
+        )
+
+    def _listed(self, regions: Iterable[int]) -> str:
+        """Return the names of regions, the largest first."""
+        ordered = sorted(set(regions), key=lambda region: (-self.size(region), region))
+        told = [called(self.names, region, self.size(region)) for region in ordered[:_TOLD]]
+        if len(ordered) > _TOLD:
+            told.append(f"{len(ordered) - _TOLD} more")
+        return ", ".join(told) or "nothing"
 
     def _take(self, pages: int) -> int:
         with self._placing:

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from dynoffload.errors import CorruptionError, SpillError
@@ -34,7 +35,8 @@ def default_spill_dir() -> Path:
     return directory
 
 
-LOST = "the step is lost, go on from the last checkpoint"
+UNREAD = "if it cannot be read then either, go on from the last checkpoint"
+UNWRITTEN = "what was not written is still in memory: go on once there is room"
 
 
 def reason(number: int) -> str:
@@ -50,6 +52,38 @@ def failure(number: int, message: str) -> SpillError:
     return kind(number, message)
 
 
+def check_room(directory: Path, needs: Mapping[str, int]) -> None:
+    """Refuse a directory in which no spill file can lie.
+
+    Args:
+        directory: where it is to lie.
+        needs: what needs room there, and how many bytes each.
+
+    Raises:
+        SpillError: missing, in memory, or too full; names need, have and remedy.
+    """
+    if not directory.is_dir():
+        raise SpillError(
+            f"spill directory {directory} "
+            f"{'is a file:' if directory.exists() else 'does not exist: create it, or'} pass "
+            "spill_dir= a directory on a disk"
+        )
+    kind = filesystem_of(directory)
+    if kind in _MEMORY_FILESYSTEMS:
+        raise SpillError(
+            f"spill directory {directory} is on {kind}, which is memory itself: pass "
+            "spill_dir= a directory on a disk"
+        )
+    free = shutil.disk_usage(directory).free
+    if free < sum(needs.values()):
+        needed = " and ".join(f"{what} needs {format_bytes(n)}" for what, n in needs.items())
+        raise SpillError(
+            errno.ENOSPC,
+            f"spill directory {directory} has {format_bytes(free)} free but {needed}: free space "
+            "there, or pass spill_dir= another disk",
+        )
+
+
 class SpillFile:
     """A file of mode 0600 in ``directory``, under no name.
 
@@ -58,33 +92,18 @@ class SpillFile:
         need: bytes it will take at least; allocated at once, or refused.
         direct: go past the page cache where the file system can; False where the file is mapped,
             as its pages are the cache then.
+        purpose: what needs the bytes, as an error says it.
 
     Raises:
         SpillError: missing, not writable, in memory, or too full; names need, have and remedy.
     """
 
-    def __init__(self, directory: Path, need: int, *, direct: bool = True) -> None:
+    def __init__(
+        self, directory: Path, need: int, *, direct: bool = True, purpose: str = "training"
+    ) -> None:
         self.directory, self.need = directory, need
         self.size = 0
-        if not directory.is_dir():
-            raise SpillError(
-                f"spill directory {directory} "
-                f"{'is a file:' if directory.exists() else 'does not exist: create it, or'} pass "
-                "spill_dir= a directory on a disk"
-            )
-        kind = filesystem_of(directory)
-        if kind in _MEMORY_FILESYSTEMS:
-            raise SpillError(
-                f"spill directory {directory} is on {kind}, which is memory itself: pass "
-                "spill_dir= a directory on a disk"
-            )
-        free = shutil.disk_usage(directory).free
-        if free < need:
-            raise SpillError(
-                errno.ENOSPC,
-                f"spill directory {directory} has {format_bytes(free)} free but training needs "
-                f"{format_bytes(need)}: free space there, or pass spill_dir= another disk",
-            )
+        check_room(directory, {purpose: need})
         try:
             self.fd = _unnamed(directory, direct)
         except OSError as error:
@@ -99,7 +118,7 @@ class SpillFile:
                     "spill directory %s (%s) has no direct I/O: pages are cached twice, and "
                     "transfers are slower",
                     directory,
-                    kind,
+                    filesystem_of(directory),
                 )
             self._allocate(need)
         except BaseException:
@@ -110,7 +129,7 @@ class SpillFile:
         """Make sure that ``size`` bytes are allocated on the disk.
 
         Raises:
-            SpillError: the disk is full.
+            SpillError: the disk is full; what is left of it is left to others.
         """
         if size > self.size:
             self._allocate(-(-size // _GROWTH) * _GROWTH)

@@ -64,8 +64,12 @@ class Transfers:
         for thread in self._threads:
             thread.start()
 
+    def run_here(self) -> bool:
+        """Return whether the calling thread is one of the threads, which cannot end themselves."""
+        return threading.current_thread() in self._threads
+
     def stop(self) -> None:
-        """End the threads; called without the mutex."""
+        """End the threads; called by another, without the mutex."""
         with self._account.mutex:
             self._stopping = True
             self._account.work.notify_all()

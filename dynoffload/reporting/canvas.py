@@ -1,7 +1,7 @@
 """The paper that the report's figures are drawn on: colours, axes, legends, and the way to SVG.
 
-What it is: one look for all figures. What it is not: any figure. matplotlib is imported inside, and
-without pyplot: no display, no global state.
+What it is: one look for all figures, in a page or in a file of their own. What it is not: any
+figure. matplotlib is imported inside, and without pyplot: no display, no global state.
 
 [Note: colours that follow the page] An SVG inside a page can take its colours from CSS variables,
 so one drawing serves the light and the dark page. matplotlib knows no variables: each colour is
@@ -13,7 +13,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dynoffload.reporting.columns import Columns
@@ -29,6 +30,25 @@ _NAMES = (
 )
 COLOR = {name: f"#0b0e{index:02x}" for index, name in enumerate(_NAMES, 16)}
 """Placeholder of each colour of the page; see [Note: colours that follow the page]."""
+
+PAPER = {
+    "ink": "#1c2430",
+    "muted": "#5d6878",
+    "grid": "#dde2e9",
+    "paper": "#ffffff",
+    "forward": "#3173b8",
+    "backward": "#7a55b0",
+    "optimizer": "#23806b",
+    "compute": "#5b7fa6",
+    "plan": "#3f8fd2",
+    "fault": "#e08a1e",
+    "evict": "#9a8cc4",
+    "stall": "#cf3e4d",
+    "budget": "#b3261e",
+    "fast": "#2f7fc4",
+    "rss": "#8a94a3",
+}
+"""The colours of the light page, for figures outside of it."""
 
 WIDTH = 11.0  # inches; the page scales it to the column
 _DPI = 72.0  # one dot is one point
@@ -46,28 +66,7 @@ def svg(draw: Callable[[Figure], None], *, height: float, name: str) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    style: dict[str, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,  # ids must differ between the figures of one page
-        "font.family": "sans-serif",
-        "font.size": 8.5,
-        "text.color": COLOR["ink"],
-        "axes.labelcolor": COLOR["muted"],
-        "axes.edgecolor": COLOR["grid"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "grid.color": COLOR["grid"],
-        "grid.linewidth": 0.6,
-        "xtick.color": COLOR["muted"],
-        "ytick.color": COLOR["muted"],
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-        "savefig.facecolor": "none",
-    }
-    with matplotlib.rc_context(cast(Any, style)):
+    with matplotlib.rc_context(cast(Any, _style(COLOR, name))):
         figure = Figure(figsize=(WIDTH, height), dpi=_DPI, layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)
@@ -81,6 +80,51 @@ def svg(draw: Callable[[Figure], None], *, height: float, name: str) -> str:
     for color, placeholder in COLOR.items():
         text = text.replace(placeholder, f"var(--{color})")
     return text
+
+
+def write_figure(
+    draw: Callable[[Figure, Mapping[str, str]], None], path: Path, *, height: float
+) -> None:
+    """Write what ``draw`` puts on a figure as a file that stands alone, on white.
+
+    Args:
+        draw: called with an empty `Figure` and the colours to use, by name.
+        path: ends in ``.svg`` or ``.png``.
+        height: inches; the width is `WIDTH`.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(cast(Any, _style(PAPER, path.stem))):
+        figure = Figure(figsize=(WIDTH, height), dpi=_DPI, layout="constrained")
+        draw(figure, PAPER)
+        vector = path.suffix == ".svg"
+        extra: dict[str, Any] = {"metadata": {"Date": None, "Creator": None}} if vector else {}
+        figure.savefig(path, dpi=2 * _DPI, facecolor=PAPER["paper"], **extra)
+
+
+def _style(color: Mapping[str, str], salt: str) -> dict[str, Any]:
+    return {
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,  # ids must differ between the figures of one page
+        "font.family": "sans-serif",
+        "font.size": 8.5,
+        "text.color": color["ink"],
+        "axes.labelcolor": color["muted"],
+        "axes.edgecolor": color["grid"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": color["grid"],
+        "grid.linewidth": 0.6,
+        "xtick.color": color["muted"],
+        "ytick.color": color["muted"],
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+    }
 
 
 def legend(axes: Axes, *, lifted: bool = False) -> None:

@@ -5,7 +5,8 @@ changes, given back at the end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,14 +15,18 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
+from dynoffload.memory.pieces import pieces
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.buffers import Buffers
-from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.adoption.fused import Fused, FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.restoring import Restoration
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
-from dynoffload.runtime.adoption.store import Store, moved_bytes
-from dynoffload.runtime.sizing import Sizing, state_tensors, tensors_of
+from dynoffload.runtime.adoption.staying import beside, staying_bytes
+from dynoffload.runtime.adoption.store import Store, can_move
+from dynoffload.runtime.counting import States, parts_of, state_tensors, tensors_of
+from dynoffload.runtime.interrupts import let_come
+from dynoffload.runtime.sizing import Sizing, update_bytes
 from dynoffload.units import MiB, format_bytes
 
 _LEFT_IN_HEAP = 32 * MiB  # by new optimizer state, which the first step makes all at once
@@ -37,11 +42,14 @@ class Adoption:
         device: where they go.
         heap_slack: bytes that moved tensors may leave in the heap.
         slices: page fused parameters by slices.
+        queues: the updates of several steps may wait for a slice.
 
     Attributes:
         store: what is paged whole.
         rows: what is paged by slices.
         buffers: the model's.
+        allowance: bytes of saved activations that may stay in memory.
+        changed: parameters were converted since `adopt_parameters` was called.
     """
 
     def __init__(
@@ -53,11 +61,14 @@ class Adoption:
         *,
         heap_slack: int,
         slices: bool,
+        queues: bool,
     ) -> None:
         self._model, self._optimizer, self._sizing = model, optimizer, sizing
         self._device = device
-        self._slices = slices and may_slice(optimizer)
+        self._slices, self._queues = slices and may_slice(optimizer), queues
         self._begun = False
+        self._seen: tuple[dict[str, int], int] = {}, 0
+        self.allowance, self.changed = sizing.kept_bytes, False
         self.store = Store(device, sizing.min_paged_bytes, min(_LEFT_IN_HEAP, heap_slack))
         self.rows = FusedStore(device, self.store)
         self.buffers: Buffers
@@ -70,32 +81,115 @@ class Adoption:
     def begun(self) -> None:
         """All that was there is adopted; what comes now comes late, and may find no room."""
         self._begun = True
+        self._seen = self._sizes()
 
-    def adopt_parameters(self) -> list[nn.Parameter]:
+    def adopt_parameters(self, kept: int = 0) -> list[nn.Parameter]:
         """Adopt what can move of the model and was not adopted before; return what was.
 
+        Args:
+            kept: bytes of saved activations that stay in memory now.
+
         Raises:
-            BudgetError: the update of one does not fit; none was adopted.
+            BudgetError: the update of one, or what stays in memory, does not fit; none was adopted.
         """
         new: list[tuple[str, nn.Parameter, int]] = []
         held = held_parameters(self._model)
         alone = sole_owners(self._model.parameters()) if self._slices else set()
+        states = States(self._optimizer)
         for name, parameter in self._model.named_parameters():
             known = self.store.slots_of(parameter) or parameter in held
             if known or not self.store.pages(parameter) or (self._begun and parameter.is_meta):
                 continue
-            page, least = self._device.page_bytes, self._sizing.min_paged_bytes
-            count = slices_of(parameter, page, least) if id(parameter) in alone else 1
+            count = self._slices_of(parameter) if id(parameter) in alone else 1
             late = "added to the model" if self._begun else "added or thawed since the block began"
-            self._check_room(f"{name}, which was {late}", parameter, count)
+            self._check_room(f"{name}, which was {late},", parameter, count, states)
             new.append((name, parameter, count))
+        if self._begun:
+            new += [(name, one, 1) for name, one in self._make_room(new, held, kept)]
         for name, parameter, count in new:
+            if not self._begun:
+                let_come()
             if count > 1:
                 self.rows.adopt_parameter(name, parameter)
             else:
                 self.store.adopt_parameter(name, parameter)
         self.store.forget_sources()
+        self.changed = False
         return [parameter for _, parameter, _ in new]
+
+    def _slices_of(self, parameter: nn.Parameter) -> int:
+        return slices_of(parameter, self._device.page_bytes, self._sizing.min_paged_bytes)
+
+    def _make_room(
+        self,
+        new: Sequence[tuple[str, nn.Parameter, int]],
+        held: Collection[nn.Parameter],
+        kept: int,
+    ) -> list[tuple[str, nn.Parameter]]:
+        """Make room for what stays in memory beside the pool, which is as large as it is.
+
+        First fewer saved activations stay there, then small parameters are paged too, the largest
+        first.
+
+        Returns:
+            The small parameters that are to be paged.
+
+        Raises:
+            BudgetError: there is no room; nothing was changed.
+        """
+        sizing, states = self._sizing, States(self._optimizer)
+        stays = staying_bytes(
+            self._model,
+            self._optimizer,
+            self._device,
+            whole={*self.store.slots, *(parameter for _, parameter, n in new if n == 1)},
+            sliced={*self.store.fused, *(parameter for _, parameter, n in new if n > 1)},
+            held=held,
+            least=sizing.min_paged_bytes,
+        )
+        room = sizing.budget - sizing.pool_bytes
+        taken = {parameter for _, parameter, _ in new}
+        small = [
+            (name, parameter)
+            for name, parameter in self._model.named_parameters()
+            if parameter.numel() > 1
+            and parameter not in taken
+            and parameter not in held
+            and not self.store.slots_of(parameter)
+            and not parameter.is_meta
+            and can_move(parameter)
+        ]
+        small.sort(key=lambda one: -one[1].nbytes)
+        users = Counter(one.untyped_storage()._cdata for one in self._model.parameters())
+        paged: list[tuple[str, nn.Parameter]] = []
+        while small and stays + kept > room:
+            paged.append(small.pop(0))
+            parameter = paged[-1][1]
+            storage = parameter.untyped_storage()
+            users[storage._cdata] -= 1
+            stays -= beside(parameter, states) + (0 if users[storage._cdata] else storage.nbytes())
+        if stays + kept > room:
+            raise BudgetError(
+                f"what stays in memory of the model, which was changed, takes "
+                f"{format_bytes(stays)} with gradients and optimizer state and "
+                f"{format_bytes(kept)} of saved activations, and the budget has "
+                f"{format_bytes(room)} for it beside the pool{self._largest_staying(taken)}: "
+                "raise the budget, or change the model back"
+            )
+        for name, parameter in paged:
+            self._check_room(f"{name}, which has no room beside the pool,", parameter, 1, states)
+        self.allowance = min(sizing.kept_bytes, room - stays)
+        return paged
+
+    def _largest_staying(self, paged: Collection[nn.Parameter]) -> str:
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        sizes = {
+            name: sum(part.untyped_storage().nbytes() for part in parts_of(tensor))
+            for name, tensor in named
+            if not tensor.is_meta and tensor not in paged and not self.store.slots_of(tensor)
+        }
+        name = max(sizes, key=sizes.__getitem__, default="")
+        return f"; the largest is {name} with {format_bytes(sizes[name])}" if name else ""
 
     def check_thawed(self, parameter: nn.Parameter) -> None:
         """A parameter that was adopted while it was frozen is about to be trained.
@@ -106,24 +200,106 @@ class Adoption:
         slots = self.store.slots_of(parameter)
         if slots:
             name = slots[0].name if slots[0].fused is None else slots[0].fused.name
-            self._check_room(f"{name}, which was frozen before", parameter, len(slots))
+            what = f"{name}, which was frozen before,"
+            self._check_room(what, parameter, len(slots), States(self._optimizer))
 
-    def _check_room(self, what: str, parameter: nn.Parameter, slices: int) -> None:
-        copies = 2 + state_tensors(self._optimizer) if parameter.requires_grad else 1
-        region = self._device.padded(parameter.nbytes // slices)
-        beside = self._device.padded(moved_bytes(parameter)) - self._device.padded(parameter.nbytes)
-        need = region * copies + beside + 2 * self._sizing.chunk_bytes
+    def _sizes(self) -> tuple[dict[str, int], int]:
+        """Return what updates take by: the parameters' bytes, and the tensors of their state."""
+        known = (*self.store.slots.values(), *self.rows)
+        return {one.name: one.parameter.nbytes for one in known}, state_tensors(self._optimizer)
+
+    def check_updates(self) -> None:
+        """Parameters may have been converted since the last look, and options of the optimizer
+        switched on. It reads no content; some 0.2 microseconds a parameter if nothing was.
+
+        Raises:
+            BudgetError: an update does not fit any more; nothing was changed.
+        """
+        now, before = self._sizes(), self._seen
+        if now == before:
+            return
+        states = States(self._optimizer)
+        for parameter, slot in self.store.slots.items():
+            if self.store.pages(parameter, slot):
+                self._check_update(slot.name, parameter, 1, before[0], states)
+        for parameter, fused in self.store.fused.items():
+            if self.rows.is_like(fused, parameter) or self.rows.may_convert(fused):
+                slices = self._slices_of(parameter)  # maybe none any more, for their size
+                self._check_update(fused.name, parameter, slices, before[0], states)
+        self.changed = True
+        self._seen = now
+
+    def converted(self) -> list[Fused]:
+        """Return the fused parameters that have another dtype or shape now, and can move."""
+        return [
+            one for one in self.rows if self.rows.is_converted(one) and self.rows.may_convert(one)
+        ]
+
+    def convert(self, fused: Fused) -> None:
+        """Move a converted fused parameter, of which no update waits, into regions of its own kind:
+        a row, or one region where its slices are no whole pages any more."""
+        if self._slices_of(fused.parameter) == fused.count:
+            self.rows.convert(fused)
+            return
+        self.rows.leave(fused)
+        if self.store.pages(fused.parameter):
+            self.store.adopt_parameter(fused.name, fused.parameter)
+            self.store.forget_sources()
+
+    def _check_update(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        slices: int,
+        before: Mapping[str, int],
+        states: States,
+    ) -> None:
+        was = before.get(name, parameter.nbytes)
+        changed = f"which has {format_bytes(parameter.nbytes)} now and had {format_bytes(was)},"
+        more = "of which the optimizer keeps more now,"
+        what = f"{name}, {more if was == parameter.nbytes else changed}"
+        chunks = int(self._device.guarded)  # else no update is made while one is being filled
+        self._check_room(what, parameter, slices, states, chunks=chunks, remedy="change it back")
+
+    def _check_room(
+        self,
+        what: str,
+        parameter: nn.Parameter,
+        slices: int,
+        states: States,
+        *,
+        chunks: int = 2,
+        remedy: str = "make it smaller",
+    ) -> None:
+        update = update_bytes(
+            parameter,
+            states.sizes(parameter),
+            self._device.page_bytes,
+            min(self._sizing.min_paged_bytes, parameter.nbytes),
+            slices=slices,
+            queues=self._queues,
+        )
+        need = update + chunks * self._sizing.chunk_bytes
         if need > self._sizing.pool_bytes:
             raise BudgetError(
-                f"{what}, needs {format_bytes(need)} at once "
+                f"{what} needs {format_bytes(need)} at once "
                 f"(parameter, gradient and optimizer state), and the pool has "
-                f"{format_bytes(self._sizing.pool_bytes)}: raise the budget, or make it smaller"
+                f"{format_bytes(self._sizing.pool_bytes)}: raise the budget, or {remedy}"
             )
 
     def bring(self, tensors: Iterable[torch.Tensor]) -> None:
         """Tensors are about to be written outside a step: have those that are paged at hand."""
         known = [slot for tensor in tensors for slot in self.store.slots_of(tensor)]
         self._device.touch([slot.region for slot in known])
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield views of ``tensor`` of at most a piece each; what lies over a row slice by slice,
+        as the regions of several may be more than the pool."""
+        if tensor.dim() == 3 and len(self.store.regions_under(tensor)) > 1:
+            for part in tensor:
+                yield from pieces(part)
+        else:
+            yield from pieces(tensor)
 
     @contextlib.contextmanager
     def held(self, tensor: torch.Tensor) -> Iterator[None]:
@@ -150,9 +326,11 @@ class Adoption:
         regions."""
         tensors = {id(tensor): tensor for tensor in tensors_of(self._model, self._optimizer)}
         # The user may have taken some out of the model.
+        states = {} if self._optimizer is None else self._optimizer.state
         for parameter in (*self.store.slots, *self.store.fused):
-            for tensor in (parameter, parameter.grad):
-                if tensor is not None:
+            state = dict.get(states, parameter) or {}
+            for tensor in (parameter, parameter.grad, *state.values()):
+                if isinstance(tensor, torch.Tensor):
                     tensors[id(tensor)] = tensor
         found: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors.values():
@@ -173,7 +351,7 @@ class Adoption:
             for slot in self.store.slots.values()
             for region in slot.update_regions()
         }
-        for fused in self.rows:
+        for fused in self.rows.with_left():
             storages.update((row[0], self._device.row_storage(row)) for row in fused.rows())
         return {
             region

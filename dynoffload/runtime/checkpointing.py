@@ -15,6 +15,7 @@ from dynoffload.runtime.checkpoints.contents import tensors_of
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
+from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.session import Session
 
 
@@ -59,6 +60,7 @@ def save_checkpoint(
     """
     session = _session_of(model, optimizer)
     if session is None:
+        Aftermath.check(model, optimizer)
         save(
             model,
             optimizer,
@@ -81,8 +83,8 @@ def load_checkpoint(
     """Load what `save_checkpoint` or a session's ``save`` has saved, under whatever budget.
 
     Everything is verified before anything is touched. Then tensors are read in place, one piece
-    after the other; gradients are dropped; the random numbers go on as they would have. Within an
-    `offload` block it also makes up for a lost step.
+    after the other; gradients are dropped; the random numbers go on as they would have. It also
+    makes up for a lost step, within an `offload` block and after it.
 
     Args:
         model: the module as it was when saved: the same names, shapes, dtypes and ties.
@@ -106,6 +108,7 @@ def load_checkpoint(
                 "inside an offload() block, or call model.to_empty(device='cpu') first"
             )
     load(model, optimizer, directory, extra=extra, memory=Ordinary(), prepare=lambda: None)
+    Aftermath.make_up(model, optimizer)
 
 
 def _session_of(model: nn.Module, optimizer: Optimizer | None) -> Session | None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.limits import available_bytes
-from dynoffload.runtime.sizing import ordinary_bytes
+from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)

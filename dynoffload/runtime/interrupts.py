@@ -5,6 +5,12 @@ steps. In the middle of an optimizer update that would leave memory locked for a
 remembers, or a parameter with half of its state. Between `hold` and `admit` such handlers are put
 off: they run, and raise what they raise, as soon as the outermost pair is over.
 
+What takes long lets them come in between: `let_come` where what was begun can be undone, and
+`interruptible` around code of the user's, which may never return.
+
+[Note: frames]  A handler is given the frame in which it is run, not the one that the signal came
+in: that one's locals may be tensors of a device, and whoever raises keeps what he was given.
+
 Only handlers written in Python are put off, whatever their signal, and only the main thread runs
 those. A second signal of a kind that is put off already is taken for the same one. Handlers are put
 back whatever others raise meanwhile.
@@ -35,11 +41,11 @@ class _Held:
     """The signals that came during one outermost call."""
 
     def __init__(self) -> None:
-        self.came: dict[int, FrameType | None] = {}
+        self.came: dict[int, None] = {}  # in their order
         self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        self.came.setdefault(number, frame)
+        self.came.setdefault(number)
 
     def begin(self) -> None:
         for number, handler in zip(_SIGNALS, map(_get, _SIGNALS), strict=True):
@@ -60,9 +66,9 @@ class _Held:
         """Run the handlers of what came; one that raises does so after all have run."""
         while self.came:
             number = next(iter(self.came))
-            frame = self.came.pop(number)
+            del self.came[number]
             try:
-                self.handlers[number](number, frame)
+                self.handlers[number](number, sys._getframe())  # see [Note: frames]
             finally:
                 self.pass_on()
 
@@ -113,6 +119,46 @@ def uninterrupted(function: Callable[_Arguments, _Result]) -> Callable[_Argument
         try:
             return function(*args, **kwargs)
         finally:
+            del args, kwargs  # what is raised now would keep them
             admit()
+
+    return call
+
+
+def _are_held() -> bool:
+    return _held is not None
+
+
+def let_come() -> None:
+    """Run the handlers of what came so far; what comes from now on is put off as before.
+
+    Where signals are held off for long, this is for the places at which whatever one raises is
+    undone like any error.
+    """
+    if _held is not None and threading.current_thread() is threading.main_thread():
+        _held.pass_on()
+
+
+def interruptible(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Let signals through while ``function`` runs; around it they are put off as before, also when
+    it is left by what one raises."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        global _depth
+        if _held is None or threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
+        depth, _depth = _depth, 1
+        try:
+            try:
+                admit()
+                return function(*args, **kwargs)
+            finally:
+                del args, kwargs
+                hold()
+        finally:
+            if not _are_held():  # one came before they were put off
+                hold()
+            _depth = depth
 
     return call

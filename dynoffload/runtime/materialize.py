@@ -1,7 +1,7 @@
 """Weights for a model that was built on the meta device, one module after the other.
 
-Each module's parameters are brought in, given their values, and left to the pager: the whole model
-is never in memory at once.
+Each module's tensors are brought in, given their values, and left to the pager: the whole model is
+never in memory at once. Who gives them is `dynoffload.runtime.filling`'s.
 
 [Note: models that stay]  Trainers place a model by ``model.to(device)`` before any of their
 callbacks can page it, and a model on the meta device cannot be moved. One whose weights are noted
@@ -11,7 +11,7 @@ needs no move, as they will be given on the CPU: until then its ``to`` and ``cpu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,44 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
+from dynoffload.runtime.filling import Bring, Give, Initialiser, fill, join, names_of, own_tensors
 
-Init = Callable[[nn.Module], None] | str | Path | None
-Bring = Callable[[Iterable[torch.Tensor]], None]
+Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] | None
 
 _RECIPE = "_dynoffload_init"
 
 
+def check_init(init: object) -> None:
+    """Refuse what `materialize` cannot take.
+
+    Raises:
+        ConfigError: says what was given and what is accepted.
+    """
+
+    def gives(value: object) -> bool:
+        return callable(value) or isinstance(value, Initialiser)
+
+    if isinstance(init, tuple) and len(init) == 2:
+        fits = isinstance(init[0], str | Path) and gives(init[1])
+    else:
+        fits = init is None or isinstance(init, str | Path) or gives(init)
+    if not fits:
+        raise ConfigError(
+            f"init={init!r:.80} says nothing of how to give weights: pass None (each module's "
+            "reset_parameters), a function of a module, the path of a safetensors file, or a tuple "
+            "(path, function) of both"
+        )
+
+
 def remember(model: nn.Module, init: Init) -> None:
-    """Note how ``model`` is to be given its weights once a session pages it."""
+    """Note how ``model`` is to be given its weights once a session pages it.
+
+    Raises:
+        ConfigError: ``init`` is none of what it can be.
+    """
+    check_init(init)
     model.__dict__[_RECIPE] = (init,)
-    if modules_on_meta(model):
+    if tensors_on_meta(model):
         model.__dict__["to"] = functools.partial(_stay, model)
         model.__dict__["cpu"] = functools.partial(_stay, model, "cpu")
 
@@ -64,75 +91,65 @@ def recipe_of(model: nn.Module) -> tuple[Init] | None:
     return recipe
 
 
-def modules_on_meta(model: nn.Module) -> frozenset[str]:
-    """Return the paths of the modules that own parameters or buffers on the meta device."""
+def tensors_on_meta(model: nn.Module) -> frozenset[str]:
+    """Return the names of parameters and buffers on the meta device, of tied ones every name."""
     return frozenset(
-        path
+        join(path, key)
         for path, module in model.named_modules()
-        if any(t is not None and t.is_meta for t in _own(module).values())
+        for key, tensor in own_tensors(module).items()
+        if tensor.is_meta
     )
-
-
-def _own(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {**module._parameters, **module._buffers}
 
 
 @torch.no_grad()
 def give_weights(model: nn.Module, init: Init, empty: Collection[str], bring: Bring) -> None:
-    """Give the modules of ``model`` that have no values theirs, one after the other.
+    """Give the tensors of ``model`` that have no values theirs, one module after the other.
 
     Args:
         model: what is paged of its parameters has storage; the rest, and its buffers, may be on the
             meta device.
         init: None calls each module's own ``reset_parameters``; a function is called with each
-            module that owns parameters or buffers; a path is a safetensors file with the model's
-            names.
-        empty: paths of the modules whose tensors were on the meta device; others keep what they
-            have, except by a file. None at all means every module.
+            module that owns such tensors; an `Initialiser` knows an order of its own; a path is a
+            safetensors file with the model's names; a path and a function are such a file and what
+            makes the buffers that are not saved.
+        empty: names of the tensors that were on the meta device; others keep what they have, except
+            by a file. None at all means every tensor.
         bring: called with tensors that are about to be written.
 
     Raises:
-        ConfigError: a module cannot initialise itself, leaves a tensor without a value, or the file
-            lacks a tensor.
+        ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a tensor
+            without a value, or the file lacks a tensor.
     """
+    check_init(init)
+    _leave_meta(model)
+    if isinstance(init, str | Path):
+        _load(model, Path(init), None, empty, bring)
+    elif isinstance(init, tuple):
+        _load(model, Path(init[0]), init[1], empty, bring)
+    else:
+        wanted = frozenset(empty) or names_of(model)
+        if init is blank:
+            fill(model, init, wanted & {name for name, _ in model.named_buffers()}, wanted, bring)
+        else:
+            fill(model, init, wanted, (), bring)
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Give what is not paged memory, without values."""
     for parameter in model.parameters():
-        if parameter.is_meta:  # too small to be paged
-            fresh = nn.Parameter(
-                torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad
-            )
-            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+        if parameter.is_meta:
+            fresh = torch.empty_like(parameter, device="cpu")
+            made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
+    # Buffers are not swapped: one that is a view of another cannot be.
+    buffers: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    if isinstance(init, str | Path):
-        _load(model, Path(init), bring)
-        return
-    for path, module in model.named_modules():
-        owns = {name: t for name, t in _own(module).items() if t is not None}
-        if empty and path not in empty:
-            continue
-        bring(owns.values())
-        before = {n: b._version for n, b in module._buffers.items() if b is not None}
-        reset = getattr(module, "reset_parameters", None)
-        if init is not None:
-            if owns:
-                init(module)
-        elif callable(reset):
-            reset()
-        elif owns:
-            raise ConfigError(
-                f"module {path or '(root)'} ({type(module).__name__}) owns parameters or buffers "
-                "but has no reset_parameters(): pass init= a function that initialises a module, "
-                "or the path of a safetensors file"
-            )
-        for name in before if path in empty else ():
-            if module._buffers.get(name) is owns[name] and owns[name]._version == before[name]:
-                raise ConfigError(
-                    f"{f'{path}.{name}' if path else name} got no value: "
-                    f"{'init' if init is not None else 'reset_parameters'}() of its module "
-                    f"({type(module).__name__}) did not write it; pass init= a function that does"
-                )
+                known = buffers.get(id(buffer))
+                if known is None:
+                    known = buffers[id(buffer)] = torch.empty_like(buffer, device="cpu")
+                module._buffers[name] = known
 
 
 def blank(module: nn.Module) -> None:
@@ -146,15 +163,24 @@ def blank(module: nn.Module) -> None:
             buffer.zero_()
 
 
-def _load(model: nn.Module, path: Path, bring: Bring) -> None:
+def _load(
+    model: nn.Module,
+    path: Path,
+    give: Give | Initialiser | None,
+    empty: Collection[str],
+    bring: Bring,
+) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
-            wanted = dict(model.named_parameters()) | dict(model.named_buffers())
             persistent = set(model.state_dict().keys())
-            for name, tensor in wanted.items():
+            lacking = frozenset(empty) - names - persistent
+            if give is not None:
+                # Before the file is read: it may write into what the file has, too.
+                fill(model, give, lacking, frozenset(empty) | names, bring)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 if name in names:
                     given = file.get_tensor(name)
                     if given.shape != tensor.shape:
@@ -168,10 +194,10 @@ def _load(model: nn.Module, path: Path, bring: Bring) -> None:
                     raise ConfigError(
                         f"{path} has no tensor {name!r}: give a file saved from this model"
                     )
-                else:
+                elif give is None and name in lacking:
                     raise ConfigError(
-                        f"{path} has no tensor {name!r}, a buffer that is not saved: pass init= a "
-                        "function that makes it, or use reset_parameters()"
+                        f"{path} has no tensor {name!r}, a buffer that is not saved: pass "
+                        "init=(path, function) with a function that makes the buffers of a module"
                     )
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"cannot read {path} as safetensors: {error}") from error

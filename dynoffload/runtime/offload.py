@@ -7,36 +7,43 @@ import difflib
 import functools
 import inspect
 import logging
+import os
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.config import Defaults, OffloadConfig, defaults
+from dynoffload import memory, runtime
+from dynoffload.config import Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.memory.filesystems import why_not_temporary
-from dynoffload.memory.spill import default_spill_dir
+from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.profiler.network import fingerprint
+from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.host import within_host
+from dynoffload.runtime.interrupts import admit, hold
 from dynoffload.runtime.materialize import Init, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.updates.update import check_optimizer, innermost
+from dynoffload.runtime.updates.updates import can_split
 from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
 _open: dict[int, Session] = {}  # id of a managed root -> its session
 _REMEDY = "write 'with dynoffload.offload(...) as session:' around the training loop"
+_OURS = tuple(f"{directory}{os.sep}" for p in (runtime, memory) for directory in p.__path__)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -46,10 +53,13 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
 
     Until then nothing is offloaded. As that is easily overlooked, a block that is used as if it
     were its session is an error, and one that nobody ever entered is warned of.
+
+    It begins and ends wholly or not at all, as ``with`` calls `__exit__` only after `__enter__` has
+    returned: a signal that comes in between is held off, and what it raises undoes the beginning.
     """
 
-    def __init__(self, block: contextlib.AbstractContextManager[Session]) -> None:
-        self._block = block
+    def __init__(self, plan: Callable[[], _Planned]) -> None:
+        self._plan = plan
         self._entered = False
         self._forgotten = weakref.finalize(self, _warn_of_forgotten, *_place_of_call())
 
@@ -60,7 +70,20 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
             )
         self._entered = True
         self._forgotten.detach()
-        return self._block.__enter__()
+        self._planned = self._plan()
+        begun = False
+        try:
+            hold()
+            try:
+                self._session = self._planned.block.__enter__()
+                begun = True
+            finally:
+                admit()
+            return self._session
+        except BaseException as error:
+            if begun:
+                self._leave(type(error), error, error.__traceback__, undo=True)
+            raise
 
     def __exit__(
         self,
@@ -68,7 +91,30 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
-        return self._block.__exit__(kind, error, trace)
+        suppresses = self._leave(kind, error, trace)
+        self._planned.report(self._session)
+        return suppresses
+
+    def _leave(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        *,
+        undo: bool = False,
+    ) -> bool | None:
+        try:
+            hold()
+        except BaseException:  # a signal that came before; the block ends all the same
+            self._leave(kind, error, trace, undo=undo)
+            raise
+        try:
+            if undo and isinstance(self._session, Session):
+                self._session._undo()
+            _clear_our_frames(error)
+            return self._planned.block.__exit__(kind, error, trace)
+        finally:
+            admit()
 
     if not TYPE_CHECKING:  # a type checker knows by itself that these attributes are the session's
 
@@ -84,6 +130,30 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
             raise NotEnteredError(
                 f"{name!r} was asked of what offload() returns, which is no session yet: {_REMEDY}"
             )
+
+
+class _Planned(NamedTuple):
+    """What entering a block will do: so far nothing was changed."""
+
+    block: contextlib.AbstractContextManager[Session]  # undoes its beginning if that fails
+    report: Callable[[Session], None]  # called after the block has ended
+
+
+def _clear_our_frames(error: BaseException | None) -> None:
+    """Let go of what this library's own frames hold in the tracebacks of ``error`` and of what it
+    came from: their locals may be tensors of a device, which would stay for their sake."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += [one.__cause__, one.__context__]
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if frame.f_code.co_filename.startswith(_OURS):
+                with contextlib.suppress(RuntimeError):  # it runs still
+                    frame.clear()
 
 
 def _warn_of_forgotten(file: str, line: int) -> None:
@@ -171,18 +241,19 @@ def offload(
         PilotError: the pilot is corrupt, or of another network.
         BackendError: the backend asked for does not work on this system.
     """
-    return OffloadBlock(_session(model, optimizer, budget, pilot, spill_dir, config))
+    return OffloadBlock(
+        functools.partial(_plan, model, optimizer, budget, pilot, spill_dir, config)
+    )
 
 
-@contextlib.contextmanager
-def _session(
+def _plan(
     model: nn.Module,
     optimizer: Optimizer | None,
     budget: int | str | None,
     pilot: Predictor | str | Path | None,
     spill_dir: str | Path | None,
     config: OffloadConfig | Mapping[str, Any] | None,
-) -> Iterator[Session]:
+) -> _Planned:
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
         raise ConfigError(
             "offload(model, optimizer) takes a torch.nn.Module and a torch.optim.Optimizer or "
@@ -195,19 +266,10 @@ def _session(
     if given.policy is not None:
         options = replace(options, policy=given.policy)
     if given.profile_dir is not None:
-        with profiled(model, optimizer, given, options) as profile:
-            session = _open[id(model)] = cast(Session, profile)  # of the same public names
-            try:
-                yield session
-            finally:
-                _open.pop(id(model), None)
-        return
+        return _Planned(_profiled(model, optimizer, given, options), lambda session: None)
     limit = given.budget if budget is None else parse_bytes(budget)
     if limit is None:
-        raise ConfigError(
-            "no budget: pass offload(..., budget='8GiB'), or run the script with "
-            "'dynoffload run --budget 8GiB'"
-        )
+        raise no_budget("offload(..., budget='8GiB')")
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
     _say_overruled(given, limit, pilot, spill_dir)
@@ -236,16 +298,39 @@ def _session(
     with within_host(limit, options.heap_slack_bytes, model, optimizer) as possible:
         options = replace(options, heap_slack_bytes=possible.slack)
         sizing = sizing_of(model, optimizer, possible.budget, options)
-    session = Session(model, optimizer, sizing, options, directory, predictor, reason)
-    _open[id(model)] = session
+    if options.rollback and optimizer is not None and can_split(optimizer):
+        images = images_bytes(model, optimizer)
+        check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
+    block = _paged(model, optimizer, sizing, options, directory, predictor, reason)
+    return _Planned(block, functools.partial(_report, given))
+
+
+@contextlib.contextmanager
+def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
+    session = _open[id(model)] = Session(model, *arguments)
     try:
         yield session
     finally:
-        del _open[id(model)]
+        _open.pop(id(model), None)
         session.close()
-        files = None if given.report is None else session.report(given.report)
-        if given.on_end is not None:
-            given.on_end(session, files)
+
+
+@contextlib.contextmanager
+def _profiled(
+    model: nn.Module, optimizer: Optimizer | None, given: Defaults, options: OffloadConfig
+) -> Iterator[Session]:
+    with profiled(model, optimizer, given, options) as profile:
+        session = _open[id(model)] = cast(Session, profile)  # of the same public names
+        try:
+            yield session
+        finally:
+            _open.pop(id(model), None)
+
+
+def _report(given: Defaults, session: Session) -> None:
+    files = None if given.report is None else session.report(given.report)
+    if given.on_end is not None:
+        given.on_end(session, files)
 
 
 def materialize(model: nn.Module, init: Init = None) -> nn.Module:
@@ -257,13 +342,17 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
     Args:
         model: the root, or any model that an `offload` block will manage.
         init: None for each module's ``reset_parameters``, a function called with each module that
-            owns parameters or buffers, or the path of a safetensors file.
+            owns parameters or buffers, the path of a safetensors file, or such a path and a
+            function that makes the buffers of a module, for those that the file lacks. For models
+            of transformers see `dynoffload.integrations.transformers.materialize`. What is not on
+            the meta device keeps its values, except by a file.
 
     Returns:
         ``model``.
 
     Raises:
-        ConfigError: a module cannot initialise itself, or the file lacks a tensor.
+        ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a tensor
+            without a value, or the file lacks a tensor.
     """
     session = _open.get(id(model))
     if session is None:

@@ -2,6 +2,11 @@
 
 `Paging` exists while a model is paged. Closing it makes every tensor ordinary again, so a session
 can step aside when everything fits, and come back.
+
+[Note: whole or not at all]  A model is paged by many steps, each of which is undone if a later one
+fails. Whoever makes a `Paging` holds signals off; between two tensors, whose bytes take their time,
+what has come is let in, and raises like any error. A model that was on the meta device is there
+again when that is undone.
 """
 
 from __future__ import annotations
@@ -27,23 +32,27 @@ from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.adoption.held import has_its_own
+from dynoffload.runtime.adoption.staying import resident_storages
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit, units_of
+from dynoffload.runtime.counting import images_bytes, ordinary_bytes, tensors_of
 from dynoffload.runtime.experts import calls
 from dynoffload.runtime.experts.gradients import FusedGradients
 from dynoffload.runtime.experts.parts import Parts
 from dynoffload.runtime.forked import refusal, tell_children
 from dynoffload.runtime.growth import tensors_in
-from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.recovery import Recovery
-from dynoffload.runtime.sizing import Sizing, ordinary_bytes, tensors_of
+from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.updates.drafts import Drafts
-from dynoffload.runtime.updates.updates import Updates
+from dynoffload.runtime.updates.images import Images
+from dynoffload.runtime.updates.loss import Loss
+from dynoffload.runtime.updates.updates import Updates, can_split
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -112,15 +121,39 @@ class Paging:
         self._where = ""
         self._ends = False
         self._said = False  # that there is no optimizer
-        self.device = open_device(sizing, config, spill_dir)
+        self._meta = [parameter for parameter in model.parameters() if parameter.is_meta]
+        self._undoes = True  # by ending before it has begun
+        self.loss = Loss("model") if optimizer is None else Loss("model", "optimizer")
+        self.updates: Updates | None = None
+        self._guard: threading.Thread | None = None
+        self._hooks: Hooks | None = None
+        self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
+        try:
+            self._open(config)
+            self._start(config)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def begun(self) -> None:
+        """Whoever has made this has begun, too."""
+        self._undoes = False
+        self.adoption.begun()
+        tell_children(self)
+
+    def _open(self, config: OffloadConfig) -> None:
+        sizing = self.sizing
+        self.device = open_device(sizing, config, self.spill_dir)
+        self._undo.callback(self._end_device)
         self.device.reserve(sizing.reserve_bytes)
         self.adoption = Adoption(
-            model,
-            optimizer,
+            self.model,
+            self.optimizer,
             sizing,
             self.device,
             heap_slack=config.heap_slack_bytes,
             slices=config.slices,
+            queues=may_queue(config),
         )
         self.store, self.rows = self.adoption.store, self.adoption.rows
         self.activations = Activations(
@@ -134,17 +167,6 @@ class Paging:
             site=lambda: self.migrator.site,
             names=self.store.names,
         )
-        self.updates: Updates | None = None
-        self._guard: threading.Thread | None = None
-        self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
-        self._undo.callback(self._end_device)
-        try:
-            self._start(config)
-        except BaseException:
-            self._undo.close()
-            raise
-        self.adoption.begun()
-        tell_children(self)
 
     def _start(self, config: OffloadConfig) -> None:
         optimizer, sizing = self.optimizer, self.sizing
@@ -153,33 +175,16 @@ class Paging:
         self._undo.callback(self._restore)
         self.adoption.adopt_parameters()
         if optimizer is not None:
-            defer = config.defer_updates == "auto"
-            self.updates = Updates(
-                optimizer,
-                self.store,
-                self.rows,
-                self.device,
-                defer=defer,
-                on_step=self._end_step,
-            )
-            if defer and self.device.guarded and self.updates.splits:
-                self.updates.drafts = Drafts(
-                    optimizer,
-                    self.store,
-                    self.rows,
-                    self.device,
-                    capacity=sizing.pool_bytes - sizing.reserve_bytes,
-                    share=config.draft_share,
-                    run=self.updates.maker.run_on,
-                )
-            self._undo.callback(self._end_guard)
-            self._undo.callback(self.updates.close)
-            self._undo.callback(Recovery(self.model, self.updates).close)
-            self.updates.adopt_all()
+            self._split_steps(optimizer, config)
+        begin = None if self.updates is None else self.updates.begin_load
+        recovery = Recovery(self.model, optimizer, self.loss, begin or (lambda: None))
+        self._undo.callback(recovery.close)
         for slot in self.store.slots.values():
+            let_come()
             self.store.adopt_gradient(slot)
         self.gradients = FusedGradients(self.rows, self.device, self.updates)
         for fused in self.rows:
+            let_come()
             self.gradients.adopt(fused)
         self.migrator = Migrator(
             self.device,
@@ -190,13 +195,62 @@ class Paging:
         self._changes = Changes()
         self._undo.callback(self._changes.close)
         self._undo.callback(self._forecast.unwatch)
-        self._undo.callback(lambda: self._hooks.remove())
+        self._undo.callback(self._unhook)
         self._watching = contextlib.ExitStack()  # of fused parameters
-        self._undo.callback(lambda: self._watching.close())
+        self._undo.callback(self._watching.close)
         self._watch()
         if self.device.guarded and self.updates is not None:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
+
+    def _split_steps(self, optimizer: Optimizer, config: OffloadConfig) -> None:
+        images = self._images(optimizer) if config.rollback else None
+        defer = config.defer_updates == "auto"
+        updates = self.updates = Updates(
+            optimizer,
+            self.store,
+            self.rows,
+            self.device,
+            self.loss,
+            defer=defer,
+            check=self._check_step,
+            on_step=self._end_step,
+        )
+        self._undo.callback(self._end_guard)
+        self._undo.callback(updates.close)
+        if images is not None:
+            updates.keep(images)
+        elif defer and self.device.guarded and updates.splits:
+            updates.drafts = Drafts(
+                optimizer,
+                self.store,
+                self.rows,
+                self.device,
+                capacity=self.sizing.pool_bytes - self.sizing.reserve_bytes,
+                share=config.draft_share,
+                run=updates.maker.run_on,
+            )
+        for parameter in (*self.store.slots, *self.store.fused):
+            let_come()
+            updates.maker.adopt_state(parameter, optimizer.state)
+
+    def _images(self, optimizer: Optimizer) -> Images | None:
+        if not can_split(optimizer):
+            logger.warning(
+                "rollback: a step of %s that is cut off is not undone, as it is not one of "
+                "torch.optim",
+                type(optimizer).__name__,
+            )
+            return None
+        need = images_bytes(self.model, optimizer)
+        images = Images(optimizer, self.adoption, self.spill_dir, need)
+        self._undo.callback(images.close)
+        return images
+
+    def _unhook(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.remove()
 
     def _watch(self) -> None:
         units = units_of(self.model, self.store.slots, self.store.fused)
@@ -209,23 +263,31 @@ class Paging:
             on_visit=self._visit,
             on_gradient=self._collect,
             on_fused=self._collect_fused,
-            on_read=self.flush,
+            on_read=self.settle,
         )
         self._watch_fused(units)
-        self._changes.begin(self.store.all_slots())
+        self._changes.begin(self.model)
+        staying = resident_storages(self.model, self.device)
+        self.activations.kept.counted_elsewhere(staying)
 
+    @uninterrupted
     @torch.inference_mode(False)
     def follow_model(self) -> None:
         """Adopt what is new in the model, between two samples.
 
         Raises:
-            BudgetError: a new or thawed parameter and its update do not fit; nothing was changed.
+            BudgetError: a new, thawed or converted parameter and its update do not fit, or what the
+                optimizer keeps by now; nothing was changed.
         """
-        if not self._changes.any() or not has_its_own(self.model):
+        self._check_step()
+        if not (self.adoption.changed or self._changes.any()) or not has_its_own(self.model):
             return
+        self.activations.sweep()
         for parameter in self._changes.thawed():
             self.adoption.check_thawed(parameter)
-        for parameter in self.adoption.adopt_parameters():
+        new = self.adoption.adopt_parameters(self.activations.kept_bytes)
+        self.activations.allowance = self.adoption.allowance
+        for parameter in new:
             if parameter in self.store.fused:
                 self.gradients.adopt(self.store.fused[parameter])
             else:
@@ -233,10 +295,38 @@ class Paging:
         if self.updates is not None:
             self.updates.adopt_all()
         self._watching.close()
-        self._hooks.remove()
+        self._unhook()
         self._forecast.unwatch()
         self.migrator.forget()
         self._watch()
+
+    @torch.inference_mode(False)
+    def _check_step(self) -> None:
+        """Refuse a conversion that does not fit, with nothing changed; else follow it."""
+        self.adoption.check_updates()
+        if converted := self.adoption.converted():
+            self._convert(converted)
+
+    @uninterrupted
+    def _convert(self, converted: list[Fused]) -> None:
+        """Move fused parameters that were converted into regions of their own kind, and their
+        gradients. Hooks follow before the next sample: those on their autograd nodes are gone."""
+        self._changes.note()
+        self.migrator.forget()
+        if self.updates is not None:
+            self.updates.before_conversion(converted)
+        for fused in converted:
+            self.adoption.convert(fused)
+            slot = self.store.slots.get(fused.parameter)
+            if slot is None:
+                self.gradients.adopt(fused)
+            else:
+                self.store.adopt_gradient(slot)
+        if self.updates is not None:
+            self.updates.adopt_all()
+        if any(fused.parameter not in self.store.fused for fused in converted):
+            self._watching.close()  # of regions that are no more
+            self._unhook()
 
     def _watch_fused(self, units: list[Unit]) -> None:
         """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
@@ -278,8 +368,14 @@ class Paging:
         Raises:
             StepLostError: a step was lost, and nothing was loaded since.
         """
+        self.loss.check()
         if self.updates is not None:
             self.updates.waiting.settle()
+
+    def begin_load(self) -> None:
+        """A checkpoint is about to be loaded into the model alone."""
+        if self.updates is not None:
+            self.updates.begin_load()
 
     def abandon(self) -> None:
         """Forget every update that was put off, and any loss: all is about to be replaced."""
@@ -291,13 +387,20 @@ class Paging:
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward of the root begins, with these arguments."""
         self._on_phase("forward")
+        order = self._forecast.begin(args, kwargs)  # by code of the user's, which takes its time
+        self._begin_forward(args, kwargs, order)
+
+    @uninterrupted
+    def _begin_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
+    ) -> None:
         if self.updates is not None and self.updates.drafts is not None:
             self.updates.drafts.begin_forward()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
-        order = self._forecast.begin(args, kwargs)
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)
 
+    @uninterrupted
     def end_forward(self) -> None:
         """It has ended."""
         self.activations.end_forward()
@@ -332,7 +435,10 @@ class Paging:
                 "the budget, and no step is recorded; pass offload(model, optimizer, ...)"
             )
 
+    @uninterrupted
     def _visit(self, unit: Unit) -> None:
+        if self.loss:
+            self.loss.check()
         self._on_progress()
         self.migrator.visit(unit)
         if self.updates is not None and self.updates.waiting.pending:
@@ -348,6 +454,7 @@ class Paging:
         self._on_chunk()
         self.device.touch([region])
 
+    @uninterrupted
     def _backward_use(self, region: int) -> None:
         if self.migrator.backward_use(region):
             self._on_phase("backward")
@@ -374,18 +481,19 @@ class Paging:
     def lose(self, error: BaseException) -> None:
         """A load was cut off: until another, this is no state to save."""
         if self.updates is not None:
-            self.updates.waiting.lose(error)
+            self.updates.forget_images()
+        self.loss.set(error, told=True)
 
-    def is_lost(self) -> bool:
-        """Return whether a step, or a load, was cut off, and nothing was loaded since."""
-        return self.updates is not None and self.updates.waiting.lost is not None
-
-    def absent_bytes(self) -> int:
+    def absent_bytes(self, whole: int) -> int:
         """Return the bytes that no step has had in memory, and that would be there without paging:
-        what no sample has touched, and gradients of fused parameters as a whole."""
-        everything = ordinary_bytes(self.model, self.optimizer)
+        what no sample has touched, its gradients and state also where there are none yet, and
+        gradients of fused parameters as a whole.
+
+        Args:
+            whole: of a step that touches everything; see `counting.whole_bytes`.
+        """
         here = ordinary_bytes(self.model, self.optimizer, self.device)
-        absent = max(0, everything - here - self.device.resident_bytes())
+        absent = max(0, whole - here - self.device.resident_bytes())
         fused = [one.parameter for one in self.rows]
         return absent + sum(p.nbytes for p in fused if p.requires_grad)
 
@@ -406,6 +514,10 @@ class Paging:
         a view of a parameter, an old gradient, a graph whose backward is still to come."""
         self.flush()  # what waits for an update is held by it
         return self.activations.are_held() or self.adoption.is_held()
+
+    def revert(self) -> None:
+        """Nobody has used it: what was on the meta device will be there again."""
+        self._undoes = True
 
     @uninterrupted
     @torch.inference_mode(False)
@@ -440,4 +552,21 @@ class Paging:
 
     def _restore(self) -> None:
         self.activations.close()
-        self._where = self.adoption.restore(self.spill_dir)
+        try:
+            self._leave_for_meta()
+        finally:
+            self._restore_all()
+
+    def _leave_for_meta(self) -> None:
+        for parameter in self._meta if self._undoes else ():
+            if not parameter.is_meta:
+                empty = torch.empty_like(parameter, device="meta")
+                before = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, before)  # type: ignore[no-untyped-call]
+
+    def _restore_all(self) -> None:
+        try:
+            self._where = self.adoption.restore(self.spill_dir)
+        except BaseException as error:
+            self.loss.set(error, told=True)
+            raise

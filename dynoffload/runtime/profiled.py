@@ -20,7 +20,8 @@ from dynoffload.errors import ProfilingDone
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
-from dynoffload.runtime.materialize import Init, give_weights, modules_on_meta, recipe_of
+from dynoffload.runtime.interrupts import interruptible
+from dynoffload.runtime.materialize import Init, give_weights, recipe_of, tensors_on_meta
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.telemetry import RunLog, table_of
 
@@ -53,7 +54,7 @@ class ProfiledSession:
         self.model, self.optimizer = model, optimizer
         self.sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
         self.backend = "profile"
-        self._empty = modules_on_meta(model)
+        self._empty = tensors_on_meta(model)
         self.log = RunLog(type(model).__name__, self.backend, policy, budget=0, headroom=0)
 
     @property
@@ -140,9 +141,9 @@ def profiled(
 
     session = ProfiledSession(model, optimizer, config.policy)
     recipe = recipe_of(model)
-    if recipe is None and modules_on_meta(model):
+    if recipe is None and tensors_on_meta(model):
         recipe = (None,)
     if recipe is not None:
-        session.materialize(recipe[0])
+        interruptible(session.materialize)(recipe[0])
     with Recorder(model, optimizer, features=config.features, on_step=save):
         yield session

@@ -8,7 +8,8 @@ holds everything at once. It holds the regions' padding too, so this errs upward
 
 [Note: what is kept]  Totals are kept of every step, single records (transfers, waits, phases,
 samples of memory, names of blocks) of the latest steps only: whole steps are forgotten, the oldest
-first, so that a log takes some 20 MB however long the run is. What was forgotten is counted.
+first, so that a log takes some 20 MB however long the run is, and a third of a kilobyte for each
+step. What was forgotten is counted.
 """
 
 from __future__ import annotations

@@ -19,18 +19,30 @@ from torch.utils.hooks import RemovableHandle
 from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.adoption.held import has_its_own
+from dynoffload.runtime.aside import Whole
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
+from dynoffload.runtime.counting import ordinary_bytes, parts_of
 from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.growth import Growth
-from dynoffload.runtime.materialize import Init, blank, give_weights, modules_on_meta, recipe_of
+from dynoffload.runtime.interrupts import interruptible, uninterrupted
+from dynoffload.runtime.materialize import (
+    Init,
+    blank,
+    check_init,
+    give_weights,
+    recipe_of,
+    remember,
+    tensors_on_meta,
+)
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.sizing import Sizing, ordinary_bytes
+from dynoffload.runtime.recovery import Aftermath
+from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
 from dynoffload.units import format_bytes
 
@@ -71,21 +83,46 @@ class Session:
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
-        self._forecast = Forecast(model, config.policy, pilot, config.features)
+        # It asks a predictor of the user's.
+        self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
+        self._paging: Paging | None = None
+        self._handles: list[RemovableHandle] = []
+        self._aside_handle: RemovableHandle | None = None
+        self._recipe = recipe_of(model)
+        try:
+            self._begin(spill_reason)
+        except BaseException:
+            self._undo()
+            raise
+
+    @uninterrupted
+    def _undo(self) -> None:
+        """End a session that has not begun, or that nobody has used: all is as before it."""
+        for handle in self._handles:
+            handle.remove()
+        paging, self._paging = self._paging, None
+        if paging is not None:
+            paging.revert()
+            paging.close()
+        if self._recipe is not None:
+            remember(self.model, self._recipe[0])
+
+    def _begin(self, spill_reason: str) -> None:
+        model, optimizer, sizing = self.model, self.optimizer, self.sizing
+        config, recipe = self._config, self._recipe
         before = resident_bytes()
-        recipe = recipe_of(model)
-        self._empty = modules_on_meta(model)
+        self._empty = tensors_on_meta(model)
         self._init: tuple[Init] | None = (recipe or (None,)) if self._empty else recipe
-        self._paging: Paging | None = self._page()
+        self._paging = paging = self._page()
         self.log = RunLog(
             model=type(model).__name__,
-            backend=self._paging.device.name,
+            backend=paging.device.name,
             policy=config.policy,
             budget=sizing.budget,
             headroom=0,
         )
         # What the process takes without the managed tensors: it takes less once they are paged.
-        baseline = min(before, resident_bytes() - self._paging.device.resident_bytes())
+        baseline = min(before, resident_bytes() - paging.device.resident_bytes())
         self._recording = Recording(
             self.log,
             baseline,
@@ -94,22 +131,24 @@ class Session:
             outside=partial(ordinary_bytes, model, optimizer),
         )
         self._largest = 0
-        self._measured_peak = 0
+        self._measured_peak = self._need = 0
+        self._whole = Whole(model, optimizer)
+        self._stepped = False  # since the last sample
         self._said_overrun = False
         self._leaves = self._outgrown = False
         self._pid = os.getpid()
         self._calls = Calls()
         self._in_sample = False
-        enter = Hook(self._before_forward, self.flush, compiled=True)
+        enter = Hook(self._before_forward, self._settle, compiled=True)
         leave = Hook(self._after_forward, compiled=True)
         self._hooks = enter, leave
-        self._handles: list[RemovableHandle] = [
+        self._handles += [
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
         ]
         self._growth = Growth(model)
-        self._aside_handle: RemovableHandle | None = None
         self._say_plan(spill_reason)
+        paging.begun()
 
     def _page(self) -> Paging:
         return Paging(
@@ -146,6 +185,12 @@ class Session:
             self._config.policy,
         )
 
+    def __repr__(self) -> str:
+        return (
+            f"<Session of {type(self.model).__name__} under {format_bytes(self.sizing.budget)} on "
+            f"the {self.backend}, {'paging' if self.paging else 'not paging'}>"
+        )
+
     # What happens in a step
 
     def _before_forward(
@@ -156,6 +201,8 @@ class Session:
         if not self._calls.enter():
             return
         self._in_sample = False
+        if self._paging is not None:
+            self._paging.loss.check()
         if self._init is not None:
             self.materialize(self._init[0])
         if self._leaves and not _is_transformed():
@@ -168,11 +215,11 @@ class Session:
             self._paging.follow_model()
         if self._config.step_aside:
             size = _size_of((args, kwargs))
-            larger = self._outgrown or size > self._largest * _GROWTH
-            comes_back = larger and has_its_own(self.model) and not _is_transformed()
-            if self._paging is None and comes_back:
-                logger.info("a larger sample than any measured: paging again")
-                self._come_back()
+            if self._paging is None and has_its_own(self.model) and not _is_transformed():
+                reason = self._reason_to_come_back(size)
+                if reason:
+                    logger.info("%s: paging again", reason)
+                    self._come_back()
             if self._paging is not None:
                 self._largest = max(self._largest, size)
         self._in_sample = True
@@ -183,10 +230,24 @@ class Session:
         if self._config.page_activations:
             self._calls.save_to(self._paging.activations)
 
+    def _reason_to_come_back(self, size: int) -> str:
+        if self._outgrown or size > self._largest * _GROWTH:
+            return "a larger sample than any measured"
+        stepped, self._stepped = self._stepped, False
+        if self._whole.grew(stepped=stepped):
+            return "more is trained than when paging stepped aside"
+        return ""
+
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._calls.leave() or not self._in_sample:
+        if not self._calls.leave():
             return
-        self._in_sample = False
+        if self._in_sample:
+            self._in_sample = False
+            self._end_sample(output)
+        if self._paging is not None and output is not None:  # else by an error, mostly
+            self._paging.loss.check()  # what was computed may be of a value that lacks its update
+
+    def _end_sample(self, output: Any) -> None:
         if self._paging is not None:
             self._paging.end_forward()
         else:
@@ -206,6 +267,7 @@ class Session:
     def _end_step(self) -> None:
         paging = self._paging
         if paging is None:
+            self._stepped = True
             self._growth.end()
             self._recording.end_step(None, None, 0, None, (), math.nan)
             return
@@ -213,14 +275,14 @@ class Session:
         stats = self._recording.end_step(
             paging.device,
             paging.store,
-            paging.activations.take_kept_peak(),
+            paging.activations.kept.take_peak(),
             forecast.names(forecast.predicted),
             forecast.names(forecast.actual) or (),
             forecast.accuracy,
         )
         if stats.peak_fast_bytes > self.sizing.budget:
             self._say_overrun(paging, stats)
-        if self._config.step_aside:
+        if self._config.step_aside and not self._config.rollback:
             self._consider_aside(stats)
         forecast.judge(stats)
 
@@ -236,20 +298,24 @@ class Session:
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
         ]
-        outside = {
-            name: tensor.untyped_storage().nbytes()
-            for name, tensor in tensors
-            if tensor.layout is torch.strided and owner(tensor.data_ptr()) < 0
-        }
-        name = max(outside, key=outside.__getitem__, default="")
+        outside: dict[str, int] = {}
+        for name, tensor in tensors:
+            for part in () if tensor.is_meta else parts_of(tensor):
+                if owner(part.data_ptr()) < 0:
+                    nbytes = part.untyped_storage().nbytes()
+                    outside[repr(name)] = outside.get(repr(name), 0) + nbytes
+        nbytes, kept = paging.activations.kept.largest
+        outside[kept] = nbytes
+        name = max(outside, key=outside.__getitem__)
         logger.warning(
             "step %d took %s, more than the budget of %s: something holds memory that cannot be "
-            "paged, such as a buffer that is a slice of a larger tensor, or parameters and "
-            "gradients that are part of one%s; clone it, let go of it, or raise the budget",
+            "paged, such as a buffer that is a slice of a larger tensor, parameters and gradients "
+            "that are part of one, or a sparse tensor%s; clone it, let go of it, or raise the "
+            "budget",
             stats.step,
             format_bytes(stats.peak_fast_bytes),
             format_bytes(self.sizing.budget),
-            f"; the largest is {name!r} with {format_bytes(outside[name])}" if name else "",
+            f"; the largest is {name} with {format_bytes(outside[name])}" if name else "",
         )
 
     def _consider_aside(self, stats: StepStats) -> None:
@@ -263,10 +329,11 @@ class Session:
             return
         paging = self._paging
         assert paging is not None
-        need = self._measured_peak + paging.absent_bytes()
+        need = self._measured_peak + paging.absent_bytes(self._whole.look())
+        need = self._need = max(self._need, need)  # also of steps that trained more than this one
         if need > _ASIDE * self.sizing.budget or stats.step < _MEASURED_STEPS:
             return
-        if paging.is_held_outside() or paging.is_lost():
+        if paging.is_held_outside() or paging.loss:
             return  # somebody looks at our memory, which would end; or a loss would be forgotten
         logger.info(
             "all that a step takes, %s of the budget of %s, fits: paging steps aside",
@@ -275,6 +342,7 @@ class Session:
         )
         self._leaves = True  # with the next sample: now torch walks the optimizer's hooks
 
+    @uninterrupted
     def _step_aside(self) -> None:
         self._leaves = False
         paging = self._paging
@@ -282,21 +350,32 @@ class Session:
         if paging.is_held_outside():
             return  # since the step
         self._paging = None
-        paging.close()
+        self._end(paging)
+        self._whole.watch()
         if self.optimizer is not None:
             self._aside_handle = self.optimizer.register_step_post_hook(
                 lambda optimizer, args, kwargs: self._end_step()
             )
 
+    def _end(self, paging: Paging) -> str:
+        try:
+            return paging.close()
+        finally:
+            if paging.loss:
+                Aftermath(self.model, self.optimizer, paging.loss)
+
+    @uninterrupted
     def _come_back(self) -> None:
         paging = self._page()  # where it fails, the session stays aside, and says so again
         if self._aside_handle is not None:
             self._aside_handle.remove()
             self._aside_handle = None
-        self._measured_peak = 0
+        self._whole.reset()
+        self._measured_peak = self._need = 0
         self._outgrown = False
         self._growth.end()
         self._recording.restart()
+        paging.begun()
         self._paging = paging
 
     # What the user calls
@@ -321,16 +400,23 @@ class Session:
         if self._paging is not None:
             self._paging.flush()
 
+    def _settle(self) -> None:
+        if self._paging is not None:
+            self._paging.settle()
+
     def materialize(self, init: Init = None) -> None:
         """Give a model built on the meta device its weights, module by module.
 
         Args:
-            init: None for each module's ``reset_parameters``, a function of a module, or the path
-                of a safetensors file.
+            init: None for each module's ``reset_parameters``, a function of a module, the path of a
+                safetensors file, or a path and a function for the buffers that the file lacks. What
+                was not on the meta device keeps its values, except by a file.
 
         Raises:
-            ConfigError: a module cannot initialise itself, or the file lacks a tensor.
+            ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a
+                tensor without a value, or the file lacks a tensor.
         """
+        check_init(init)
         self.flush()
         self._init = None
         give_weights(self.model, init, self._empty, self._bring)
@@ -387,8 +473,8 @@ class Session:
     ) -> None:
         if self._init is not None:
             self.materialize(self._init[0])
-        if self._paging is not None:
-            self._paging.settle()
+        self._settle()
+        Aftermath.check(self.model, optimizer)
         save(
             self.model,
             optimizer,
@@ -414,7 +500,7 @@ class Session:
             if self._paging is None:
                 return
             if optimizer is None:
-                self._paging.flush()
+                self._paging.begin_load()
             else:
                 self._paging.abandon()
 
@@ -431,6 +517,11 @@ class Session:
             if touched and self._paging is not None:
                 self._paging.lose(error)
             raise
+        if self._paging is not None:
+            self._paging.loss.make_up("model")
+            if optimizer is not None:
+                self._paging.loss.make_up("optimizer")
+        Aftermath.make_up(self.model, optimizer)
 
     def report(self, path: str | Path) -> ReportFiles:
         """Write the HTML page to ``path``, with a Perfetto trace and the run log beside it.
@@ -442,6 +533,7 @@ class Session:
 
         return write_run(self.log, Path(path))
 
+    @uninterrupted
     def close(self) -> None:
         """Make all tensors ordinary again and give memory and disk back."""
         for hook in self._hooks:
@@ -449,18 +541,24 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._calls.abandon()
+        self._whole.reset()
         if self._aside_handle is not None:
             self._aside_handle.remove()
         paging, self._paging = self._paging, None
         if os.getpid() != self._pid:
             return
-        self._forecast.close()
-        if paging is None:
-            return
-        if self._init is not None:
-            init, self._init = self._init, None
-            give_weights(self.model, init[0], self._empty, paging.adoption.bring)
-        where = paging.close()
+        where = ""
+        try:  # what may take long, or is the user's
+            interruptible(self._forecast.close)()
+            if paging is not None and self._init is not None:
+                init = self._init[0]
+                interruptible(give_weights)(self.model, init, self._empty, paging.adoption.bring)
+                self._init = None
+        finally:
+            if paging is not None:
+                if self._init is not None:  # cut off before all had values
+                    paging.revert()
+                where = self._end(paging)
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)
 

@@ -4,7 +4,14 @@
 and optimizer state, the optimizer's scalars, buffers) + small saved activations that stay in place.
 The pool's pages hold everything else, in flight included; a part of it, the reserve, is never
 planned away, so that an access nobody predicted finds room. What stays resident is estimated here
-and counted by `ordinary_bytes` from then on.
+and counted by `counting.ordinary_bytes` from then on.
+
+[Note: the least pool]  What is pinned cannot leave, so the pool must hold all that is pinned at one
+time, and more, or whoever waits for room waits for ever. Pinned are: the regions of the update that
+is being made (`update_bytes`), of one only, as updates are made one after the other; in forward the
+chunk that is being filled; a saved tensor larger than a chunk, while it is copied; what is drafted,
+of which `Drafts` takes on no more than fits half of the pool. A second chunk and the reserve remain
+for whoever makes the update, and for the operator that runs.
 
 [Note: the spill file]  What it needs is allocated before anything is touched: parameters, gradients
 and optimizer state, padded; for what is paged by slices the gradients once more, as those of one
@@ -17,21 +24,20 @@ step to step: their twins too come on top, and a disk too full for those ends dr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.config import OffloadConfig
+from dynoffload.config import LEAST_PAGE, OffloadConfig
 from dynoffload.errors import BudgetError
-from dynoffload.memory.device import Device
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
+from dynoffload.runtime.counting import SCALARS, States, is_trained, parts_of
 from dynoffload.runtime.updates.updates import can_split
 from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 
@@ -39,9 +45,6 @@ _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
 _PADDING = 1.1  # how much larger the paged parameters may become by padding
 _LEAST_SLICED = 64 * KiB  # page for the sake of slices
 _RESIDENT = 8  # the share of the budget that small tensors may take is one in so many
-_STATES = {"SGD": 1, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 2, "Rprop": 2}
-_STATES_OF_ADAM = 2
-_SCALARS = 32  # bytes of a parameter's step counts and the like: up to four tensors of one number
 
 
 @dataclass(frozen=True)
@@ -75,83 +78,52 @@ class Sizing:
     states_bytes: int
 
 
-def state_tensors(optimizer: Optimizer | None) -> int:
-    """Return how many tensors of a parameter's size the optimizer keeps for it, at most."""
-    if optimizer is None:
-        return 0
-    if type(optimizer).__name__ == "Adafactor":
-        return int(any(group.get("beta1") is not None for group in optimizer.param_groups))
-    count = _STATES.get(type(optimizer).__name__, _STATES_OF_ADAM)
-    if any(group.get("amsgrad") or group.get("centered") for group in optimizer.param_groups):
-        count += 1
-    return count
+class _Division(NamedTuple):
+    """A budget divided: the sizing, None if it is too small; the least budget, were all else the
+    same; the bytes of the largest update, and its parameter."""
+
+    sizing: Sizing | None
+    need: int
+    largest: int
+    culprit: str
 
 
-def _small_state(optimizer: Optimizer | None, parameter: nn.Parameter) -> int:
-    """Return the bytes that the optimizer keeps for ``parameter`` in tensors of other sizes."""
-    if optimizer is None:
-        return 0
-    if type(optimizer).__name__ != "Adafactor":
-        return _SCALARS
-    # Means over rows and over columns, or of a vector all of it, in single precision.
-    *outer, inner = parameter.shape or (1,)
-    rows = math.prod(outer)
-    columns = math.prod(outer[:-1]) * inner if outer else 0
-    return _SCALARS + 4 * (rows + columns if outer else inner)
-
-
-def ordinary_bytes(
-    model: nn.Module, optimizer: Optimizer | None, device: Device | None = None
+def update_bytes(
+    parameter: nn.Parameter,
+    states: Sequence[int],
+    page: int,
+    least: int,
+    *,
+    slices: int,
+    queues: bool,
 ) -> int:
-    """Return the bytes of ``model``'s tensors that lie outside of ``device``, as they are now.
+    """Return the bytes of the pool that are pinned while a parameter, or one slice, is updated.
 
-    Counted are parameters, gradients, optimizer state and buffers: each storage once and whole,
-    none on the meta device. It reads no content, so it waits for nothing and makes no update that
-    was put off. One to two microseconds a tensor: for once in a step.
+    They are those of the regions of its storage, its gradient and all state that is paged, in whole
+    pages; and of a slice of zeros, which stands for the gradients of the steps that wait behind one
+    with a gradient.
 
     Args:
-        model: the root.
-        optimizer: its optimizer, or None.
-        device: whose memory is not counted; None counts all.
+        parameter: a parameter that is paged; if it is frozen, it is there alone.
+        states: the bytes of each tensor of its optimizer state.
+        page: bytes of a page.
+        least: smaller tensors are not paged.
+        slices: by how many it is paged; 1 for whole.
+        queues: steps without a gradient may wait for a slice.
     """
-    found: dict[int, int] = {}
-    for whole in tensors_of(model, optimizer):
-        for tensor in (whole,) if whole.layout is torch.strided else _parts(whole):
-            if tensor.is_meta:
-                continue
-            if device is None or device.owner(tensor.data_ptr()) < 0:
-                storage = tensor.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+    nbytes = parameter.numel() * parameter.element_size()
+    if slices > 1:
+        like = [size for size in states if size == nbytes]
+        regions = 2 + len(like) + queues if is_trained(parameter) else 1
+        return nbytes // slices * regions
+    sizes = [moved_bytes(parameter)]
+    if is_trained(parameter):
+        sizes += [nbytes, *(size for size in states if size >= least)]
+    return sum(_padded(size, page) for size in sizes)
 
 
-def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
-    """Yield parameters with their gradients and optimizer state, and buffers; it reads nothing."""
-    states = {} if optimizer is None else optimizer.state
-    for parameter in model.parameters():
-        if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
-            continue  # a functional call has put it there for now
-        yield parameter
-        gradient = parameter.grad if parameter.is_leaf else None
-        if gradient is not None:
-            yield gradient
-        # Asked as a plain dict: the state that a session watches would make updates first.
-        entry = dict.get(states, parameter)
-        for value in tuple(entry.values()) if entry else ():
-            if isinstance(value, torch.Tensor):
-                yield value
-    yield from model.buffers()
-
-
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that hold what ``tensor`` does."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+def _padded(nbytes: int, page: int) -> int:
+    return -(-nbytes // page) * page
 
 
 def sizing_of(
@@ -163,23 +135,46 @@ def sizing_of(
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    sizing, need, largest, culprit = _divide(model, optimizer, budget, config)
-    if sizing is None:
-        enough = need
-        while True:  # what a larger budget is divided into is larger too
-            enough = _readable(enough)
-            sizing, more, _, _ = _divide(model, optimizer, enough, config)
-            if sizing is not None:
-                break
-            enough = max(more, enough + 4 * KiB)
-        raise BudgetError(
-            f"a budget of {format_bytes(budget)} cannot hold the largest update: "
-            f"{culprit or 'the model'} needs {format_bytes(largest)} at once (parameter, gradient "
-            "and optimizer state), besides the smaller tensors that stay, activations and reserve: "
-            f"raise the budget to at least {format_bytes(enough)}, or make that layer smaller"
-            f"{_held_too(model)}"
-        )
-    return sizing
+    division = _divided(model, optimizer, budget, config)
+    if division.sizing is not None:
+        return division.sizing
+    enough = division.need
+    while True:  # what a larger budget is divided into is larger too, and so may be its pages
+        enough = _readable(enough)
+        division = _divided(model, optimizer, enough, config)
+        if division.sizing is not None:
+            break
+        enough = max(division.need, enough + 4 * KiB)
+    raise BudgetError(
+        f"a budget of {format_bytes(budget)} cannot hold the largest update: "
+        f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
+        "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
+        f"activations and reserve: raise the budget to at least {format_bytes(enough)}, or make "
+        f"that layer smaller{_whole(model, optimizer, division, config)}{_held_too(model)}"
+    )
+
+
+def _whole(
+    model: nn.Module, optimizer: Optimizer | None, division: _Division, config: OffloadConfig
+) -> str:
+    """Return what to say of a culprit that pages keep from being paged by slices, "" if none do."""
+    sizing = division.sizing
+    parameter = dict(model.named_parameters()).get(division.culprit)
+    if sizing is None or parameter is None or not (config.slices and may_slice(optimizer)):
+        return ""
+    page, nbytes = sizing.page_bytes, slice_bytes(parameter)
+    if nbytes < max(1, sizing.min_paged_bytes) or nbytes % page == 0:
+        return ""
+    if id(parameter) not in sole_owners(model.parameters()):
+        return ""
+    told = f"; it is paged whole, as its slices of {format_bytes(nbytes)} are no multiple of"
+    fits = nbytes & -nbytes  # the largest power of two that divides it
+    if fits < LEAST_PAGE:
+        return f"{told} any page"
+    return (
+        f"{told} the pages of {format_bytes(page)}: with config={{'page_bytes': {fits}}} it is "
+        "paged slice by slice, and needs less"
+    )
 
 
 def _held_too(model: nn.Module) -> str:
@@ -203,108 +198,150 @@ def _readable(nbytes: int) -> int:
     return read
 
 
-def _divide(
+def _divided(
     model: nn.Module, optimizer: Optimizer | None, budget: int, config: OffloadConfig
-) -> tuple[Sizing | None, int, int, str]:
-    """Return the division of ``budget``, or None if it is too small; what it needs by itself; the
-    bytes of the largest update, and its parameter."""
-    states = state_tensors(optimizer)
-    least = config.min_paged_bytes or _least_for(model, budget, states)
+) -> _Division:
+    """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with pages
+    by which fused parameters are paged slice by slice."""
+    division = _divide(model, optimizer, budget, config)
+    if division.sizing is not None or config.page_bytes or not config.slices:
+        return division
+    fitting = set()
+    if may_slice(optimizer):
+        parts = map(slice_bytes, model.parameters())
+        fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
+    for nbytes in sorted(fitting, reverse=True):
+        other = _divide(model, optimizer, budget, config, nbytes)
+        if other.need < division.need:
+            division = other
+        if division.sizing is not None:
+            break
+    return division
+
+
+def _divide(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    budget: int,
+    config: OffloadConfig,
+    sliced: int = 0,
+) -> _Division:
+    """Divide ``budget``, for the sake of slices of ``sliced`` bytes if there are any; see
+    [Note: the least pool]."""
+    least = config.min_paged_bytes or _least_for(model, optimizer, budget)
     page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
+    if sliced:
+        page = min(page, sliced & -sliced)  # the largest power of two that divides it
+        least = config.min_paged_bytes or min(least, sliced)
     alone = sole_owners(model.parameters()) if config.slices and may_slice(optimizer) else set()
-    total = padded = updated = widest = most_beside = 0
+    queues = may_queue(config)
+    total = padded = updated = widest = biggest = 0
     moved: set[int] = set()  # storages that are counted
+    kept = States(optimizer)
     largest, culprit = 0, ""
     resident = list(model.buffers())
     held = held_parameters(model)
     small = 0
     for name, parameter in model.named_parameters():
         nbytes = parameter.numel() * parameter.element_size()
-        copies = 2 + states if parameter.requires_grad else 1
-        total += nbytes * copies
-        if parameter.requires_grad:
-            small += _small_state(optimizer, parameter)
+        states, trained = kept.sizes(parameter), is_trained(parameter)
+        beside = sum(states) + (nbytes if trained else 0)
+        total += nbytes + beside
+        if states and trained:
+            small += SCALARS
         if nbytes < least or not can_move(parameter) or parameter in held:
             resident.append(parameter)
-            small += nbytes * (copies - 1)
+            small += beside
             continue
         slices = slices_of(parameter, page, least) if id(parameter) in alone else 1
-        whole = -(-nbytes // page) * page
-        region = whole // slices
-        beside = -(-moved_bytes(parameter) // page) * page - whole  # what shares its storage
-        most_beside = max(most_beside, beside)
-        padded += whole * (copies - 1)
-        storage = parameter.untyped_storage()._cdata
-        if storage not in moved:
-            moved.add(storage)
-            padded += whole + beside
-        if slices > 1 and copies > 1:  # gradients that wait, and one slice of zeros
-            padded += whole + region
-        if copies > 2:
-            updated += whole
-            widest = max(widest, region)
-        if region * copies + beside > largest:
-            largest, culprit = region * copies + beside, name
-    storages = [part.untyped_storage() for tensor in resident for part in _parts(tensor)]
+        paged = [size for size in states if (size == nbytes if slices > 1 else size >= least)]
+        small += sum(states) - sum(paged)
+        whole, storage = _padded(nbytes, page), _padded(moved_bytes(parameter), page)
+        own = parameter.untyped_storage()._cdata
+        padded += 0 if own in moved else storage
+        moved.add(own)
+        changes = sum(_padded(size, page) for size in paged)
+        if trained:
+            changes += whole
+            if slices > 1:  # gradients that wait, and one slice of zeros
+                padded += whole + whole // slices
+            if paged:
+                updated += changes
+                widest = max(widest, changes // slices)
+        padded += changes
+        biggest = max(biggest, storage // slices)
+        update = update_bytes(parameter, states, page, least, slices=slices, queues=queues)
+        if update > largest:
+            largest, culprit = update, name
+    storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
     small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    kept = budget // 32
+    saved = budget // 32
     chunk = max(page, min(32 * MiB, budget // 32 // page * page))
-    pool = (budget - small - kept) // page * page
-    biggest_region = max(chunk, largest // max(1, 2 + states), most_beside)
-    reserve = min(biggest_region, max(0, pool // 8)) // page * page
+    pool = (budget - small - saved) // page * page
+    reserve = min(max(chunk, biggest), max(0, pool // 8)) // page * page
     need = largest + 2 * chunk + reserve
     if pool < need:
-        return None, need + small + kept, largest, culprit
+        return _Division(None, need + small + saved, largest, culprit)
     sizing = Sizing(
         budget=budget,
         pool_bytes=pool,
         page_bytes=page,
         min_paged_bytes=least,
         min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),
-        kept_bytes=kept,
+        kept_bytes=saved,
         small_bytes=small,
         chunk_bytes=chunk,
         reserve_bytes=reserve,
-        spill_bytes=padded + _twins(optimizer, config, updated, widest, states),
+        spill_bytes=padded + _twins(optimizer, config, updated, widest, biggest),
         states_bytes=total,
     )
-    return sizing, need + small + kept, largest, culprit
+    return _Division(sizing, need + small + saved, largest, culprit)
+
+
+def _defers(config: OffloadConfig) -> bool:
+    """Return whether updates may be put off."""
+    return config.defer_updates != "never" and config.backend != "mapped" and not probe()
+
+
+def may_queue(config: OffloadConfig) -> bool:
+    """Return whether the updates of several steps may wait for a slice that is not hit."""
+    return _defers(config) and not config.rollback
 
 
 def _twins(
-    optimizer: Optimizer | None, config: OffloadConfig, updated: int, widest: int, states: int
+    optimizer: Optimizer | None, config: OffloadConfig, updated: int, widest: int, biggest: int
 ) -> int:
     """Return the bytes of the twins on which one backward drafts updates.
 
     Args:
         optimizer: makes the updates.
         config: says whether and how many are drafted.
-        updated: bytes of the paged parameters that have state.
-        widest: bytes of the largest of them.
-        states: tensors of a parameter's size that each has as state.
+        updated: bytes of the paged parameters that have state, and of that.
+        widest: the most of them that one update changes.
+        biggest: bytes of the largest region.
     """
     if (
         optimizer is None
         or not can_split(optimizer)
         or not config.draft_share
-        or config.defer_updates == "never"
         or config.policy == "on-demand"  # what is drafted is part of a plan
-        or config.backend == "mapped"
-        or probe()
+        or not _defers(config)
     ):
         return 0
     drafted = min(updated, int(config.draft_share * updated) + widest // 2)
-    return drafted * (1 + states) + widest  # the copy of a gradient, to see if it is written
+    return drafted + biggest  # the copy of a gradient, to see if it is written
 
 
-def _least_for(model: nn.Module, budget: int, states: int) -> int:
+def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> int:
     """Return the size from which tensors are paged; those below take a small share of a budget."""
-    sizes = [
-        (parameter.numel() * parameter.element_size(), 2 + states if parameter.requires_grad else 1)
-        for parameter in model.parameters()
-    ]
+    sizes = []
+    states = States(optimizer)
+    for parameter in model.parameters():
+        nbytes = parameter.numel() * parameter.element_size()
+        gradient = nbytes if is_trained(parameter) else 0
+        sizes.append((nbytes, nbytes + gradient + sum(states.sizes(parameter))))
     least = max(1, min(MiB, budget // 256))
-    while least > 1 and sum(n * copies for n, copies in sizes if n < least) > budget // _RESIDENT:
+    while least > 1 and sum(taken for n, taken in sizes if n < least) > budget // _RESIDENT:
         least //= 2
     return least
 
@@ -320,7 +357,7 @@ def _page_for(model: nn.Module, budget: int, least: int, *, slices: bool) -> int
     parts = [slice_bytes(parameter) for parameter in model.parameters()] if slices else []
     sliced = [nbytes for nbytes in parts if nbytes >= least and nbytes % _LEAST_SLICED == 0]
     page = 2 * MiB
-    while page > 4 * KiB:
+    while page > LEAST_PAGE:
         padded = sum(-(-nbytes // page) * page for nbytes in paged)
         supple = page * _LEAST_PAGES <= budget and padded <= _PADDING * sum(paged)
         if supple and not any(nbytes % page for nbytes in sliced):

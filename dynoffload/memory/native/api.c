@@ -389,6 +389,15 @@ API void pager_states(struct pager *p, uint8_t *states, uint32_t count)
     pthread_mutex_unlock(&p->mutex);
 }
 
+/* How often each region is pinned. */
+API void pager_pins(struct pager *p, uint32_t *pins, uint32_t count)
+{
+    pthread_mutex_lock(&p->mutex);
+    for (uint32_t i = 0; i < count; i++)
+        pins[i] = i < p->region_high ? p->regions[i].pins : 0;
+    pthread_mutex_unlock(&p->mutex);
+}
+
 API uint64_t pager_in_use(struct pager *p)
 {
     pthread_mutex_lock(&p->mutex);

@@ -68,7 +68,7 @@ class Restoration:
             for region in slot.update_regions():
                 if users_of(self._device.storage(region)) <= 1:
                     self._device.discard(region)
-        for fused in self._store.fused.values():
+        for fused in self._rows.with_left():
             for row in fused.rows():
                 if not self._rows.is_held(row):
                     for region in row:

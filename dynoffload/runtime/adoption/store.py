@@ -128,12 +128,14 @@ class Store:
         # An update made on another thread may end a gradient while the next one is adopted.
         self._gradients = threading.RLock()
 
-    def pages(self, tensor: torch.Tensor) -> bool:
-        """Return whether a parameter or state like ``tensor`` is paged."""
+    def pages(self, tensor: torch.Tensor, slot: Slot | None = None) -> bool:
+        """Return whether a parameter or state like ``tensor`` is paged; one that goes with ``slot``
+        also if it is small, but as large as the slot's parameter."""
+        least = self._min if slot is None else max(1, min(self._min, slot.parameter.nbytes))
         return (
             can_move(tensor)
             and tensor.device.type in ("cpu", "meta")
-            and tensor.numel() * tensor.element_size() >= self._min
+            and tensor.numel() * tensor.element_size() >= least
         )
 
     def slot_of(self, region: int) -> Slot | None:
@@ -228,7 +230,7 @@ class Store:
         data = slot.parameter.data
         if self._device.owner(data.data_ptr()) == slot.region:
             return True
-        if not self.pages(data):
+        if not self.pages(data, slot):
             return False
         storage = data.untyped_storage()
         ours = self._device.storage(slot.region)
@@ -263,7 +265,7 @@ class Store:
             return
         if self._device.owner(gradient.untyped_storage().data_ptr()) >= 0:
             return  # accumulated in place
-        if not self.pages(gradient) or holders(gradient) > 1 or not is_torchs(gradient):
+        if not self.pages(gradient, slot) or holders(gradient) > 1 or not is_torchs(gradient):
             return
         with self._gradients:
             region = self._gradient_region(slot, gradient)
@@ -303,7 +305,7 @@ class Store:
     def adopt_state(self, slot: Slot, state: dict[str, Any]) -> None:
         """Move the tensors of one parameter's optimizer state into regions."""
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or not self.pages(value) or value.is_meta:
+            if not isinstance(value, torch.Tensor) or value.is_meta or not self.pages(value, slot):
                 continue
             if self._device.owner(value.untyped_storage().data_ptr()) >= 0 or holders(value) > 1:
                 continue

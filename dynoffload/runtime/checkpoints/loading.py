@@ -30,7 +30,7 @@ from dynoffload.runtime.checkpoints.matching import (
     place_of,
 )
 from dynoffload.runtime.checkpoints.opened import Opened, Stored, opened
-from dynoffload.runtime.checkpoints.saving import state_of
+from dynoffload.runtime.checkpoints.saving import state_of, things_of
 from dynoffload.runtime.checkpoints.tensors import Memory
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def load(
         prepare: called when all is verified, before anything is touched: from then on tensors have
             memory, and no update is pending.
     """
-    extra = extra or {}
+    extra = things_of(extra)
     for name, thing in extra.items():
         state_of(name, thing)  # refuses what has none
     with opened(directory) as checkpoint:

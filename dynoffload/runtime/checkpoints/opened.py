@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.memory.pieces import Buffer
 from dynoffload.runtime.adoption.store import is_dense
 from dynoffload.runtime.checkpoints import manifest, shards
 from dynoffload.runtime.checkpoints.directory import OURS, located, target_of
 from dynoffload.runtime.checkpoints.manifest import File, Manifest
 from dynoffload.runtime.checkpoints.shards import Place
-from dynoffload.runtime.checkpoints.tensors import Buffer, Memory, Ordinary
+from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
 from dynoffload.runtime.checkpoints.values import decode
 
 _MALFORMED = (

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import dynoffload
 from dynoffload.errors import ConfigError
+from dynoffload.memory.pieces import Buffer
 from dynoffload.runtime.checkpoints import manifest, randomness, shards
 from dynoffload.runtime.checkpoints.contents import (
     Kept,
@@ -25,13 +26,29 @@ from dynoffload.runtime.checkpoints.contents import (
 )
 from dynoffload.runtime.checkpoints.directory import replacing, target_of
 from dynoffload.runtime.checkpoints.manifest import File, Manifest
-from dynoffload.runtime.checkpoints.tensors import Buffer, Memory, check_savable
+from dynoffload.runtime.checkpoints.tensors import Memory, check_savable
 from dynoffload.runtime.checkpoints.values import encode
 from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
 _SLACK = 65536  # bytes beyond content, for the directory
+
+
+def things_of(extra: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return ``extra``, or an empty mapping for None.
+
+    Raises:
+        ConfigError: it does not give names to what it has.
+    """
+    if not isinstance(extra, Mapping | None) or not all(
+        isinstance(name, str) for name in extra or ()
+    ):
+        raise ConfigError(
+            f"extra names what else has a state, as in extra={{'scheduler': scheduler}}: pass such "
+            f"a mapping, not {extra!r:.80}"
+        )
+    return extra or {}
 
 
 def state_of(name: str, thing: Any) -> Any:
@@ -44,9 +61,9 @@ def state_of(name: str, thing: Any) -> Any:
         return thing.get_state()
     if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
         raise ConfigError(
-            f"extra={{{name!r}: ...}} is a {type(thing).__name__}, which has no state_dict() and "
-            "load_state_dict(): pass a scheduler, a GradScaler, a torch.Generator, or an object "
-            "with these two"
+            f"extra={{{name!r}: ...}} has no state_dict() and load_state_dict(), being of type "
+            f"{type(thing).__name__}: pass a scheduler, a GradScaler, a torch.Generator, or an "
+            "object with these two"
         )
     return thing.state_dict()
 
@@ -61,6 +78,7 @@ def save(
     memory: Memory,
 ) -> None:
     """Save; see `dynoffload.save_checkpoint`. No update may be pending."""
+    extra = things_of(extra)
     limit = parse_bytes(max_shard_size)
     if limit < 1:
         raise ConfigError(f"max_shard_size={max_shard_size!r} holds nothing: pass, say, '5GB'")
@@ -83,7 +101,7 @@ def save(
                 "type": type(thing).__name__,
                 "state": encode(state_of(name, thing), f"extra {name}", of_extra.put),
             }
-            for name, thing in (extra or {}).items()
+            for name, thing in extra.items()
         },
         random={
             name: encode(state, f"random {name}", of_extra.put)

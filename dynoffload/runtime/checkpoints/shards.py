@@ -17,7 +17,8 @@ from math import prod
 import torch
 
 from dynoffload.errors import CheckpointError
-from dynoffload.runtime.checkpoints.tensors import Buffer, Memory, pieces
+from dynoffload.memory.pieces import Buffer
+from dynoffload.runtime.checkpoints.tensors import Memory
 
 _NAMES = {
     torch.float64: "F64",
@@ -153,7 +154,7 @@ def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer) -> int:
     write_all(fd, shard.head)
     checksum = zlib.crc32(shard.head)
     for tensor in shard.tensors.values():
-        for piece in pieces(tensor.detach()):
+        for piece in memory.pieces(tensor.detach()):
             with memory.held(piece):
                 buffer.like(piece).copy_(piece)
             data = buffer.bytes(piece.numel() * piece.element_size())
@@ -214,7 +215,7 @@ def read_exactly(fd: int, into: memoryview, start: int) -> None:
 def read(place: Place, tensor: torch.Tensor, memory: Memory, buffer: Buffer) -> None:
     """Fill ``tensor``, of the kind at ``place``, in place."""
     start = place.start
-    for piece in pieces(tensor.detach()):
+    for piece in memory.pieces(tensor.detach()):
         data = buffer.bytes(piece.numel() * piece.element_size())
         read_exactly(place.fd, data, start)
         start += len(data)

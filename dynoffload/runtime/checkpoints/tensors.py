@@ -1,8 +1,4 @@
-"""The bytes of a tensor, piece by piece, and the memory that they are in.
-
-A tensor under a budget must not be copied whole. So it is written and read through one small
-buffer, in pieces that are views of it, in the order of its elements.
-"""
+"""The memory that tensors of a checkpoint are in, and which of them it can hold."""
 
 from __future__ import annotations
 
@@ -15,16 +11,11 @@ import torch
 from torch import nn
 
 from dynoffload.errors import CheckpointError
-from dynoffload.units import MiB
-
-PIECE = MiB
+from dynoffload.memory.pieces import Holder, pieces
 
 
-class Memory(Protocol):
+class Memory(Holder, Protocol):
     """Where the tensors of a model and its optimizer live."""
-
-    def held(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
-        """Keep the bytes under a tensor of at most `PIECE` present while the block runs."""
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """The parameter has got optimizer state: take it in, before it has content."""
@@ -33,8 +24,12 @@ class Memory(Protocol):
 class Ordinary:
     """Memory of no budget."""
 
+    def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """See `Holder.pieces`."""
+        return pieces(tensor)
+
     def held(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
-        """See `Memory.held`."""
+        """See `Holder.held`."""
         return contextlib.nullcontext()
 
     def adopt(self, parameter: nn.Parameter) -> None:
@@ -61,36 +56,3 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
             f"tensor {name!r} is {what}: a checkpoint holds dense tensors that have content; "
             "convert it first"
         )
-
-
-def pieces(tensor: torch.Tensor, limit: int = PIECE) -> Iterator[torch.Tensor]:
-    """Yield views of ``tensor`` of at most ``limit`` bytes each, in the order of its elements."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes == 0:
-        return
-    if nbytes <= limit:
-        yield tensor
-    elif tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1), limit // tensor.element_size())
-    elif rows := limit // (nbytes // len(tensor)):
-        yield from torch.split(tensor, rows)
-    else:
-        for row in tensor:
-            yield from pieces(row, limit)
-
-
-class Buffer:
-    """`PIECE` bytes through which every tensor passes on its way out or in."""
-
-    def __init__(self) -> None:
-        self._tensor = torch.empty(PIECE, dtype=torch.uint8)
-        self._view = memoryview(self._tensor.numpy())  # type: ignore[arg-type]
-
-    def bytes(self, nbytes: int = PIECE) -> memoryview:
-        """Return the first ``nbytes``, or as many as there are."""
-        return self._view[:nbytes]
-
-    def like(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return the bytes that ``piece`` takes as a tensor of its dtype and shape."""
-        nbytes = piece.numel() * piece.element_size()
-        return self._tensor[:nbytes].view(piece.dtype).view(piece.shape)

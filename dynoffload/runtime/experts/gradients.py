@@ -30,7 +30,10 @@ from dynoffload.runtime.updates.updates import Updates
 
 
 class Filling:
-    """A gradient in the making: experts' gradients go to their slices of a row as they are made."""
+    """A gradient in the making: experts' gradients go to their slices of a row as they are made.
+
+    Whoever calls it holds signals off.
+    """
 
     def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
         self._gradients, self._fused = gradients, fused
@@ -43,7 +46,6 @@ class Filling:
         if self._may_draft:
             gradients.rows.point(fused, self._row)
 
-    @uninterrupted
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of one slice, in its place; see [Note: signed zeros]."""
         assert self._whole is not None
@@ -69,7 +71,6 @@ class Filling:
         if self._may_draft:
             self._gradients.draft(self._fused.slots[number])
 
-    @uninterrupted
     def finish(self) -> torch.Tensor:
         """Return the parameter's gradient."""
         self._end_first()
@@ -146,6 +147,7 @@ class FusedGradients:
             torch.is_grad_enabled()
             or parameter._backward_hooks
             or not self.rows.is_like(fused, gradient)
+            or not self.rows.is_like(fused, parameter)  # converted since its forward
         ):
             return False
         row, held = self.rows.row_of(fused, gradient), parameter.grad

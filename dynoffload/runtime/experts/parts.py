@@ -16,6 +16,7 @@ from torch import nn
 
 from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.experts.gradients import Filling, FusedGradients
+from dynoffload.runtime.interrupts import uninterrupted
 
 
 class _Maker:
@@ -25,11 +26,13 @@ class _Maker:
         self._gradients, self._fused = gradients, fused
         self._filling: Filling | None = None
 
+    @uninterrupted
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         if self._filling is None:
             self._filling = Filling(self._gradients, self._fused)
         return self._filling.put(number, gradient)
 
+    @uninterrupted
     def finish(self) -> torch.Tensor | None:
         filling, self._filling = self._filling, None
         return None if filling is None else filling.finish()

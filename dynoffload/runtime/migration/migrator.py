@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 from dynoffload.errors import BudgetError
@@ -149,9 +150,15 @@ class Migrator:
         self.phase = Phase.BACKWARD
         visits, self._outstanding = self._outstanding, []
         if self.prefetch and visits:
+            visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
             reference = Reference()
             self._add_backward(reference, visits, self.last_order)
             self._follow(reference)
+
+    def _alive(self, chunks: Sequence[int]) -> tuple[int, ...]:
+        """Return those of ``chunks`` that are still to be used: what was saved after the last use
+        of a parameter was freed before the first in backward."""
+        return tuple(chunk for chunk in chunks if self._device.size(chunk))
 
     def _add_backward(
         self, reference: Reference, visits: Sequence[Visit], order: Sequence[Unit]
@@ -186,7 +193,7 @@ class Migrator:
                     f"{format_bytes(lacking)} more than the budget has room for at once; raise it "
                     "by that for prefetch"
                     if lacking
-                    else error,
+                    else str(error),
                 )
             self._unplanned = True
             schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))

@@ -38,6 +38,8 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.store import bytes_of, is_dense, offset_of, view_of
 from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.passes.endings import Endings
+from dynoffload.runtime.passes.keeping import Keeping
 from dynoffload.runtime.passes.saved import (
     ALIGNMENT,
     Borrowed,
@@ -47,12 +49,15 @@ from dynoffload.runtime.passes.saved import (
     Kept,
     Packed,
     as_it_lies,
-    bytes_held,
     cast_that_autocast_keeps,
     is_of_a_subclass,
     is_plain,
+    memory_of,
+    name_of_kind,
 )
 from dynoffload.units import format_bytes
+
+_FEW, _MANY = 8, 1024  # of what has ended, that can wait to be counted
 
 _alive: weakref.WeakSet[Activations] = weakref.WeakSet()
 
@@ -81,6 +86,7 @@ class Activations:
         on_open: called in forward when a chunk is opened.
         site: returns the path of the module that runs, for errors.
         names: where regions get their names for reports.
+        kept: counts what stays in place.
     """
 
     device: Device
@@ -92,8 +98,6 @@ class Activations:
     on_open: Callable[[Chunk], None]
     site: Callable[[], str]
     names: dict[int, str] = field(default_factory=dict)
-    kept_bytes: int = 0
-    kept_peak: int = 0
     saved_bytes: int = 0  # moved since the start; the difference is what a visit saved
 
     def __post_init__(self) -> None:
@@ -103,20 +107,21 @@ class Activations:
         self._current: Chunk | None = None
         self._entries: dict[Hashable, weakref.ref[Entry]] = {}
         self._last: int = -1
-        self._ended: list[Chunk] = []  # not yet dropped
         self._waiting: list[Chunk] = []  # ended, but somebody outside still holds a tensor of it
         self._live = 0  # entries whose saved tensors may still be asked for
+        self._entered: Endings[Chunk] = Endings()
+        self.kept = Keeping()
         self._closed = False
         self._inputs: set[int] = set()  # storages of what the model was called with
         self._most = self.device.capacity - self.chunk_bytes  # bytes that can be saved as one
-        self._borrowed: weakref.WeakSet[Borrowed] = weakref.WeakSet()
+        self._borrowed: Endings[None] = Endings()
 
     # Chunks
 
-    def take_kept_peak(self) -> int:
-        """Return the most bytes of kept tensors since the last call."""
-        peak, self.kept_peak = self.kept_peak, self.kept_bytes
-        return peak
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay in place, with what has ended since they were last counted."""
+        return self.kept.nbytes
 
     def region(self, index: int) -> int:
         """Return the region of the standard chunk ``index``; made at first use."""
@@ -135,8 +140,8 @@ class Activations:
     def close(self) -> None:
         """Serve nobody any more; what was saved is lost."""
         self._closed = True
-        while self._borrowed:
-            self._borrowed.pop().let_go()
+        for borrowed in self._borrowed.alive():
+            borrowed.let_go()
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -203,28 +208,20 @@ class Activations:
         self._entries.clear()
         self.sweep()
 
-    def begin(self, chunk: Chunk) -> None:
-        """An entry of ``chunk`` begins."""
-        self._live += 1
-        chunk.live += 1
-
-    def end(self, chunk: Chunk) -> None:
-        """One entry of ``chunk`` has ended."""
-        # Called by a destructor, in which a long call would swallow Ctrl-C: only note it.
-        self._live -= 1
-        chunk.live -= 1
-        if chunk.live == 0 and not chunk.open:
-            self._ended.append(chunk)
-
     def settle(self) -> None:
-        """Drop the chunks that have ended since the last call."""
-        if self._ended and not self._closed:
+        """Count what has ended since the last call, and drop the chunks of which that was all."""
+        if not self._closed and (self._entered or self.kept or len(self._borrowed) > _MANY):
             self._settle()
 
     @uninterrupted
     def _settle(self) -> None:
-        while self._ended:
-            self._drop(self._ended.pop())
+        self._borrowed.take()
+        self.kept.settle()
+        for chunk in self._entered.take():
+            self._live -= 1
+            chunk.live -= 1
+            if chunk.live == 0 and not chunk.open:
+                self._drop(chunk)
 
     def _drop(self, chunk: Chunk) -> None:
         if users_of(self.device.storage(chunk.region)) > 1:
@@ -252,18 +249,20 @@ class Activations:
     def pack(self, tensor: torch.Tensor) -> Packed | Kept | Borrowed:
         """Take over a tensor that autograd saves."""
         if not is_plain(tensor):
-            return Kept(self, tensor, bytes_held(tensor))
+            return self._keep(tensor)
         storage = tensor.untyped_storage()
         # Of a row, the region of the first byte that is used; the others come as they are touched.
         region = self.device.owner(tensor.data_ptr() if tensor.numel() else storage.data_ptr())
         if region >= 0:
             borrowed = Borrowed(tensor, region)
-            self._borrowed.add(borrowed)
+            self._borrowed.watch(borrowed, None)
             return borrowed
         nbytes = storage.nbytes()
-        small = nbytes < self.min_moved_bytes and self.kept_bytes + nbytes <= self.allowance
+        self.settle()
+        more = self.kept.adds(storage)
+        small = nbytes < self.min_moved_bytes and self.kept_bytes + more <= self.allowance
         if not nbytes or small or is_of_a_subclass(tensor):
-            return Kept(self, tensor, nbytes)
+            return self._keep(tensor)
         key: Hashable = storage._cdata
         used = tensor.numel() * tensor.element_size()
         whole, gaps = nbytes <= 2 * used, used > 0 and not is_dense(tensor)
@@ -279,7 +278,10 @@ class Activations:
             return form(tensor, entry, place)
         chunk, offset = self._place(nbytes)
         ours = self.device.storage(chunk.region)
-        entry = Entry(self, chunk, offset, storage, tensor)
+        entry = Entry(chunk, offset, storage, tensor)
+        self._live += 1
+        chunk.live += 1
+        self._entered.watch(entry, chunk)
         # As it lies before a cast moves: the tensor may be that cast.
         packed = form(tensor, entry, place)
         with torch.no_grad():
@@ -297,6 +299,17 @@ class Activations:
         self.saved_bytes += nbytes
         return packed
 
+    def _keep(self, tensor: torch.Tensor) -> Kept:
+        def name() -> str:
+            where = f"that autograd saves in or after module {self.site()!r}"
+            return f"{name_of_kind(tensor)} {where}"
+
+        kept = Kept(tensor)
+        storages, others = memory_of(tensor)
+        self.kept.add(kept, storages, others, name)
+        return kept
+
+    @uninterrupted
     def unpack(self, packed: Packed | Kept | Borrowed) -> torch.Tensor:
         """Give a saved tensor back to backward.
 
@@ -309,11 +322,13 @@ class Activations:
                 "backward of a forward that was made inside an offload() block which has ended: "
                 "call backward() inside the block"
             )
-        self.settle()
+        if len(self.kept) > _FEW:
+            self.settle()
         if isinstance(packed, Packed):
             packed.check()
             chunk = packed.entry.chunk
             if chunk.region != self._last:
+                self.settle()
                 self._last = chunk.region
                 self.on_chunk(chunk.region)
             return packed.unpack(self.device.storage(chunk.region))

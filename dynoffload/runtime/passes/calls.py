@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ThreadError
+from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.passes.activations import Activations
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Calls:
         self._of_thread = _OfThread()
         self._warned = False
 
+    @uninterrupted
     def enter(self) -> bool:
         """A call begins, whose hook calls this; return whether it is the outermost.
 
@@ -78,6 +80,7 @@ class Calls:
             self._depth += 1
             return self._depth == 1
 
+    @uninterrupted
     def save_to(self, activations: Activations) -> None:
         """Have ``activations`` take over what autograd saves until the outermost call ends."""
         if not _hooks_of_others():
@@ -89,6 +92,7 @@ class Calls:
                 "what autograd saves there is neither moved nor counted"
             )
 
+    @uninterrupted
     def leave(self) -> bool:
         """A call has ended, maybe by an error; return whether it was the outermost."""
         if not self._depth or self._thread != threading.get_ident():

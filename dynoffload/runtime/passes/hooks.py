@@ -98,7 +98,29 @@ class Hooks:
         on_read: Callable[[], None],
     ) -> None:
         self._hooks: list[Hook] = []
-        handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = []
+        try:
+            self._install(
+                model,
+                units,
+                [(slot.parameter, _collector(slot, on_gradient)) for slot in slots]
+                + [(one.parameter, _collector(one, on_fused)) for one in fused],
+                on_visit,
+                on_read,
+            )
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        collectors: Sequence[tuple[torch.Tensor, Callable[[Any], None]]],
+        on_visit: Callable[[Unit], None],
+        on_read: Callable[[], None],
+    ) -> None:
+        handles = self._handles
         read = Hook(lambda module, prefix, keep_vars: on_read())
         for inner in model.modules():
             handles.append(inner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
@@ -108,13 +130,10 @@ class Hooks:
             visit = Hook(_visitor(unit, on_visit), on_read)
             self._hooks.append(visit)
             handles.append(unit.module.register_forward_pre_hook(visit))
-        collectors = [(slot.parameter, _collector(slot, on_gradient)) for slot in slots]
-        collectors += [(one.parameter, _collector(one, on_fused)) for one in fused]
         for parameter, collect in collectors:
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
                 handles.append(handle)
-        self._handles = handles
 
     def remove(self) -> None:
         """Take all hooks off."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -27,11 +27,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.store import offset_of
+from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted
 
 ALIGNMENT = 64  # of what torch allocates, and of what lies in a chunk
 
 _EMPTY = torch.empty(0)
+_SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_bsr,
+    torch.sparse_csc,
+    torch.sparse_bsc,
+)
 
 
 @dataclass(eq=False)
@@ -46,19 +54,6 @@ class Chunk:
     open: bool = True
 
 
-class Owner(Protocol):
-    """Keeps the books of what stands for saved tensors."""
-
-    kept_bytes: int
-    kept_peak: int
-
-    def begin(self, chunk: Chunk) -> None:
-        """An entry of ``chunk`` begins."""
-
-    def end(self, chunk: Chunk) -> None:
-        """One ends; called by a destructor."""
-
-
 class Entry:
     """One saved storage's copy inside a chunk; ends with its last saved tensor."""
 
@@ -66,7 +61,6 @@ class Entry:
         "__weakref__",
         "chunk",
         "offset",
-        "owner",
         "source",
         "spread",
         "version",
@@ -75,19 +69,17 @@ class Entry:
 
     def __init__(
         self,
-        owner: Owner,
         chunk: Chunk,
         offset: int,
         source: torch.UntypedStorage,
         tensor: torch.Tensor,
     ) -> None:
-        self.owner, self.chunk, self.offset = owner, chunk, offset
+        self.chunk, self.offset = chunk, offset
         self.source, self.version = weakref.ref(source), tensor._version
         self.spread: weakref.ref[torch.UntypedStorage] | None = None  # made by `Columns`
         # Shares the version counter of the original's views, and holds none of its bytes.
         self.witness = tensor.detach()
         self.witness.data = _EMPTY
-        owner.begin(chunk)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Return whether the copy is also that of ``tensor``, which lies in the same storage."""
@@ -97,9 +89,6 @@ class Entry:
         with _unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
             return bool(self.witness._version != version)  # else they count writes apart
-
-    def __del__(self) -> None:
-        self.owner.end(self.chunk)
 
 
 class Packed:
@@ -171,23 +160,17 @@ class Columns(Packed):
 
 
 class Kept:
-    """A saved tensor that stays where it is, counted while it lives."""
+    """A saved tensor that stays where it is."""
 
-    __slots__ = ("nbytes", "owner", "tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
-    def __init__(self, owner: Owner, tensor: torch.Tensor, nbytes: int) -> None:
-        self.owner, self.nbytes = owner, nbytes
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor if is_of_a_subclass(tensor) else tensor.detach()
         self.version = tensor._version
-        owner.kept_bytes += nbytes
-        owner.kept_peak = max(owner.kept_peak, owner.kept_bytes)
 
     def check(self) -> None:
         """Raise what autograd raises if the tensor was modified since."""
         _check(self.version, self.tensor._version, self.tensor.size(), self.tensor.dtype)
-
-    def __del__(self) -> None:
-        self.owner.kept_bytes -= self.nbytes
 
 
 class Borrowed:
@@ -308,20 +291,28 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
     return found
 
 
-def bytes_held(tensor: torch.Tensor) -> int:
-    """Return the bytes in this memory behind a tensor of any kind, sparse or wrapped."""
+def memory_of(tensor: torch.Tensor) -> tuple[list[torch.UntypedStorage], int]:
+    """Return the storages in this memory behind a tensor of any kind, sparse or wrapped, and the
+    bytes of it that lie in none."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
+    parts: Iterable[torch.Tensor]
     if flatten is not None:
         names, _ = flatten()
-        return sum(bytes_held(getattr(tensor, name)) for name in names)
-    if tensor.device.type != "cpu" or tensor._is_zerotensor():
-        return 0
-    if tensor.layout == torch.strided:
-        return int(tensor.untyped_storage().nbytes())
-    if tensor.layout == torch.sparse_coo:
-        return bytes_held(tensor._indices()) + bytes_held(tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return sum(map(bytes_held, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return sum(map(bytes_held, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())))
-    return tensor.numel() * tensor.element_size()
+        parts = [getattr(tensor, name) for name in names]
+    elif tensor.device.type != "cpu" or tensor._is_zerotensor():
+        return [], 0
+    elif tensor.layout == torch.strided:
+        return [tensor.untyped_storage()], 0
+    elif tensor.layout in _SPARSE:
+        parts = parts_of(tensor)
+    else:
+        return [], tensor.numel() * tensor.element_size()
+    each = [memory_of(part) for part in parts]
+    return [one for storages, _ in each for one in storages], sum(others for _, others in each)
+
+
+def name_of_kind(tensor: torch.Tensor) -> str:
+    """Return what messages call a tensor that stays in place."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    return "a sparse tensor" if tensor.layout in _SPARSE else "a tensor"

@@ -131,7 +131,7 @@ class Drafts:
                     try:
                         self._chosen[slot] = {region: self._twin(region) for region in regions}
                     except (SpillError, BudgetError) as error:
-                        logger.warning("no more updates are made in backward: %s", error)
+                        logger.warning("no more updates are made in backward: %s", str(error))
                         self._share = 0.0
                         return self._chosen
         return self._chosen

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Slot, Store, offset_of, view_of
+from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
 from dynoffload.runtime.updates.update import Group, Update, neighbours
 
@@ -39,6 +40,7 @@ class Maker:
 
     Attributes:
         slices: makes those of slices.
+        images: what is kept of what updates change, or None.
         scaled: whether the updates that are made are those of a scaled step.
         step: the optimizer's own ``step``, without hooks.
     """
@@ -48,6 +50,7 @@ class Maker:
     ) -> None:
         self._optimizer, self._store, self._device = optimizer, store, device
         self.slices = SliceUpdates(optimizer, store, rows, device, self.run)
+        self.images: Images | None = None
         self.scaled = False
         step = type(optimizer).step
         self.step: Callable[..., Any] = (
@@ -112,10 +115,10 @@ class Maker:
             storages: where regions are shown; the others are at their own addresses.
         """
         if isinstance(update, SliceUpdate):
-            self.slices.apply(slot, update, storages)
+            self.slices.apply(slot, update, storages, self.images)
             return
         parameter = slot.parameter
-        given, made = self.run_on(update, storages)
+        given, made = self.run_on(update, storages, parameter)
         old, states = update.state or {}, update.states
         now = states.get(parameter)
         if now is None and update.state is None and made:
@@ -126,9 +129,17 @@ class Maker:
                 now[key] = value
 
     def run_on(
-        self, update: Update, storages: Mapping[int, torch.UntypedStorage]
+        self,
+        update: Update,
+        storages: Mapping[int, torch.UntypedStorage],
+        changed: nn.Parameter | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the optimizer's code for ``update`` on a stand-in, with ``storages`` as in `_apply`.
+        """Run the optimizer's code for ``update`` on a stand-in.
+
+        Args:
+            update: the update.
+            storages: as for `_apply`.
+            changed: the parameter that it changes, of which images are to be kept.
 
         Returns:
             The state that the stand-in was given, and what the optimizer left there.
@@ -148,6 +159,10 @@ class Maker:
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         if update.state is not None:
             own[stand_in] = dict(given)
+        if changed is not None and self.images is not None:
+            self.images.keep_tensor(changed, None, None, update.data, stand_in.detach())
+            for key, value in (update.state or {}).items():
+                self.images.keep_tensor(changed, key, None, value, given[key])
         update.begun = True
         self.run([{**update.group, "params": [stand_in]}], own)
         return given, own.get(stand_in, {})

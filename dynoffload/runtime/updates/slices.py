@@ -29,6 +29,7 @@ from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits
 from dynoffload.runtime.adoption.store import Slot, Store, view_of
+from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.modes import Modes
 from dynoffload.runtime.updates.update import Group
 
@@ -171,7 +172,11 @@ class SliceUpdates:
 
     @torch.no_grad()
     def apply(
-        self, slot: Slot, update: SliceUpdate, storages: Mapping[int, torch.UntypedStorage]
+        self,
+        slot: Slot,
+        update: SliceUpdate,
+        storages: Mapping[int, torch.UntypedStorage],
+        images: Images | None,
     ) -> None:
         """Make an update, whose regions are at hand.
 
@@ -179,6 +184,7 @@ class SliceUpdates:
             slot: the slice.
             update: its update.
             storages: where regions are shown; the others are at their own addresses.
+            images: takes what it changes, as it was.
         """
         assert slot.fused is not None
         like = slot.fused.like[0]
@@ -189,6 +195,10 @@ class SliceUpdates:
 
         data = tensor(slot.region)
         states = {key: tensor(region) for key, region in slot.states.items()}
+        if images is not None:
+            for key, kept in ((None, slot.region), *slot.states.items()):
+                own = view_of(self._device.storage(kept), like)
+                images.keep_tensor(slot.parameter, key, slot.number, own, tensor(kept))
         zeros = self._zeros_like(slot.fused) if any(step.zero for step in update.steps) else None
         if zeros is not None:
             self._device.acquire([zeros], pin=True)

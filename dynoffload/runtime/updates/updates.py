@@ -39,7 +39,10 @@ from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.store import Slot, Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.updates.drafts import Drafts
+from dynoffload.runtime.updates.images import Images
+from dynoffload.runtime.updates.loss import Loss, note_lost, note_undone
 from dynoffload.runtime.updates.making import OF_SCALER, Maker
+from dynoffload.runtime.updates.marks import is_changed, marks_of
 from dynoffload.runtime.updates.modes import Modes, may_wait
 from dynoffload.runtime.updates.slices import SliceUpdate, Step
 from dynoffload.runtime.updates.update import (
@@ -69,6 +72,10 @@ def _any_sparse(groups: Iterable[Group]) -> bool:
     return any(g is not None and g.layout is not torch.strided for g in gradients)
 
 
+def _with_gradients(groups: Iterable[Group]) -> list[nn.Parameter]:
+    return [p for group in groups for p in group["params"] if p.grad is not None]
+
+
 class Updates:
     """Splits the steps of one optimizer into updates, and puts those off that may wait.
 
@@ -77,7 +84,9 @@ class Updates:
         store: its parameters' slots.
         rows: the rows of those that are paged by slices.
         device: holds their regions.
+        loss: where a step that was cut off is noted.
         defer: put updates off; needs a guarded device.
+        check: called before each ``step()`` of the user, which it may refuse.
         on_step: called after each ``step()`` of the user.
 
     Attributes:
@@ -93,8 +102,10 @@ class Updates:
         store: Store,
         rows: FusedStore,
         device: Device,
+        loss: Loss,
         *,
         defer: bool,
+        check: Callable[[], None],
         on_step: Callable[[], None],
     ) -> None:
         check_optimizer(optimizer)
@@ -102,11 +113,11 @@ class Updates:
         self._store = store
         self._device = device
         self._defer = defer and device.guarded
-        self._on_step = on_step
+        self._check, self._on_step = check, on_step
         self._groups: list[Group] | None = None
         self.maker = Maker(optimizer, store, rows, device)
         self._slices = self.maker.slices
-        self.waiting = Waiting(self.maker, store, device, locks=self._defer)
+        self.waiting = Waiting(self.maker, store, device, loss, locks=self._defer)
         self.drafts: Drafts | None = None
         self._begun = False  # whether a step has changed something and is not over
         self._signature = inspect.signature(self.maker.step)
@@ -128,7 +139,7 @@ class Updates:
         self._handles = [
             self._pre,
             self._post,
-            optimizer.register_state_dict_pre_hook(lambda _: self.waiting.flush_all()),
+            optimizer.register_state_dict_pre_hook(lambda _: self.waiting.settle()),
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.begin_load()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
@@ -149,18 +160,49 @@ class Updates:
         if slot is not None:  # of a fused parameter, what is not guarded is up to date
             self.waiting.flush(slot)
 
+    def keep(self, images: Images) -> None:
+        """Keep in ``images`` what a step changes, so that one that is cut off is undone.
+
+        All updates of a step are made before the next step's then.
+        """
+        self.maker.images = images
+        self.waiting.loss.undo = self._undo
+
+    @uninterrupted
+    def _undo(self) -> bool:
+        images = self.maker.images
+        if images is None or self.waiting.loss.within or not images.any():
+            return False
+        with self.waiting.mutex, Modes.now().again():
+            self.waiting.forget()
+            try:
+                images.undo()
+            except Exception as error:
+                logger.warning("a step that was cut off could not be undone: %s", str(error))
+                return False
+            self.waiting.loss.forgive()
+        logger.warning("a step that was cut off is undone")
+        return True
+
+    def forget_images(self) -> None:
+        """Something else than a step changes the model or the optimizer."""
+        if self.maker.images is not None:
+            self.maker.images.forget()
+
     def begin_load(self) -> None:
         """The user is about to load the optimizer, or to make up for a lost step."""
-        if self.waiting.lost is None:
+        loss = self.waiting.loss
+        if not loss or loss.undo():
             self.waiting.flush_all()
         else:  # what waits is of the lost step, or before it, and could fail again
             self._drop_drafts()
             self.waiting.forget()
+        self.forget_images()
 
     def _loaded(self) -> None:
         self._watch()
         self.adopt_all()
-        self.waiting.make_up("optimizer")
+        self.waiting.loss.make_up("optimizer")
 
     def _drop_drafts(self) -> None:
         if self.drafts is not None:
@@ -184,7 +226,8 @@ class Updates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self.splits:
             return None
-        self.waiting.check_step()
+        self.waiting.loss.check()
+        self._check()
         self._watch()  # the user may have put another state there
         self._signature.bind(*args, **kwargs)  # refuses what the optimizer's own code would
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -204,27 +247,34 @@ class Updates:
         with self.waiting.mutex:
             if self.drafts is not None and (scaled or _any_sparse(optimizer.param_groups)):
                 self.drafts.drop_all()  # or the step may fail, with nothing changed
-            if scaled:
+            images = self.maker.images
+            if scaled or images is not None:
                 self.waiting.flush_all()  # of earlier steps, which the scaler has no part in
             self._flush_used(optimizer.param_groups)
+            self.waiting.loss.check()  # an update may have failed behind somebody's back
+            if images is not None:
+                images.begin(_with_gradients(optimizer.param_groups))
             self.maker.scaled = scaled
+            loss = self.waiting.loss
+            loss.within = True
             try:
                 resident, paged, shared, fused = self._split(optimizer.param_groups)
-                self._step_resident(resident, bool(paged or fused))
+                self._step_resident(resident)
                 for parameter in shared:
                     self.maker.adopt_state(parameter, optimizer.state)
                 self._put_off(paged)
                 for one, hyper in fused:
                     self._put_off_slices(one, hyper)
-                self._begun = False
                 if scaled or not self._defer:
                     self.waiting.flush_all()
             except BaseException as error:
+                loss.within = False
                 if self._begun:
-                    self.waiting.fail(error)
+                    loss.set(error, told=True)
+                    (note_undone if loss.undo() else note_lost)(error)
                 raise
             finally:
-                self._begun = self.maker.scaled = False
+                self._begun = self.maker.scaled = loss.within = False
         # The optimizer's own code now finds nothing left to do. Nobody else may find that.
         hold()
         self._groups = optimizer.param_groups
@@ -241,6 +291,7 @@ class Updates:
         for fused in self._store.fused.values():
             homes = {slot.home for slot in fused.slots if slot.home is not None}
             self._slices.rows.release_rows(fused, homes)
+        self._slices.rows.release_retired()
         self._on_step()
 
     def restore_groups(self) -> None:
@@ -327,15 +378,20 @@ class Updates:
             resident.append({**hyper, "params": small})
         return resident, paged, shared, sliced
 
-    def _step_resident(self, groups: list[Group], others: bool) -> None:
-        """Make the updates of what stays in memory; where one fails, ``others`` are not made."""
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        versions = [parameter._version for parameter in parameters]
+    def _step_resident(self, groups: list[Group]) -> None:
+        """Make the updates of what stays in memory."""
+        parameters = _with_gradients(groups)
+        images = self.maker.images
+        if images is not None:
+            for parameter in parameters:
+                images.keep(parameter)
+        before = [marks_of(self.optimizer, parameter) for parameter in parameters]
         try:
             self.maker.run(groups, self.optimizer.state)
         except BaseException:
-            changed = [parameter._version for parameter in parameters] != versions
-            self._begun = self._begun or (others and changed)
+            after = [marks_of(self.optimizer, parameter) for parameter in parameters]
+            undoes = images is not None and before != after
+            self._begun = self._begun or any(map(is_changed, before, after)) or undoes
             raise
 
     def _put_off(self, paged: Iterable[tuple[Slot, Group]]) -> None:
@@ -411,11 +467,21 @@ class Updates:
             if slot not in self.waiting.pending:
                 self.drafts.make(slot)
 
+    def before_conversion(self, converted: Iterable[Fused]) -> None:
+        """Parameters that the user has converted are about to move: make their updates first."""
+        with self.waiting.mutex:
+            self._drop_drafts()
+            self.forget_images()
+            for fused in converted:
+                for slot in fused.slots:
+                    self.waiting.flush(slot)
+
     @uninterrupted
     def abandon(self) -> None:
         """Forget every pending update and any loss: all tensors are about to be replaced."""
         with self.waiting.mutex:
             self._drop_drafts()
+            self.forget_images()
             self.waiting.abandon()
 
     def adopt_all(self) -> None:
@@ -427,20 +493,30 @@ class Updates:
                 self.maker.adopt_state(parameter, self.optimizer.state)
 
     def close(self) -> None:
-        """Make all pending updates and let go of the optimizer."""
+        """Make all pending updates, or forget them if a step was lost, and let go of the optimizer.
+
+        Raises:
+            StepLostError: a step was lost, and nobody was told; or one is lost and undone.
+        """
         self.restore_groups()
         self.optimizer.__dict__.pop(_REGISTER)
         for handle in self._handles:
             handle.remove()
+        loss = self.waiting.loss
         try:
             self._drop_drafts()
-            self.waiting.flush_all()
-            self.waiting.check()
+            if not loss or loss.undo():
+                self.waiting.flush_all()
+            loss.tell()
         except BaseException as error:
-            self.abandon()  # else whoever reads those parameters would wait for updates for ever
-            self.waiting.fail(error)
+            if loss or self.waiting.any():  # else it is undone already
+                loss.set(error, told=True)
+                loss.tell_undone()
             raise
         finally:
+            self.waiting.forget()  # else whoever reads those parameters would wait for ever
+            self.forget_images()
+            self.maker.images = None
             state = self.optimizer.state
             if isinstance(state, WatchedState):
                 self.optimizer.state = state.before()

@@ -1,0 +1,42 @@
+"""``dynoffload export``: a recorded step in the formats of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynoffload.cli.app import app, say_wrote
+
+
+@app.command()
+def export(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, help="A trace that 'dynoffload profile' wrote."
+        ),
+    ],
+    chakra: Annotated[
+        Path,
+        typer.Option(
+            dir_okay=False, help="Write it here as an MLCommons Chakra execution trace (.et)."
+        ),
+    ],
+) -> None:
+    """Write a trace as other tools read it.
+
+    A Chakra execution trace has one node per operator, with its dependencies, its time and its
+    bytes; its simulators replay it. Needs `pip install 'dynoffload[chakra]'`.
+
+    Example:
+
+    ```
+    $ dynoffload export traces/step-000003.parquet --chakra step.et
+    ```
+    """
+    from dynoffload.integrations.chakra import write_chakra
+    from dynoffload.profiler.trace import Trace
+
+    say_wrote(write_chakra(Trace.load(trace), chakra))

@@ -1,0 +1,60 @@
+"""The bytes of a tensor, piece by piece.
+
+A tensor under a budget must not be copied whole. So it is written and read through one small
+buffer, in pieces that are views of it, in the order of its elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from dynoffload.units import MiB
+
+PIECE = MiB
+
+
+def pieces(tensor: torch.Tensor, limit: int = PIECE) -> Iterator[torch.Tensor]:
+    """Yield views of ``tensor`` of at most ``limit`` bytes each, in the order of its elements."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return
+    if nbytes <= limit:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1), limit // tensor.element_size())
+    elif rows := limit // (nbytes // len(tensor)):
+        yield from torch.split(tensor, rows)
+    else:
+        for row in tensor:
+            yield from pieces(row, limit)
+
+
+class Holder(Protocol):
+    """Memory whose tensors can be kept present, piece by piece."""
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield what `pieces` does, or less at a time where no more can be held."""
+
+    def held(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
+        """Keep the bytes under one of the `pieces` present while the block runs."""
+
+
+class Buffer:
+    """`PIECE` bytes through which every tensor passes on its way out or in."""
+
+    def __init__(self) -> None:
+        self._tensor = torch.empty(PIECE, dtype=torch.uint8)
+        self._view = memoryview(self._tensor.numpy())  # type: ignore[arg-type]
+
+    def bytes(self, nbytes: int = PIECE) -> memoryview:
+        """Return the first ``nbytes``, or as many as there are."""
+        return self._view[:nbytes]
+
+    def like(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return the bytes that ``piece`` takes as a tensor of its dtype and shape."""
+        nbytes = piece.numel() * piece.element_size()
+        return self._tensor[:nbytes].view(piece.dtype).view(piece.shape)

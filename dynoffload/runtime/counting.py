@@ -1,0 +1,184 @@
+"""How many bytes a model's tensors take, and what its optimizer will add; nothing is read.
+
+How it fits: `dynoffload.runtime.sizing` divides a budget by these, and the session asks them at
+every step whether what it counted still holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from dynoffload.memory.device import Device
+from dynoffload.runtime.updates.updates import can_split
+
+_STATES = {"SGD": 0, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 1, "Rprop": 2}
+_STATES_OF_ADAM = 2
+_SWITCHES = ("momentum", "amsgrad", "centered")  # each is one more, where it is an option
+SCALARS = 32  # bytes of a parameter's step counts and the like: up to four tensors of one number
+
+
+class States:
+    """How many bytes an optimizer keeps for each parameter, or will keep from its first step on.
+
+    It reads no content. Made anew whenever it is asked for, as groups and their options change.
+
+    Args:
+        optimizer: the user's, or None.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._groups = {parameter: group for group in groups for parameter in group["params"]}
+
+    def steps(self, parameter: torch.Tensor) -> bool:
+        """Return whether the optimizer updates ``parameter``."""
+        return parameter in self._groups
+
+    def sizes(self, parameter: torch.Tensor) -> list[int]:
+        """Return the bytes of each tensor that there is, or that will be of what is trained;
+        without step counts and the like."""
+        return self.kept(parameter) or self.coming(parameter)
+
+    def kept(self, parameter: torch.Tensor) -> list[int]:
+        """Return the bytes of each tensor that there is by now."""
+        # Asked as a plain dict: the state that a session watches would make updates first.
+        entry = None if self._optimizer is None else dict.get(self._optimizer.state, parameter)
+        tensors = [value for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
+        return [_nbytes(one) for one in tensors if one.numel() > 1]
+
+    def coming(self, parameter: torch.Tensor) -> list[int]:
+        """Return the bytes of each tensor that the first step of ``parameter`` makes."""
+        group = self._groups.get(parameter)
+        if group is None or self._optimizer is None or not is_trained(parameter):
+            return []
+        count, element = parameter.numel(), parameter.element_size()
+        sizes = [count * element] * _states_of(self._optimizer, group)
+        if type(self._optimizer).__name__ == "Adafactor":
+            if not can_split(self._optimizer):  # that of transformers: single precision at least
+                element = max(4, element)
+                sizes = [count * element] * len(sizes)
+            *outer, inner = parameter.shape or (1,)
+            # Means over rows and over columns, or of a vector all of it.
+            means = [math.prod(outer), math.prod(outer[:-1]) * inner] if outer else [inner]
+            sizes += [mean * element for mean in means]
+        return sizes
+
+
+def state_tensors(optimizer: Optimizer | None) -> int:
+    """Return how many tensors of a parameter's size the optimizer keeps for it, at most."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return max((_states_of(optimizer, group) for group in groups), default=0)
+
+
+def _states_of(optimizer: Optimizer | None, group: Mapping[str, Any]) -> int:
+    name = type(optimizer).__name__
+    if name == "Adafactor":
+        return int(group.get("beta1") is not None)
+    if name == "Muon":
+        return 1  # its momentum is no switch
+    return _STATES.get(name, _STATES_OF_ADAM) + sum(bool(group.get(key)) for key in _SWITCHES)
+
+
+def is_trained(parameter: torch.Tensor) -> bool:
+    """Return whether steps update ``parameter``: it gets gradients, or still has one."""
+    return parameter.requires_grad or (parameter.is_leaf and parameter.grad is not None)
+
+
+def images_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Return the bytes that a step changes: trained parameters and optimizer state."""
+    states = States(optimizer)
+    return sum(
+        parameter.nbytes + sum(states.sizes(parameter))
+        for parameter in model.parameters()
+        if is_trained(parameter)
+    )
+
+
+def ordinary_bytes(
+    model: nn.Module, optimizer: Optimizer | None, device: Device | None = None
+) -> int:
+    """Return the bytes of ``model``'s tensors that lie outside of ``device``, as they are now.
+
+    Counted are parameters, gradients, optimizer state and buffers: each storage once and whole,
+    none on the meta device. It reads no content, so it waits for nothing and makes no update that
+    was put off. One to two microseconds a tensor: for once in a step.
+
+    Args:
+        model: the root.
+        optimizer: its optimizer, or None.
+        device: whose memory is not counted; None counts all.
+    """
+    found: dict[int, int] = {}
+    for whole in tensors_of(model, optimizer):
+        for tensor in (whole,) if whole.layout is torch.strided else parts_of(whole):
+            if tensor.is_meta:
+                continue
+            if device is None or device.owner(tensor.data_ptr()) < 0:
+                storage = tensor.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def whole_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
+    """Return the bytes of a step of ``model`` that touches everything, without activations.
+
+    Counted is what there is (see `ordinary_bytes`) and, for each parameter that is trained, the
+    gradient and the optimizer state that it lacks by now. Some ten microseconds a parameter.
+
+    Args:
+        model: the root.
+        optimizer: its optimizer, or None.
+    """
+    states = States(optimizer)
+    total = ordinary_bytes(model, optimizer)
+    for parameter in model.parameters():
+        if is_lazy(parameter) or torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+            continue
+        if parameter.is_meta:
+            total += _nbytes(parameter)
+        if parameter.requires_grad and parameter.grad is None:
+            total += _nbytes(parameter)
+        if not states.kept(parameter) and (coming := states.coming(parameter)):
+            total += SCALARS + sum(coming)
+    return total
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
+    """Yield parameters with their gradients and optimizer state, and buffers; it reads nothing."""
+    states = {} if optimizer is None else optimizer.state
+    for parameter in model.parameters():
+        if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
+            continue  # a functional call has put it there for now
+        yield parameter
+        gradient = parameter.grad if parameter.is_leaf else None
+        if gradient is not None:
+            yield gradient
+        # Asked as a plain dict: the state that a session watches would make updates first.
+        entry = dict.get(states, parameter)
+        for value in tuple(entry.values()) if entry else ():
+            if isinstance(value, torch.Tensor):
+                yield value
+    yield from model.buffers()
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the strided tensors that hold what ``tensor`` does."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()

@@ -1,0 +1,107 @@
+"""A plan, and how far a step has come in it.
+
+What it is: `Plan`, what a policy expects of a step and what it does about it, and `Following`, by
+which a step that may go otherwise finds its place in it. What it is not: the carrying out of what
+is due (see `execution`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dynoffload.planning.schedule import Action, Schedule, Use
+
+NEVER = 2**62
+"""Position of the next use of what no plan uses."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a policy expects of a step, and what it does about it.
+
+    Attributes:
+        keys: what each expected use is known by; the step finds its place by them.
+        uses: the expected uses.
+        schedule: of those.
+        drops: (position, region): drop the region once progress has reached the position.
+        strict: the first use that is not the one expected ends the plan.
+    """
+
+    keys: Sequence[Hashable]
+    uses: Sequence[Use]
+    schedule: Schedule
+    drops: Sequence[tuple[int, int]] = ()
+    strict: bool = False
+
+
+class Following:
+    """Progress in a plan.
+
+    Args:
+        plan: None expects nothing.
+
+    Attributes:
+        position: uses of the plan that are over.
+        strict: the first use that is not the one expected ends it.
+    """
+
+    def __init__(self, plan: Plan | None) -> None:
+        self.position = 0
+        self.strict = plan is not None and plan.strict
+        self._next: dict[int, int] = {}
+        self._uses: list[tuple[int, int, int]] = []  # position, region, its next position
+        self._actions: Sequence[Action] = ()
+        self._drops: Sequence[tuple[int, int]] = ()
+        self._places: dict[Hashable, list[int]] = {}
+        self._used = self._acted = self._dropped = 0
+        if plan is not None:
+            self._read(plan)
+
+    def _read(self, plan: Plan) -> None:
+        for position in range(len(plan.uses) - 1, -1, -1):
+            use = plan.uses[position]
+            for region in {*use.regions, *use.creates}:
+                self._uses.append((position, region, self._next.get(region, NEVER)))
+                self._next[region] = position
+        self._uses.reverse()
+        self._actions, self._drops = plan.schedule.actions, plan.drops
+        for position, key in enumerate(plan.keys):
+            self._places.setdefault(key, []).append(position)
+
+    def next_use(self, region: int) -> int:
+        """Return the position at which ``region`` is used next, or `NEVER`."""
+        return self._next.get(region, NEVER)
+
+    def find(self, key: Hashable) -> int:
+        """Return the next position of the use that is known by ``key``; -1 if there is none."""
+        places = self._places.get(key, ())
+        index = bisect_left(places, self.position)
+        return places[index] if index < len(places) else -1
+
+    def advance(self, position: int) -> Iterator[int]:
+        """Progress has reached ``position``; yield the regions whose next use is another now."""
+        self.position = position
+        while self._used < len(self._uses) and self._uses[self._used][0] < position:
+            _, region, following = self._uses[self._used]
+            self._next[region] = following
+            self._used += 1
+            yield region
+
+    def drops(self) -> Iterator[int]:
+        """Yield the regions that are to be dropped by now."""
+        while self._dropped < len(self._drops) and self._drops[self._dropped][0] <= self.position:
+            self._dropped += 1
+            yield self._drops[self._dropped - 1][1]
+
+    def due(self) -> Action | None:
+        """Return the next transfer that may begin, None if there is none."""
+        if self._acted == len(self._actions):
+            return None
+        action = self._actions[self._acted]
+        return action if action.position <= self.position else None
+
+    def done(self) -> None:
+        """What is `due` has begun, or was overtaken."""
+        self._acted += 1

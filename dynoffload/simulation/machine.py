@@ -1,0 +1,186 @@
+"""The machine that a simulation runs on: a fast tier, a link to the tier below, and compute.
+
+What it is: `Machine` and `Link`, in bytes, seconds and bytes per second, and `load_machines`, which
+reads them from TOML. What it is not: a measurement; `dynoffload.doctor` measures this machine.
+
+[Note: one direction and both]  A link moves ``read_bps`` while only reads are under way and
+``write_bps`` while only writes are. With both under way it moves ``mixed_bps`` together, half of it
+each way, never more in one direction than that gives alone. Transfers in one direction share it
+evenly. A full-duplex link has the sum of both as ``mixed_bps``; one that takes turns has their
+harmonic mean.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dynoffload.errors import ConfigError
+from dynoffload.units import MiB, parse_bytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between fast memory and the tier below.
+
+    Attributes:
+        read_bps: bytes per second into fast memory.
+        write_bps: bytes per second out of it.
+        mixed_bps: of both directions at once, together; see [Note: one direction and both].
+        latency_s: seconds before the first byte of a transfer.
+        fault_s: seconds more for a transfer that an access waits for: trap, service, wake.
+        sharers: how many devices use the link at once and share it evenly.
+    """
+
+    read_bps: float
+    write_bps: float
+    mixed_bps: float
+    latency_s: float = 0.0
+    fault_s: float = 0.0
+    sharers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("read_bps", "write_bps", "mixed_bps"):
+            _require(self, name, getattr(self, name) > 0, "above 0 bytes per second")
+        for name in ("latency_s", "fault_s"):
+            _require(self, name, 0 <= getattr(self, name) < float("inf"), "seconds from 0 on")
+        _require(self, "sharers", self.sharers >= 1, "at least 1")
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether reads and writes take turns: both at once move no more than one after the other
+        would."""
+        return self.mixed_bps <= 2 / (1 / self.read_bps + 1 / self.write_bps)
+
+    def rates(self, *, reads: bool, writes: bool) -> tuple[float, float]:
+        """Return the bytes per second of all reads and of all writes that are under way."""
+        if reads and writes:
+            half = self.mixed_bps / 2
+            both = min(half, self.read_bps), min(half, self.write_bps)
+        else:
+            both = self.read_bps * reads, self.write_bps * writes
+        return both[0] / self.sharers, both[1] / self.sharers
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a simulation needs to know of a machine.
+
+    Attributes:
+        link: to the tier below.
+        fast_bytes: capacity of fast memory, that a policy may fill.
+        slow_bytes: capacity of the tier below; None for no limit.
+        overlap: whether transfers run beside compute; without it each waits for the other.
+        workers: transfers that may be under way at one time.
+        compute: how many times faster than the recorded one this machine computes.
+        interference: share of its speed that compute loses while a transfer is under way.
+        page_bytes: what a policy that works by pages moves at a time.
+    """
+
+    link: Link
+    fast_bytes: int
+    slow_bytes: int | None = None
+    overlap: bool = True
+    workers: int = 2
+    compute: float = 1.0
+    interference: float = 0.0
+    page_bytes: int = 2 * MiB
+
+    def __post_init__(self) -> None:
+        _require(self, "fast_bytes", self.fast_bytes > 0, "above 0 bytes")
+        _require(self, "workers", self.workers >= 1, "at least 1")
+        _require(self, "compute", self.compute > 0, "above 0")
+        _require(self, "interference", 0 <= self.interference < 1, "from 0 up to below 1")
+        _require(self, "page_bytes", self.page_bytes > 0, "above 0 bytes")
+        if self.slow_bytes is not None:
+            _require(self, "slow_bytes", self.slow_bytes >= 0, "from 0 bytes on")
+
+    def with_fast(self, nbytes: int) -> Machine:
+        """Return the same machine with other ``fast_bytes``."""
+        return replace(self, fast_bytes=nbytes)
+
+
+def _require(owner: object, name: str, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(
+            f"{type(owner).__name__.lower()}: {name} is {getattr(owner, name)!r}; it must be "
+            f"{wanted}"
+        )
+
+
+_BYTES = frozenset(("fast_bytes", "slow_bytes", "page_bytes", "read_bps", "write_bps", "mixed_bps"))
+
+
+def load_machine(path: Path) -> Machine:
+    """Return the one machine that a TOML file describes; see `load_machines`.
+
+    Raises:
+        ConfigError: as for `load_machines`, or it describes several tiers.
+    """
+    machines = load_machines(path)
+    if len(machines) > 1:
+        raise ConfigError(
+            f"{path} describes {len(machines)} tiers, {', '.join(machines)}: keep one"
+        )
+    return next(iter(machines.values()))
+
+
+def load_machines(path: Path) -> dict[str, Machine]:
+    """Return the machines that a TOML file describes, by the name of their tier.
+
+    The file has the attributes of `Machine` at the top, and those of `Link` in a table ``[link]``,
+    or in tables ``[links.NAME]`` for several tiers to choose from; such a table may also have a
+    ``slow_bytes`` of its own. Bytes and bytes per second may be written as texts such as
+    ``"80GiB"``. Without ``mixed_bps`` a link is full-duplex.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown or missing, or a value out of range.
+    """
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the machine of {path}: {error}") from error
+    tables = document.pop("links", {})
+    if "link" in document:
+        tables = {"link": document.pop("link"), **tables}
+    if not tables or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError(f"{path} has no table [link] or [links.NAME] with read_bps and write_bps")
+    shared = _values(Machine, document, str(path))
+    found = {}
+    for name, table in tables.items():
+        where = f"{path} [{'link' if name == 'link' else f'links.{name}'}]"
+        own = {key: table.pop(key) for key in ("slow_bytes",) if key in table}
+        values = _values(Link, table, where)
+        if "mixed_bps" not in values and {"read_bps", "write_bps"} <= values.keys():
+            values["mixed_bps"] = values["read_bps"] + values["write_bps"]
+        tier = {**shared, **_values(Machine, own, where), "link": _made(Link, values, where)}
+        found[name] = _made(Machine, tier, str(path))
+    return found
+
+
+def _values(kind: Any, table: dict[str, Any], where: str) -> dict[str, Any]:
+    types = {field.name: field.type for field in fields(kind)}
+    values = {}
+    for key, value in table.items():
+        if key not in types or key == "link":
+            known = ", ".join(name for name in types if name != "link")
+            raise ConfigError(f"{where}: {key!r} is no key of a {kind.__name__.lower()}: {known}")
+        if key in _BYTES and isinstance(value, str):
+            value = parse_bytes(value)
+        wanted = {"bool": bool, "int": int, "int | None": int}.get(str(types[key]), (int, float))
+        if not isinstance(value, wanted) or isinstance(value, bool) is not (wanted is bool):
+            raise ConfigError(f"{where}: {key} is {value!r}, which is no {types[key]}")
+        values[key] = value
+    return values
+
+
+def _made(kind: Any, values: dict[str, Any], where: str) -> Any:
+    try:
+        return kind(**values)
+    except TypeError as error:
+        missing = str(error).rpartition(": ")[2]
+        raise ConfigError(f"{where} lacks {missing}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

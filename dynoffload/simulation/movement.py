@@ -1,0 +1,234 @@
+"""A step as visits to layers, and how long it takes when bytes move serially, or ahead.
+
+What it is: the sequence of visits that a placement makes of a step, with the regions each needs
+from remote memory and leaves there, and three ways to time it. What it is not: a simulation of
+devices one by one; all do the same at the same time.
+
+[Note: two orders]  In *sweeps*, all layers are recomputed before backward begins: weights are read
+three times, and the activations of all layers lie in remote memory at once. *Beside*, each layer is
+recomputed just before its backward: weights are read twice, and activations never leave.
+
+[Note: moving ahead]  While a visit runs, the link first stores what the visit before it made and
+then fetches what the next one needs: two buffers for each. What two neighbouring visits share does
+not move. The link carries one transfer at a time, and the first fetch of a step is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dynoffload.simulation.hardware import Accelerator, SharedLink
+from dynoffload.simulation.moe_cluster import Layer, MoeShard
+from dynoffload.simulation.placement import Placement
+from dynoffload.simulation.roofline import Operator, work
+
+
+class Order(Enum):
+    """Where recomputation stands; see [Note: two orders]."""
+
+    SWEEPS = "sweeps"
+    BESIDE = "beside"
+
+
+class Update(Enum):
+    """What of the optimizer belongs to the step; see [Note: the update]."""
+
+    NONE = "none"
+    GRADIENTS = "gradients kept"
+    BESIDE_MEMORY = "beside remote memory"
+    ON_DEVICE = "on the device"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What happens to one layer at one time.
+
+    Attributes:
+        operators: that run.
+        network_bytes: received from other devices.
+        fetched: region -> bytes that must come from remote memory.
+        stored: region -> bytes that are made and belong to remote memory.
+    """
+
+    operators: tuple[Operator, ...]
+    network_bytes: float
+    fetched: Mapping[str, float] = field(default_factory=dict)
+    stored: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Seconds of a step: arithmetic, and what three other things add to it."""
+
+    compute_s: float
+    local_s: float
+    remote_s: float
+    network_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The step."""
+        return self.busy_s + self.remote_s
+
+    @property
+    def busy_s(self) -> float:
+        """The step, were remote memory infinitely fast."""
+        return self.compute_s + self.local_s + self.network_s
+
+
+def visits(
+    shard: MoeShard,
+    placement: Placement,
+    order: Order = Order.SWEEPS,
+    update: Update = Update.NONE,
+) -> list[Visit]:
+    """Return the visits of a step: forward, the head, recomputation and backward."""
+    element = shard.precision.element
+    layers = [
+        _Parts(
+            layer,
+            {f"weights {n}": element * layer.parameters} if placement.weights else {},
+            {f"checkpoint {n}": shard.own} if placement.checkpoints else {},
+            {f"activations {n}": layer.saved} if placement.activations else {},
+            _update(shard, layer, n, placement, update),
+        )
+        for n, layer in enumerate(shard.layers)
+    ]
+    head = shard.head
+    found = [
+        Visit(p.layer.forward, p.layer.forward_network, p.weights, p.checkpoint) for p in layers
+    ]
+    received = head.forward_network + head.backward_network + head.reduced
+    found.append(Visit((*head.forward, *head.backward), received))
+    if order is Order.SWEEPS:
+        for p in layers:
+            needed = {**p.weights, **p.checkpoint}
+            found.append(Visit(p.layer.forward, p.layer.forward_network, needed, p.activations))
+    for p in reversed(layers):
+        operators, received = p.layer.backward, p.layer.backward_network + p.layer.reduced
+        kept = p.activations
+        if order is Order.BESIDE:
+            operators = (*p.layer.forward, *operators)
+            received += p.layer.forward_network
+            kept = p.checkpoint
+        needed = {**p.weights, **kept, **p.update.fetched}
+        found.append(Visit(operators, received + p.update.network_bytes, needed, p.update.stored))
+    return found
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A layer, its regions that are remote, and its update."""
+
+    layer: Layer
+    weights: dict[str, float]
+    checkpoint: dict[str, float]
+    activations: dict[str, float]
+    update: Visit
+
+
+def _update(
+    shard: MoeShard, layer: Layer, number: int, placement: Placement, update: Update
+) -> Visit:
+    """Return the update of a layer as a visit of its own, without its arithmetic."""
+    if update is Update.NONE:
+        return Visit((), 0.0)
+    precision = shard.precision
+    state = shard.state_bytes(layer)
+    parameters = state / precision.state
+    gradient = {f"gradient {number}": precision.gradient * parameters}
+    if update is Update.GRADIENTS:
+        return Visit((), 0.0, {}, gradient)
+    gathered = precision.element * layer.dense * (1 - 1 / shard.division.data)
+    if update is Update.BESIDE_MEMORY:
+        new = 0.0 if placement.weights else precision.element * parameters
+        return Visit((), gathered, {}, {**gradient, f"new weights {number}": new})
+    new = precision.element * layer.parameters if placement.weights else 0.0
+    kept = (precision.state - precision.gradient) * parameters
+    stored = {f"new state {number}": kept, f"new weights {number}": new}
+    return Visit((), gathered, {f"state {number}": state}, stored)
+
+
+def moved_bytes(steps: Sequence[Visit], *, ahead: bool = False) -> float:
+    """Return all bytes that cross to or from remote memory, serially or ahead."""
+    if ahead:
+        return sum(fetched + stored for fetched, stored in _planned(steps))
+    return sum(sum(v.fetched.values()) + sum(v.stored.values()) for v in steps)
+
+
+def serial(steps: Sequence[Visit], device: Accelerator) -> Segments:
+    """Return the step when nothing overlaps."""
+    done = [work(visit.operators, device) for visit in steps]
+    return Segments(
+        sum(w.compute_s for w in done),
+        sum(w.local_s for w in done),
+        device.remote.seconds(moved_bytes(steps)),
+        device.network.seconds(sum(visit.network_bytes for visit in steps)),
+    )
+
+
+def partly_hidden(whole: Segments, share: float) -> Segments:
+    """Return a serial step whose movement runs under ``share`` of the rest, 0 to 1."""
+    left = max(0.0, whole.remote_s - share * whole.busy_s)
+    return Segments(whole.compute_s, whole.local_s, left, whole.network_s)
+
+
+def ahead(steps: Sequence[Visit], device: Accelerator) -> Segments:
+    """Return the step when bytes move while layers run; see [Note: moving ahead]."""
+    rate = device.remote.share
+    whole = serial(steps, device)
+    ended: list[float] = []
+    link = waited = 0.0
+    planned = _planned(steps)
+    for number, (visit, (fetched, _)) in enumerate(zip(steps, planned, strict=True)):
+        if number >= 2:
+            link = max(link, ended[number - 2]) + planned[number - 2][1] / rate
+        link += fetched / rate
+        # What is needed is there, and a buffer is free for what will be made.
+        before = ended[-1] if ended else 0.0
+        start = max(link, before)
+        waited += start - before
+        done = work(visit.operators, device)
+        busy = done.compute_s + done.local_s + device.network.seconds(visit.network_bytes)
+        ended.append(start + busy)
+    for number in range(max(0, len(steps) - 2), len(steps)):
+        link = max(link, ended[number]) + planned[number][1] / rate
+    waited += link - ended[-1]
+    return Segments(whole.compute_s, whole.local_s, waited, whole.network_s)
+
+
+def buffer_bytes(steps: Sequence[Visit]) -> float:
+    """Return the local memory that moving ahead takes beyond moving serially."""
+    planned = _planned(steps)
+    return max(
+        (planned[n + 1][0] if n + 1 < len(planned) else 0.0) + (planned[n - 1][1] if n > 0 else 0.0)
+        for n in range(len(planned))
+    )
+
+
+def in_turns(whole: Segments, count: float, link: SharedLink) -> Segments:
+    """Return a serial step when the devices of a pool move in turns, perfectly staggered.
+
+    Each moves ``count`` bytes at the rate of its port while others compute, or waits for the pool
+    where all of them together ask more of it than it gives: no order of theirs is faster.
+    """
+    alone = count / min(link.port_bytes_per_s, link.bytes_per_s)
+    pool = link.sharers * count / link.bytes_per_s
+    exposed = max(alone, pool - whole.busy_s)
+    return Segments(whole.compute_s, whole.local_s, exposed, whole.network_s)
+
+
+def _planned(steps: Sequence[Visit]) -> list[tuple[float, float]]:
+    """Return the bytes that each visit fetches and stores when neighbours keep what they share."""
+    planned = []
+    for number, visit in enumerate(steps):
+        before = steps[number - 1] if number else None
+        after = steps[number + 1] if number + 1 < len(steps) else None
+        there = {**before.fetched, **before.stored} if before else {}
+        taken = after.fetched if after else {}
+        fetched = sum(size for region, size in visit.fetched.items() if region not in there)
+        stored = sum(size for region, size in visit.stored.items() if region not in taken)
+        planned.append((fetched, stored))
+    return planned

@@ -1,0 +1,259 @@
+"""Recorded steps as a simulation takes them: regions, and reference strings operator by operator.
+
+What it is: `Workload`, made of traces by `workload`. What it is not: a prediction; a workload is
+what really ran, and policies that predict are given other steps than the one at hand.
+
+[Note: names across steps]  Parameters, buffers and optimizer state are the same regions in all
+steps. So are gradients, which each step creates anew and frees at its end. What an operator creates
+besides is known by the operator: its phase, site, name, how often that came before in the step, and
+which of its results it is. So the same place in two steps is one region, whose size may differ from
+step to step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynoffload.errors import TraceError
+from dynoffload.planning.schedule import Use
+from dynoffload.profiler.trace import Phase, Trace
+
+_PERSISTENT = frozenset(("parameter", "buffer", "state"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        uses: its operators that touch data, in order.
+        keys: what each use is known by in other steps too.
+        sizes: bytes of the regions that this step creates or is given.
+        phases: positions of forward, backward and optimizer, as half-open ranges.
+        given: regions that come from outside, such as the sample.
+    """
+
+    uses: tuple[Use, ...]
+    keys: tuple[Hashable, ...]
+    sizes: Mapping[int, int]
+    phases: Mapping[Phase, tuple[int, int]]
+    given: tuple[int, ...]
+
+
+@dataclass
+class Workload:
+    """Steps of one training.
+
+    Attributes:
+        names: of the regions, by index.
+        kinds: of the regions, as `RegionInfo.kind`.
+        sizes: bytes of the regions, of those that vary the largest.
+        steps: in order.
+    """
+
+    names: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def persistent(self) -> list[int]:
+        """The regions that are there before the first step and after the last."""
+        return [index for index, kind in enumerate(self.kinds) if kind in _PERSISTENT]
+
+    @property
+    def seconds(self) -> float:
+        """What all uses take together."""
+        return sum(use.seconds for step in self.steps for use in step.uses)
+
+    def peak(self, step: Step) -> int:
+        """Return the most bytes alive at one moment of ``step``, had everything stayed."""
+        alive = sum(self.sizes[region] for region in self.persistent)
+        alive += sum(step.sizes[region] for region in step.given)
+        peak = alive
+        here: set[int] = set(step.given)
+        for use in step.uses:
+            fresh = [region for region in use.creates if region not in here]
+            here.update(fresh)
+            alive += sum(step.sizes[region] for region in fresh)
+            peak = max(peak, alive)
+            gone = [region for region in use.frees if region in here]
+            here.difference_update(gone)
+            alive -= sum(step.sizes[region] for region in gone)
+        return peak
+
+
+def workload(traces: Iterable[Trace]) -> Workload:
+    """Return the workload that ``traces`` recorded.
+
+    Raises:
+        TraceError: there is no trace, or they are of different networks.
+    """
+    made = Workload()
+    known: dict[Hashable, int] = {}
+    network = ""
+    for trace in traces:
+        if network and trace.network != network:
+            raise TraceError(
+                f"traces of two networks, {network[:12]} and {trace.network[:12]} (step "
+                f"{trace.step} of {trace.source!r}): give those of one"
+            )
+        network = trace.network
+        made.steps.append(_Reader(trace, made, known).step())
+    if not network:
+        raise TraceError("no traces to make a workload of: profile some samples first")
+    return made
+
+
+class _Reader:
+    """Makes the step of one trace."""
+
+    def __init__(self, trace: Trace, made: Workload, known: dict[Hashable, int]) -> None:
+        self._trace, self._made, self._known = trace, made, known
+        self._index: dict[int, int] = {}  # region of the trace -> of the workload
+        self._sizes: dict[int, int] = {}
+        self._given: list[int] = []
+
+    def step(self) -> Step:
+        trace = self._trace
+        last = self._last_uses()
+        alive: set[int] = set()
+        seen: Counter[Hashable] = Counter()
+        uses: list[Use] = []
+        keys: list[Hashable] = []
+        spans: dict[Phase, tuple[int, int]] = {}
+        glue = 0.0  # seconds of operators that touch no data
+        for number, operator in enumerate(trace.operators):
+            touched = tuple(dict.fromkeys((*operator.reads, *operator.writes)))
+            if not touched:
+                glue += operator.seconds
+                continue
+            place = (operator.phase, operator.site, operator.name)
+            key = (*place, seen[place])
+            seen[place] += 1
+            created = []
+            for result, region in enumerate(touched):
+                index = self._region(region, key, result)
+                if index not in alive and not self._was_there(region):
+                    created.append(index)
+                alive.add(index)
+            frees = tuple(self._index[r] for r in last.get(number, ()) if r in self._index)
+            alive.difference_update(frees)
+            start, _ = spans.setdefault(operator.phase, (len(uses), 0))
+            uses.append(
+                Use(
+                    regions=tuple(self._index[region] for region in touched),
+                    creates=tuple(created),
+                    frees=frees,
+                    seconds=operator.seconds + glue,
+                    writes=tuple(self._index[region] for region in operator.writes),
+                )
+            )
+            glue = 0.0
+            keys.append(key)
+            spans[operator.phase] = start, len(uses)
+        return Step(tuple(uses), tuple(keys), self._sizes, spans, tuple(self._given))
+
+    def _was_there(self, region: int) -> bool:
+        info = self._trace.regions[region]
+        return info.kind in _PERSISTENT or info.born < 0
+
+    def _region(self, region: int, key: Hashable, result: int) -> int:
+        if region in self._index:
+            return self._index[region]
+        info = self._trace.regions[region]
+        made = self._made
+        named = info.kind in _PERSISTENT or info.kind == "gradient"
+        name: Hashable = (info.kind, info.name) if named else (key, result)
+        index = self._known.get(name)
+        if index is None:
+            index = self._known[name] = len(made.names)
+            made.names.append(info.name)
+            made.kinds.append(info.kind)
+            made.sizes.append(0)
+        made.sizes[index] = max(made.sizes[index], info.nbytes)
+        self._index[region] = index
+        if info.kind not in _PERSISTENT:
+            self._sizes[index] = info.nbytes
+            if info.born < 0:
+                self._given.append(index)
+        return index
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Return for each operator the regions that are dead after it.
+
+        What outlives the step, but is made anew in each, ends with its last use.
+        """
+        trace = self._trace
+        last: dict[int, int] = {}
+        for number, operator in enumerate(trace.operators):
+            for region in (*operator.reads, *operator.writes):
+                last[region] = number
+        found: dict[int, list[int]] = {}
+        for region, number in last.items():
+            if trace.regions[region].kind not in _PERSISTENT:
+                found.setdefault(number, []).append(region)
+        return found
+
+
+def persistent_part(use: Use, step: Step) -> Use:
+    """Return ``use`` of ``step`` without what that step creates or is given."""
+    regions = tuple(region for region in use.regions if region not in step.sizes)
+    writes = tuple(region for region in use.writes if region not in step.sizes)
+    return Use(regions, writes=writes, seconds=use.seconds)
+
+
+def paged(step: Step, sizes: Sequence[int], page: int) -> tuple[Step, list[int]]:
+    """Return ``step`` with every region split into pages, each a region itself, and their sizes.
+
+    An operator touches the pages of its regions side by side, one after the other, and works on
+    each for its share of the time. So it runs however little fast memory there is, as under a
+    system that pages in hardware.
+
+    Args:
+        step: to be split.
+        sizes: bytes of each region in this step.
+        page: bytes of a page.
+    """
+    first: list[int] = []
+    split: list[int] = []
+    for size in sizes:
+        first.append(len(split))
+        count = max(1, -(-size // page))
+        split += [min(page, size - page * number) for number in range(count)]
+    counts = [max(1, -(-size // page)) for size in sizes]
+    uses: list[Use] = []
+    keys: list[Hashable] = []
+    for use, key in zip(step.uses, step.keys, strict=True):
+        regions = list(dict.fromkeys((*use.regions, *use.creates)))
+        most = max((counts[region] for region in regions), default=1)
+        for number in range(most):
+            # A region with fewer pages is met again and again, as an operand that is broadcast.
+            at = {r: first[r] + number * counts[r] // most for r in regions}
+            ends = number == most - 1
+            uses.append(
+                Use(
+                    regions=tuple(at[region] for region in regions),
+                    creates=tuple(_begun(at, use.creates, uses, number)),
+                    frees=tuple(
+                        first[region] + k
+                        for region in (use.frees if ends else ())
+                        for k in range(counts[region])
+                    ),
+                    seconds=use.seconds / most,
+                    writes=tuple(at[region] for region in use.writes),
+                )
+            )
+            keys.append((key, number))
+    given = tuple(first[r] + k for r in step.given for k in range(counts[r]))
+    return Step(tuple(uses), tuple(keys), dict(enumerate(split)), {}, given), split
+
+
+def _begun(
+    at: Mapping[int, int], creates: Iterable[int], uses: Sequence[Use], number: int
+) -> Iterable[int]:
+    """Return the pages of ``creates`` that this part of an operator is the first to touch."""
+    before = set(uses[-1].regions) if number else set()
+    return (at[region] for region in creates if at[region] not in before)

@@ -1,0 +1,301 @@
+"""Your recorded steps on a machine that you describe: which budget, tier or link hides transfers.
+
+What it is: traces of `dynoffload profile` run on simulated machines, over budgets and over the
+tiers that a TOML file lists; the least budget and the slowest link at which a step waits for
+nothing. What it is not: a measurement. Operators take the recorded seconds, divided by how many
+times faster the machine computes; plans know every step, so a pilot that errs waits longer.
+
+With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from dynoffload.errors import ConfigError, TraceError
+from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.profiler import Trace
+from dynoffload.simulation import (
+    Clairvoyant,
+    Link,
+    Machine,
+    Simulation,
+    Strategy,
+    Workload,
+    load_machines,
+    simulate,
+    workload,
+)
+from dynoffload.units import GiB, format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)
+"""Budgets, as shares of what a step takes with everything in memory."""
+POLICIES: dict[str, Callable[[], Strategy]] = {"planned": Clairvoyant, "on demand": Strategy}
+FACTORS = 64.0
+"""Links are looked for between a tier's own bandwidth divided and multiplied by this."""
+_PRECISION = 0.01  # of a budget or of a bandwidth
+
+EXAMPLE = {
+    "host": Machine(Link(25e9, 25e9, 45e9, latency_s=1e-5, fault_s=3e-5), GiB, compute=40.0),
+    "CXL": Machine(Link(50e9, 50e9, 90e9, latency_s=1e-6, fault_s=3e-5), GiB, compute=40.0),
+    "NVMe": Machine(Link(6.5e9, 4.5e9, 8e9, latency_s=8e-5, fault_s=1e-4), GiB, compute=40.0),
+}
+"""An accelerator forty times as fast as where was recorded, with host memory over PCIe 4.0 x16, CXL
+memory over PCIe 5.0 x16, and one NVMe drive; round figures of such links, none of them measured."""
+
+
+def run(
+    json_path: Path | None = None,
+    *,
+    traces: Path | None = None,
+    machine: Path | None = None,
+    budget: str = "",
+    tolerance: float = 0.01,
+    steps: int = 4,
+    preset: str = "small",
+    tokens: int = 256,
+) -> dict[str, Any]:
+    """Answer for each tier.
+
+    Args:
+        json_path: the figure is written beside it.
+        traces: a directory of `dynoffload profile`; without it a mixture of experts is recorded.
+        machine: a TOML file, see `dynoffload.simulation.load_machines`; without it `EXAMPLE`.
+        budget: fast memory, for the question of the link; without it that of the machine, or a
+            quarter of what a step takes if `EXAMPLE` is asked.
+        tolerance: share of a step's work that may be waited for where transfers count as hidden.
+        steps: how many of the traces are run.
+        preset: of the mixture of experts, where no traces are given.
+        tokens: of its samples.
+    """
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance is {tolerance}: it is a share of a step, between 0 and 1")
+    work = workload(_traces(traces, steps, preset, tokens))
+    machines = EXAMPLE if machine is None else load_machines(machine)
+    whole = max(work.peak(step) for step in work.steps)
+    result: dict[str, Any] = {
+        "traces": None if traces is None else str(traces),
+        "steps": len(work.steps),
+        "step_bytes": whole,
+        "state_bytes": sum(work.sizes[region] for region in work.persistent),
+        "tolerance": tolerance,
+        "tiers": {},
+    }
+    with progress_bar(True) as report:
+        for name, one in machines.items():
+            asked = parse_bytes(budget) if budget else whole // 4 if machine is None else None
+            result["tiers"][name] = _tier(name, work, one, whole, asked, tolerance, report)
+    _show(result)
+    if json_path is not None:
+        from dynoffload.reporting.canvas import write_figure
+
+        write_figure(
+            lambda figure, color: _draw(figure, color, result),
+            json_path.with_suffix(".svg"),
+            height=3.6,
+        )
+    return result
+
+
+def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> list[Trace]:
+    if directory is not None:
+        paths = sorted(Path(directory).glob("*.parquet"))[:steps]
+        if not paths:
+            raise TraceError(f"{directory} holds no traces: make some with dynoffload profile")
+        return [Trace.load(path) for path in paths]
+    import torch
+
+    from dynoffload.experiments import zoo
+    from dynoffload.profiler import profile
+
+    model = zoo.build("moe", preset)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    samples = list(islice(zoo.samples("moe", seed=0, rows=1, length=tokens), steps))
+    with TemporaryDirectory() as folder:
+        made = profile(model, samples, out=folder, optimizer=optimizer, progress=False)
+        return [Trace.load(path) for path in made]
+
+
+def _tier(
+    name: str,
+    work: Workload,
+    machine: Machine,
+    whole: int,
+    budget: int | None,
+    tolerance: float,
+    report: Report,
+) -> dict[str, Any]:
+    """Return what is to be known of one tier."""
+    rows = []
+    total = len(SHARES) * len(POLICIES) + 2
+    for number, share in enumerate(SHARES):
+        on = machine.with_fast(max(1, math.ceil(share * whole)))
+        row: dict[str, Any] = {"share": share, "budget_bytes": on.fast_bytes}
+        for place, (policy, make) in enumerate(POLICIES.items()):
+            report(f"{name}: {policy}", number * len(POLICIES) + place, total)
+            row[policy] = _summary(simulate(work, on, make()))
+        rows.append(row)
+    report(f"{name}: the least budget", total - 2, total)
+    asked = machine.fast_bytes if budget is None else budget
+    held = sum(work.sizes[region] for region in work.persistent)
+    found: dict[str, Any] = {
+        "budgets": rows,
+        "least_budget_bytes": _least_budget(work, machine, whole, tolerance),
+        "budget_bytes": asked,
+        "fits_below": machine.slow_bytes is None or held <= machine.slow_bytes,
+    }
+    report(f"{name}: the slowest link", total - 1, total)
+    factor = _slowest_link(work, machine.with_fast(asked), tolerance)
+    link = machine.link
+    found["link_factor"] = factor
+    found["read_bps"] = link.read_bps
+    found["least_read_bps"] = None if factor is None else factor * link.read_bps
+    return found
+
+
+def _summary(found: Simulation) -> dict[str, Any]:
+    if not found.feasible:
+        return {"infeasible": found.infeasible}
+    steps = found.steps[1:] or found.steps
+    compute = sum(step.compute_s for step in steps)
+    return {
+        "seconds": found.seconds(),
+        "exposed": sum(step.seconds for step in steps) / compute - 1,
+        "bytes_in": sum(step.bytes_in for step in steps) // len(steps),
+        "bytes_out": sum(step.bytes_out for step in steps) // len(steps),
+    }
+
+
+def _hidden(work: Workload, machine: Machine, tolerance: float) -> bool:
+    found = _summary(simulate(work, machine, Clairvoyant()))
+    return bool(found.get("exposed", math.inf) <= tolerance)
+
+
+def _least_budget(work: Workload, machine: Machine, whole: int, tolerance: float) -> int | None:
+    """Return the least budget at which transfers are hidden; None if not even at what all takes."""
+    enough = whole + 1
+    if not _hidden(work, machine.with_fast(enough), tolerance):
+        return None
+    short = 0
+    while enough - short > _PRECISION * whole:
+        middle = (enough + short) // 2
+        if _hidden(work, machine.with_fast(max(1, middle)), tolerance):
+            enough = middle
+        else:
+            short = middle
+    return enough
+
+
+def _slowest_link(work: Workload, machine: Machine, tolerance: float) -> float | None:
+    """Return by what to multiply the tier's bandwidths at the least; None if `FACTORS` is too
+    little, as where a use needs more than the budget."""
+
+    def at(factor: float) -> Machine:
+        link = machine.link
+        scaled = replace(
+            link,
+            read_bps=factor * link.read_bps,
+            write_bps=factor * link.write_bps,
+            mixed_bps=factor * link.mixed_bps,
+        )
+        return replace(machine, link=scaled)
+
+    enough, short = FACTORS, 1 / FACTORS
+    if not _hidden(work, at(enough), tolerance):
+        return None
+    if _hidden(work, at(short), tolerance):
+        return short
+    while enough / short > 1 + _PRECISION:
+        middle = math.sqrt(enough * short)
+        if _hidden(work, at(middle), tolerance):
+            enough = middle
+        else:
+            short = middle
+    return enough
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    whole = format_bytes(result["step_bytes"])
+    for name, tier in result["tiers"].items():
+        table = Table(
+            title=f"{name}: a step takes {whole} with everything in memory", title_justify="left"
+        )
+        for column in ("budget", "of it"):
+            table.add_column(column, justify="right")
+        for policy in POLICIES:
+            table.add_column(policy, justify="right")
+            table.add_column("exposed", justify="right")
+        for row in tier["budgets"]:
+            cells = [format_bytes(row["budget_bytes"]), f"{row['share']:.1%}"]
+            for policy in POLICIES:
+                one = row[policy]
+                if "seconds" in one:
+                    cells += [format_seconds(one["seconds"]), f"{one['exposed']:.1%}"]
+                else:
+                    cells += ["cannot run", ""]
+            table.add_row(*cells)
+        console.print(table)
+        for line in answers(name, tier, result["tolerance"]):
+            console.print(line, highlight=False)
+
+
+def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
+    """Return what is to be said of one tier."""
+    hidden = f"no more than {tolerance:.0%} of a step waits"
+    least = tier["least_budget_bytes"]
+    said = [
+        f"  budget: from {format_bytes(least)} on {hidden}"
+        if least is not None
+        else f"  budget: whatever it is, more than {tolerance:.0%} of a step waits"
+    ]
+    at, factor = format_bytes(tier["budget_bytes"]), tier["link_factor"]
+    if factor is None:
+        said.append(f"  link: under {at} no link of up to {FACTORS:.0f} times its bandwidth does")
+    else:
+        needed = f"{tier['least_read_bps'] / 1e9:.3g} GB/s"
+        said.append(
+            f"  link: under {at} {needed} are enough that {hidden}; {name} reads "
+            f"{tier['read_bps'] / 1e9:.3g} GB/s"
+        )
+    if not tier["fits_below"]:
+        said.append("  capacity: parameters and optimizer state are more than this tier holds")
+    return said
+
+
+def _draw(figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+    tiers = result["tiers"]
+    every = figure.subplots(1, len(tiers), sharey=True, squeeze=False)[0]
+    for axes, (name, tier) in zip(every, tiers.items(), strict=True):
+        _draw_tier(axes, color, name, tier)
+    every[0].set_ylabel("step, times its compute")
+    every[0].legend(frameon=False)
+
+
+def _draw_tier(axes: Axes, color: Mapping[str, str], name: str, tier: Mapping[str, Any]) -> None:
+    for policy, shade in zip(POLICIES, ("plan", "fault"), strict=True):
+        rows = [row for row in tier["budgets"] if "seconds" in row[policy]]
+        xs = [row["share"] for row in rows]
+        ys = [1 + row[policy]["exposed"] for row in rows]
+        axes.plot(xs, ys, marker="o", markersize=4, color=color[shade], label=policy)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    ticks = [2.0**-power for power in range(5)]
+    axes.set_xticks(ticks, ["1", *(f"1/{2**power}" for power in range(1, 5))])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("budget, of what a step takes")
+    axes.set_title(f"{name}, {tier['read_bps'] / 1e9:g} GB/s", loc="left")

@@ -1,0 +1,93 @@
+"""What a described machine would do with recorded steps: answers that can be checked by running
+the simulation at what they name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynoffload.errors import ConfigError, TraceError
+from dynoffload.experiments.whatif import SHARES, answers, run
+
+MACHINE = """
+fast_bytes = "2MiB"
+compute = 2.0
+
+[links.near]
+read_bps = 4e9
+write_bps = 4e9
+
+[links.far]
+read_bps = 2e8
+write_bps = 2e8
+slow_bytes = "1MiB"
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The experiment on two tiers, and where its figure lies."""
+    folder = tmp_path_factory.mktemp("whatif")
+    (folder / "machine.toml").write_text(MACHINE)
+    path = folder / "whatif.json"
+    options: dict[str, Any] = {"preset": "tiny", "tokens": 24, "steps": 3, "tolerance": 0.05}
+    return run(path, machine=folder / "machine.toml", **options), folder / "whatif.svg"
+
+
+def test_a_nearer_tier_needs_less_memory(asked: tuple[dict[str, Any], Path]) -> None:
+    """And each row says what was simulated under it."""
+    tiers = asked[0]["tiers"]
+    assert list(tiers) == ["near", "far"]
+    near, far = tiers["near"], tiers["far"]
+    assert near["least_budget_bytes"] < far["least_budget_bytes"]
+    for tier in tiers.values():
+        assert [row["share"] for row in tier["budgets"]] == list(SHARES)
+        full = tier["budgets"][0]["planned"]
+        assert full["exposed"] < 0.05
+        for row in tier["budgets"]:
+            if "seconds" in row["planned"] and "seconds" in row["on demand"]:
+                assert row["planned"]["seconds"] <= 1.02 * row["on demand"]["seconds"]
+    assert near["budget_bytes"] == far["budget_bytes"] == 2 << 20
+    assert near["fits_below"]
+    assert not far["fits_below"]
+    json.dumps(asked[0], allow_nan=False)
+
+
+def test_the_slowest_link_is_one_bandwidth_whatever_tier_asks(
+    asked: tuple[dict[str, Any], Path],
+) -> None:
+    """Both tiers have the same proportions, so what they need is the same."""
+    near, far = (asked[0]["tiers"][name] for name in ("near", "far"))
+    assert near["link_factor"] < far["link_factor"]
+    assert near["least_read_bps"] == pytest.approx(far["least_read_bps"], rel=0.03)
+
+
+def test_the_answers_are_said_in_words(asked: tuple[dict[str, Any], Path]) -> None:
+    told = answers("far", asked[0]["tiers"]["far"], 0.05)
+    assert "from " in told[0]
+    assert "GB/s are enough that no more than 5% of a step waits; far reads 0.2 GB/s" in told[1]
+    assert "more than this tier holds" in told[2]
+    nothing = {
+        "least_budget_bytes": None,
+        "budget_bytes": 1 << 20,
+        "link_factor": None,
+        "fits_below": True,
+    }
+    told = answers("far", nothing, 0.05)
+    assert "whatever it is, more than 5% of a step waits" in told[0]
+    assert "under 1.00 MiB no link of up to 64 times its bandwidth does" in told[1]
+
+
+def test_a_figure_is_drawn(asked: tuple[dict[str, Any], Path]) -> None:
+    drawn = asked[1].read_text()
+    assert all(text in drawn for text in ("near, 4 GB/s", "far, 0.2 GB/s", "planned", "on demand"))
+
+
+def test_wrong_questions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="holds no traces: make some with dynoffload profile"):
+        run(traces=tmp_path)
+    with pytest.raises(ConfigError, match="tolerance is 0: it is a share"):
+        run(tolerance=0)

@@ -1,0 +1,87 @@
+"""No operator is unknown that the training of a network of transformers executes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import idioms
+from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
+
+RESULT = Path(__file__).parents[1] / "docs" / "results" / "idioms.json"
+
+FEW = ("gpt2", "olmoe", "mamba", "t5", "convnext", "wav2vec2")
+"""One of each kind of network."""
+
+
+def check(result: dict[str, Any], names: list[str]) -> None:
+    assert result["unknown"] == {}
+    assert [row["architecture"] for row in result["rows"]] == names
+    assert result["architectures"] == len(names)
+    assert result["operators"] == len(result["operator_rules"])
+    assert sum(result["rules"].values()) == result["operators"]
+    assert "unknown" not in result["rules"]
+    for row in result["rows"]:
+        assert row["steps"] == 2, row
+        assert row["distinct"] > 20, row
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_each_operator_of_a_few_architectures_is_known(name: str) -> None:
+    pytest.importorskip("transformers")
+    result = idioms.run(architectures=(name,))
+    check(result, [name])
+    operators = set(result["operator_rules"])
+    assert any("backward" in operator for operator in operators), "no backward was recorded"
+    assert any("addcdiv" in operator for operator in operators), "no optimizer step was recorded"
+
+
+@pytest.mark.slow
+def test_each_operator_of_every_architecture_is_known() -> None:
+    """Forward, backward and AdamW; at least forty architectures."""
+    pytest.importorskip("transformers")
+    assert len(ARCHITECTURES) >= 40
+    result = idioms.run()
+    check(result, list(ARCHITECTURES))
+    assert result["operators"] > 150
+
+
+def test_the_published_figures_are_of_forty_architectures_and_name_nothing_unknown() -> None:
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    check(result, [row["architecture"] for row in result["rows"]])
+    assert len({row["architecture"] for row in result["rows"]}) >= 40
+
+
+def test_an_unknown_operator_is_told_with_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a network that runs an operator of a stranger."""
+    with torch.library._scoped_library("dynoffload_test", "FRAGMENT") as library:
+        library.define("mystery(Tensor a) -> Tensor")
+        library.impl("mystery", torch.neg, "CompositeExplicitAutograd")
+
+        class Strange(torch.nn.Linear):
+            config = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = super().forward(x)
+                return y - torch.ops.dynoffload_test.mystery(y.detach())
+
+        strange = Architecture("none", "", "", lambda g, c: {"x": torch.ones(2, 3)}, loss=_sum)
+        monkeypatch.setattr(Architecture, "build", lambda self: Strange(3, 2))
+        monkeypatch.setitem(ARCHITECTURES, "strange", strange)
+        result = idioms.run(architectures=("strange",))
+    assert result["unknown"] == {"dynoffload_test.mystery.default": ["strange"]}
+    assert result["rules"]["unknown"] == 1
+
+
+def _sum(output: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+def test_an_architecture_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="no architecture is named 'gpt9'; there are gpt2, "):
+        idioms.run(architectures=("gpt9",))

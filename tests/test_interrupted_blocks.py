@@ -1,0 +1,455 @@
+"""Ctrl-C, or an error, as a block begins or ends, and what an interrupt leaves behind.
+
+A block has begun or it has not, and it has ended: wherever the signal comes, no hook, no thread, no
+descriptor and no paged tensor is left, all bits are those of before or of after the last step, and
+a second block trains on exactly. What is the user's own can be interrupted while it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from exactness import (
+    SMALL_PAGES,
+    assert_ordinary,
+    assert_same_training,
+    footprint_of,
+    least_budget,
+    needs_pager,
+)
+from fused_networks import PAGES, Chosen, chosen_loss
+from torch import nn
+
+import dynoffload
+from dynoffload.runtime import interrupts
+from dynoffload.runtime import session as sessions
+from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
+from dynoffload.runtime.updates import drafts
+
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
+
+LIFE = r"""
+import gc, os, random, signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+from exactness import *
+from fused_networks import PAGES, Chosen, chosen_loss
+from torch.nn.modules import module as registry
+from dynoffload.runtime.materialize import recipe_is_noted
+
+backend, what, count = sys.argv[2], sys.argv[3], int(sys.argv[4])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+ROOT = str(Path(dynoffload.__file__).parent / "runtime")
+PLANS = tuple(f"{ROOT}/{name}.py" for name in ("sizing", "counting", "host"))  # they change nothing
+swallowed = []
+sys.unraisablehook = swallowed.append
+
+
+class At:
+    # Sends the signal at the n-th line of the runtime.
+    def __init__(self, n):
+        self.left, self.lines = n, 0
+
+    def __call__(self, frame, event, arg):
+        file = frame.f_code.co_filename
+        return self.line if file.startswith(ROOT) and file not in PLANS else None
+
+    def line(self, frame, event, arg):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.left:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                signal.raise_signal(signal.SIGINT)
+        return self.line
+
+
+def begin(meta):
+    if not meta:
+        model = Chosen()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        chosen_loss(model, (0, [1, 3])).backward()
+        optimizer.step()
+        chosen_loss(model, (1, [1, 2])).backward()
+        return model, optimizer
+    with torch.device("meta"):
+        model = Chosen()
+    dynoffload.materialize(model, give)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@torch.no_grad()
+def give(module):
+    for name, parameter in module._parameters.items():
+        parameter.copy_(dict(type(module)().named_parameters())[name])
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.step()
+        optimizer.zero_grad()
+        chosen_loss(model, (step, [step % 6, 3])).backward()
+
+
+def left():
+    kinds = ("parameter", "buffer", "module")
+    hooks = sum(len(getattr(registry, f"_global_{kind}_registration_hooks")) for kind in kinds)
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), hooks
+
+
+def bare(model):
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        assert not module._state_dict_pre_hooks and not module._load_state_dict_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def life(n, meta=False):
+    plain, theirs = begin(False)
+    model, optimizer = begin(meta)
+    options = {**PAGES, "backend": backend, "step_aside": False}
+    budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, options)
+    at = At(n)
+    came = False
+    sys.settrace(at if what != "leaving" else None)
+    try:
+        with dynoffload.offload(model, optimizer, budget=budget, config=options):
+            sys.settrace(None)
+            train(model, optimizer, (2, 3))
+            sys.settrace(at if what == "leaving" else None)
+    except KeyboardInterrupt:
+        came = True
+    finally:
+        sys.settrace(None)
+    assert came == (0 < n <= at.lines)
+    gc.collect()
+    bare(model)
+    if meta:
+        if came:
+            assert all(p.is_meta for p in model.parameters()) and recipe_is_noted(model)
+        return at.lines
+    if what == "leaving" or not came:
+        train(plain, theirs, (2, 3))
+    for number in range(2):
+        assert_same_training(model, optimizer, plain, theirs)
+        assert_ordinary(model, optimizer)
+        if number == 0:
+            with dynoffload.offload(model, optimizer, budget=budget, config=options):
+                train(model, optimizer, (4, 5))
+            train(plain, theirs, (4, 5))
+    return at.lines
+
+
+meta = what == "meta"
+life(0, meta)
+lines = life(0, meta)  # without what is done once
+gc.collect()
+before = left()
+chance = random.Random(1)
+every = lines / count
+for start in range(count):
+    n = 1 + chance.randrange(int(start * every), int((start + 1) * every))
+    try:
+        life(n, meta)
+        gc.collect()
+        assert left() == before, (left(), before)
+    except BaseException as error:
+        error.add_note(f"{n} of {lines}")
+        raise
+assert not swallowed, swallowed
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("what", ["entering", "leaving", "meta"])
+@pytest.mark.parametrize("count", [8, pytest.param(120, marks=pytest.mark.slow)])
+def test_a_block_has_begun_or_has_not(backend: str, what: str, count: int) -> None:
+    """Wherever the signal comes as it is entered or left; a model from the meta device is there
+    again if its block has not begun."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIFE, str(Path(__file__).parent), backend, what, str(count)],
+        capture_output=True,
+        text=True,
+        timeout=110 + 10 * count,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Let Ctrl-C interrupt, also where the test runner was started without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def descriptors() -> int:
+    """Return how many files are open: a device that lives has its spill file."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def trained(
+    backend: str, steps: int = 4, **changes: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    model = Chosen()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {**PAGES, "backend": backend, "step_aside": False, "draft_share": 1.0, **changes}
+    budget, _ = least_budget(model, optimizer, footprint_of(model) // 2, options)
+
+    def run() -> None:
+        with dynoffload.offload(model, optimizer, budget=budget, config=options):
+            for step in range(steps):
+                chosen_loss(model, (step, [step % 3, 3])).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return model, optimizer, run
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_without_its_growth_is_undone(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error after the model was paged, and before the session is there."""
+    model, optimizer, run = trained(backend)
+    before = descriptors()
+
+    def fails(model: nn.Module) -> None:
+        raise MemoryError("no room for growth")
+
+    monkeypatch.setattr(sessions, "Growth", fails)
+    with pytest.raises(MemoryError, match="growth"):
+        run()
+    assert descriptors() == before
+    assert_ordinary(model, optimizer)
+    monkeypatch.undo()
+    run()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hooks_that_fail_are_taken_off(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the one that cannot be registered is what the user sees."""
+    model, optimizer, run = trained(backend)
+
+    def fails(self: nn.Module, *args: Any) -> None:
+        raise MemoryError("no room for a hook")
+
+    monkeypatch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", fails)
+    with pytest.raises(MemoryError, match="hook"):
+        run()
+    assert_ordinary(model, optimizer)
+    assert not any(module._state_dict_pre_hooks for module in model.modules())
+
+
+def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while the runtime has views of what is paged, and is caught outside."""
+    model, optimizer, run = trained("auto", policy="repeat")
+    before = descriptors()
+    real, sent = drafts.snapshot, []
+
+    def snapshot(*args: Any) -> Any:
+        if not sent:
+            sent.append(signal.raise_signal(signal.SIGINT))
+        return real(*args)
+
+    monkeypatch.setattr(drafts, "snapshot", snapshot)
+    with interrupting(), pytest.raises(KeyboardInterrupt) as caught:
+        run()
+    assert sent, "no draft was made"
+    assert descriptors() == before, "the pool and the spill file stay"
+    assert_ordinary(model, optimizer)
+    del caught
+
+
+def test_an_error_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in the runtime, whose frames have views of what is paged."""
+    model, optimizer, run = trained("mapped")
+    before = descriptors()
+    real = FusedStore._fill
+
+    def fills(self: FusedStore, row: Any, ours: Any, source: Any) -> None:
+        if source is not None and source.grad_fn is None and made:
+            del row, ours, source  # this frame is the test's
+            raise MemoryError("no room for a gradient")
+        real(self, row, ours, source)
+
+    made: list[int] = []
+    monkeypatch.setattr(FusedStore, "_fill", fills)
+    fill_gradient = FusedStore.fill_gradient
+
+    def fill(self: FusedStore, *args: Any) -> Any:
+        made.append(1)
+        return fill_gradient(self, *args)
+
+    monkeypatch.setattr(FusedStore, "fill_gradient", fill)
+    with pytest.raises(MemoryError, match="gradient") as caught:
+        run()
+    assert descriptors() == before, "the pool and the spill file stay"
+    assert_ordinary(model, optimizer)
+    del caught
+
+
+def test_features_can_be_interrupted() -> None:
+    """The user's function ends where Ctrl-C comes, and training goes on afterwards."""
+    reached = []
+
+    def features(*args: Any, **kwargs: Any) -> dict[str, float]:
+        reached.append("called")
+        if len(reached) == 1:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("went on")
+        return {"a": 1.0}
+
+    model = Chosen()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {**PAGES, "features": features, "step_aside": False}
+    plain = Chosen()
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    budget, _ = least_budget(model, optimizer, footprint_of(model) // 2, options)
+    with interrupting(), dynoffload.offload(model, optimizer, budget=budget, config=options):
+        with pytest.raises(KeyboardInterrupt):
+            chosen_loss(model, (0, [0, 3]))
+        assert reached == ["called"]
+        for step in range(3):
+            for one, its in ((model, optimizer), (plain, theirs)):
+                chosen_loss(one, (step, [step, 3])).backward()
+                its.step()
+                its.zero_grad()
+    assert_same_training(model, optimizer, plain, theirs)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64))
+
+
+def test_an_init_at_the_end_can_be_interrupted() -> None:
+    """A model that nobody has called gets its weights as its block ends, by the user's function;
+    the block ends whatever that does."""
+    with torch.device("meta"):
+        model = nn.Sequential(Layer(), Layer())
+    reached = []
+
+    def init(module: nn.Module) -> None:
+        reached.append("called")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("went on")
+
+    before = descriptors()
+    dynoffload.materialize(model, init)
+    with (
+        interrupting(),
+        pytest.raises(KeyboardInterrupt),
+        dynoffload.offload(model, budget="1MiB", config=SMALL_PAGES),
+    ):
+        pass
+    assert reached == ["called"]
+    assert descriptors() == before
+    assert_ordinary(model)
+
+
+def test_signals_are_let_in_where_it_is_said() -> None:
+    """And put off again afterwards."""
+    done: list[str] = []
+
+    @uninterrupted
+    def call() -> None:
+        let_come()
+        signal.raise_signal(signal.SIGINT)
+        done.append("before")
+        try:
+            let_come()
+        except KeyboardInterrupt:
+            done.append("let in")
+        signal.raise_signal(signal.SIGINT)
+        done.append("after")
+
+    with interrupting():
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        let_come()
+    assert done == ["before", "let in", "after"]
+
+
+def test_what_is_the_users_is_interrupted_at_once() -> None:
+    """Whatever line of what lets signals through another comes at, they are put off again until
+    the outermost call is over, and the handlers are in their places then."""
+    numbers = [signal.SIGINT, signal.SIGUSR1]
+    came: list[int] = []
+    done: list[str] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        assert frame is not None
+        came.append(number)
+        raise KeyboardInterrupt
+
+    @interruptible
+    def users() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("went on")
+
+    @uninterrupted
+    def inner() -> None:
+        users()
+
+    @uninterrupted
+    def outer(trace: Any) -> None:
+        sys.settrace(trace)
+        try:
+            inner()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            seen = len(came)
+            signal.raise_signal(signal.SIGINT)
+            assert len(came) == seen, "signals come, though they are held off"
+            done.append("undone")
+        finally:
+            sys.settrace(None)
+
+    def sends_at(line: int) -> bool:
+        left = line
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != interrupts.__file__:
+                return None
+            if event == "line":
+                left -= 1
+                if left == -1:
+                    signal.raise_signal(signal.SIGUSR1)
+            return trace
+
+        with pytest.raises(KeyboardInterrupt):
+            outer(trace)
+        return left < 0
+
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        line = 0
+        while sends_at(line):
+            assert [signal.getsignal(number) for number in numbers] == [interrupt] * 2, line
+            assert (interrupts._depth, interrupts._held) == (0, None), line
+            assert done == ["undone"], line
+            assert came.count(signal.SIGUSR1) == 1, line
+            came.clear()
+            done.clear()
+            line += 1
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+    assert line > 20

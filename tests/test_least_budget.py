@@ -1,0 +1,494 @@
+"""The budget that a `BudgetError` names is enough to train under, and its words are true.
+
+What is pinned at one time must fit the pool, or a step waits for room that nobody makes: so each
+optimizer, each size of pages and each kind of parameter trains some steps at exactly that budget,
+bit for bit as plainly. Patience is cut to seconds here, so that a wait without end fails soon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import KINDS, needs_pager
+from exactness import SMALL_PAGES, Loop, Twin, compare_runs, least_budget, small_samples
+from fused_networks import Chosen, chosen_loss, mixtral, mixtral_loss
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Adam, AdamW, Muon, Optimizer
+
+import dynoffload
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BudgetError
+from dynoffload.memory.device import Device
+from dynoffload.memory.pager import Pager
+from dynoffload.runtime import paging
+from dynoffload.runtime.sizing import sizing_of, update_bytes
+from dynoffload.runtime.updates.drafts import Drafts
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Mixed(nn.Module):
+    """An embedding, matrices without biases and a long vector, whose state Adafactor keeps whole.
+
+    Args:
+        width: of all layers; at 64 the state that Adafactor keeps of a row is paged, too.
+        vector: have the vector.
+    """
+
+    def __init__(self, width: int, *, vector: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.head = nn.Linear(width, 50, bias=False)
+        self.scale = nn.Parameter(torch.ones(3000)) if vector else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits ``[tokens, 50]`` for ``[tokens]``."""
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if self.scale is not None:
+            x = x * self.scale[: x.shape[1]] + self.scale.mean()
+        logits: Tensor = self.head(torch.sin(x) * x)
+        return logits
+
+
+class Odd(nn.Module):
+    """A complex matrix, two matrices over one storage, and one in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(2, 40, 40) / 8
+        self.one, self.two = nn.Parameter(both[0]), nn.Parameter(both[1])
+        self.wave = nn.Parameter(torch.randn(40, 40, dtype=torch.complex64) / 8)
+        self.fine = nn.Parameter(torch.randn(40, 40, dtype=torch.float64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[rows, 40]`` for the same."""
+        x = ((x @ self.one @ self.two).to(torch.complex64) @ self.wave).abs()
+        fine: Tensor = x.double() @ self.fine
+        return fine
+
+
+def mixed_loss(model: nn.Module, sample: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss of one sample of `small_samples`."""
+    return F.cross_entropy(model(sample[0]), sample[1])
+
+
+def odd_loss(model: nn.Module, seed: int) -> Tensor:
+    """Return the loss of one sample."""
+    generator = torch.Generator().manual_seed(seed)
+    loss: Tensor = model(torch.randn(3, 40, generator=generator)).square().mean()
+    return loss
+
+
+def of_transformers(parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
+    """Return transformers' Adafactor."""
+    from transformers.optimization import Adafactor
+
+    options = {"lr": 1e-2, "relative_step": False, "scale_parameter": False, **options}
+    return Adafactor(parameters, **options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def of_torch(name: str, **options: Any) -> Make:
+    """Return how to make an optimizer of `torch.optim`."""
+    return lambda parameters: getattr(torch.optim, name)(parameters, lr=1e-2, **options)
+
+
+MAKES: dict[str, Make] = {
+    "AdamW": of_torch("AdamW"),
+    "Adafactor": of_torch("Adafactor"),
+    "amsgrad": of_torch("Adam", amsgrad=True),
+    "SGD": of_torch("SGD"),
+    "momentum": of_torch("SGD", momentum=0.9),
+    "nesterov": of_torch("SGD", momentum=0.9, nesterov=True, foreach=True),
+    "RMSprop": of_torch("RMSprop", centered=True, momentum=0.9),
+    **{
+        name: of_torch(name)
+        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
+    },
+    "transformers' Adafactor": of_transformers,
+    "the same with beta1": lambda parameters: of_transformers(parameters, beta1=0.9),
+}
+CORE = ("AdamW", "Adafactor", "momentum")
+DEFAULT: dict[str, Any] = {"page_bytes": None, "min_paged_bytes": None}
+"""What the budget's size decides; of a budget this small they are pages of 4 KiB."""
+PAGES: dict[str, dict[str, Any]] = {
+    "default": DEFAULT,
+    "16 KiB": {**SMALL_PAGES, "page_bytes": 16384},
+    "all paged": {**SMALL_PAGES, "min_paged_bytes": 64},
+}
+
+each_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(kind, marks=[needs_pager] * (kind == "pager")) for kind in KINDS]
+)
+each_optimizer = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[] if name in CORE else [pytest.mark.slow])
+        for name, make in MAKES.items()
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody wait for room for longer than seconds."""
+    begin = paging.open_device
+
+    def opened(*args: Any) -> Device:
+        device = begin(*args)
+        if isinstance(device, Pager):
+            device._native.pager_set_patience(device._handle, 3)
+        return device
+
+    monkeypatch.setattr(paging, "open_device", opened)
+    monkeypatch.setattr("dynoffload.memory.mapped._GRACE_S", 3.0)
+
+
+def train_at_the_least(
+    model: nn.Module,
+    make: Make,
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    samples: list[Any],
+    *,
+    times: int = 1,
+    **config: Any,
+) -> None:
+    """Train at exactly the budget that the error names, or at so many ``times`` that, and compare
+    with plain PyTorch."""
+    twin = Twin(model, make)
+    budget, as_wanted = least_budget(model, twin.optimizer, 1, {**SMALL_PAGES, **config})
+    assert not as_wanted
+    loop = Loop(steps=len(samples))
+    budget *= times
+    compare_runs(twin, loop, samples, loss_of, budget, config=config, pilot=None)
+
+
+@each_backend
+@each_optimizer
+@pytest.mark.parametrize("width", [32, 64])
+def test_every_optimizer(backend: str, make: Make, width: int) -> None:
+    """On default pages, where state of other sizes than the parameter's is paged too."""
+    torch.manual_seed(0)
+    samples = small_samples(5, words=50)
+    train_at_the_least(Mixed(width), make, mixed_loss, samples, backend=backend, **DEFAULT)
+
+
+@pytest.mark.slow
+@each_backend
+@each_optimizer
+@pytest.mark.parametrize("pages", ["16 KiB", "all paged"])
+def test_other_pages(backend: str, make: Make, pages: str) -> None:
+    torch.manual_seed(0)
+    samples = small_samples(5, words=50)
+    train_at_the_least(Mixed(64), make, mixed_loss, samples, backend=backend, **PAGES[pages])
+
+
+@each_backend
+@pytest.mark.parametrize("pages", PAGES)
+def test_muon(backend: str, pages: str) -> None:
+    """It takes matrices alone."""
+    torch.manual_seed(0)
+    samples = small_samples(4, words=50)
+    model = Mixed(48, vector=False)
+    train_at_the_least(
+        model, lambda p: Muon(p, lr=1e-2), mixed_loss, samples, backend=backend, **PAGES[pages]
+    )
+
+
+@each_backend
+@each_optimizer
+def test_fused_experts(backend: str, make: Make) -> None:
+    """An expert that is hit, then is not for some steps, and then is hit again: behind the update
+    that has a gradient wait others of zeros, which need a region of their own."""
+    samples = [(seed, [seed % 3, 5] if seed % 4 else [0]) for seed in range(8)]
+    config = {**SMALL_PAGES, "backend": backend}
+    train_at_the_least(Chosen(), make, chosen_loss, samples, **config)
+
+
+@pytest.mark.slow
+@each_backend
+@each_optimizer
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("pages", ["default", "all paged"])
+def test_fused_experts_of_transformers(
+    backend: str, make: Make, implementation: str, pages: str
+) -> None:
+    model = mixtral(implementation)
+    config = {**PAGES[pages], "backend": backend}
+    train_at_the_least(model, make, mixtral_loss, list(range(5)), **config)
+
+
+@each_backend
+@pytest.mark.parametrize("make", [MAKES["AdamW"], MAKES["momentum"]], ids=["AdamW", "momentum"])
+@pytest.mark.parametrize("pages", ["default", "16 KiB"])
+def test_odd_parameters(backend: str, make: Make, pages: str) -> None:
+    """Complex, of several dtypes, and two over one storage."""
+    torch.manual_seed(0)
+    config = {**PAGES[pages], "backend": backend}
+    train_at_the_least(Odd(), make, odd_loss, list(range(4)), **config)
+
+
+@needs_pager
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rollback": True},
+        {"policy": "repeat"},
+        {"defer_updates": "never"},
+        {"page_activations": False},
+        {"policy": "on-demand"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("network", ["plain", "fused"])
+def test_ways_to_make_updates(options: dict[str, Any], network: str) -> None:
+    """Each pins other regions, at other times."""
+    torch.manual_seed(0)
+    if network == "plain":
+        samples = small_samples(4, words=50)
+        train_at_the_least(Mixed(64), MAKES["AdamW"], mixed_loss, samples, **DEFAULT, **options)
+    else:
+        hits = [(seed, [seed % 3]) for seed in range(6)]
+        train_at_the_least(Chosen(), MAKES["AdamW"], chosen_loss, hits, **options)
+
+
+@needs_pager
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("network", ["plain", "fused"])
+def test_updates_drafted_in_backward(
+    network: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On twins, which take room too: with three times the least budget there is some for them."""
+    made: list[bool] = []
+    take = Drafts.take
+    monkeypatch.setattr(Drafts, "take", lambda *a: made.append(take(*a)) or made[-1])
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"times": times, "policy": "repeat", "draft_share": 1.0}
+    if network == "plain":
+        samples = small_samples(6, words=50)
+        train_at_the_least(Mixed(64), MAKES["AdamW"], mixed_loss, samples, **DEFAULT, **options)
+    else:
+        hits = [(seed, [seed % 3]) for seed in range(8)]
+        train_at_the_least(Chosen(), MAKES["AdamW"], chosen_loss, hits, **options)
+    assert any(made) or times < 3
+
+
+@each_backend
+def test_what_is_frozen_and_still_has_state(backend: str) -> None:
+    """With a gradient of zeros beside it ``step()`` updates it all the same, as in plain PyTorch;
+    small state of what is frozen stays in memory and counts."""
+    torch.manual_seed(0)
+    twin = Twin(Mixed(64), MAKES["AdamW"])
+    samples = small_samples(5, words=50)
+    for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+        mixed_loss(model, samples[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.head.requires_grad_(False)
+        model.layers.requires_grad_(False)
+    config = {**SMALL_PAGES, "backend": backend, "min_paged_bytes": 14_000}
+    budget, _ = least_budget(twin.model, twin.optimizer, 1, config)
+    loop = Loop(steps=4, set_to_none=False)
+    compare_runs(twin, loop, samples[1:], mixed_loss, budget, config=config, pilot=None)
+
+
+@each_backend
+def test_experts_are_saved_and_loaded(backend: str, tmp_path: Path) -> None:
+    """Slice by slice, as all of a parameter's are many times the pool."""
+    twin = Twin(Chosen(count=40), MAKES["AdamW"])
+    config = {**SMALL_PAGES, "backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, 1, config)
+    loop = Loop(steps=2)
+    samples = [(seed, [seed, 30]) for seed in range(4)]
+    loop.run(twin.reference, twin.its, samples[:2], chosen_loss)
+    with twin.paged(budget, config=config) as session:
+        loop.run(twin.model, twin.optimizer, samples[:2], chosen_loss)
+        session.save(tmp_path / "saved")
+        loop.run(twin.model, twin.optimizer, samples[2:], chosen_loss)
+        session.load(tmp_path / "saved")
+    twin.assert_same()
+
+
+@each_backend
+def test_experts_that_are_updated_whole_are_kept_for_rollback(backend: str) -> None:
+    """As those are whose gradients lie in memory of the user's."""
+    twin = Twin(Chosen(count=40), MAKES["AdamW"])
+    config = {**SMALL_PAGES, "backend": backend, "rollback": True}
+    budget, _ = least_budget(twin.model, twin.optimizer, 1, config)
+
+    def train(model: nn.Module, optimizer: Optimizer) -> None:
+        for step in range(3):
+            chosen_loss(model, (step, [step, 30])).backward()
+            mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            for parameter, gradient in zip(model.parameters(), mine, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(twin.reference, twin.its)
+    with twin.paged(budget, config=config):
+        train(twin.model, twin.optimizer)
+    twin.assert_same()
+
+
+def test_what_an_update_pins_is_counted_in_pages() -> None:
+    """Of Adafactor, whose state is paged from where it is large enough; of a slice, with zeros."""
+    matrix = nn.Parameter(torch.zeros(64, 32))
+    states = [64 * 4, 32 * 4]
+    for least, regions in ((64, 2 + 2 + 1 + 1), (256, 2 + 2 + 1), (1024, 2 + 2)):
+        found = update_bytes(matrix, states, 4096, least, slices=1, queues=True)
+        assert found == regions * 4096
+    frozen = nn.Parameter(torch.zeros(64, 32), requires_grad=False)
+    assert update_bytes(frozen, [], 4096, 64, slices=1, queues=True) == 2 * 4096
+    fused = nn.Parameter(torch.zeros(4, 32, 64))
+    for queues in (False, True):
+        found = update_bytes(fused, [4 * 8192] * 2, 4096, 64, slices=4, queues=queues)
+        assert found == 8192 * (4 + queues)
+
+
+# What the error says
+
+
+class Experts(nn.Module):
+    """An embedding that is larger than a slice of the experts, and smaller than all of them.
+
+    Args:
+        width: of a slice of ``width`` times ``width`` single numbers.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200, 192)
+        self.experts = nn.Parameter(torch.zeros(8, width, width))
+
+
+def refusal(model: nn.Module, budget: int, **config: Any) -> str:
+    """Return the words with which a budget is refused."""
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(BudgetError) as refused:
+        sizing_of(model, optimizer, budget, OffloadConfig.of(config))
+    return str(refused.value)
+
+
+def test_the_culprit_is_that_of_the_budget_that_is_named() -> None:
+    """Pages that the user wants keep experts whole: smaller ones are a remedy, and that is true."""
+    model = Experts(width=96)  # slices of nine pages
+    for budget in (10_000, 1_000_000):
+        told = refusal(model, budget, page_bytes=16384)
+        assert "experts needs 1.12 MiB at once" in told
+        assert "paged whole, as its slices of 36.00 KiB are no multiple of the pages of" in told
+        assert "config={'page_bytes': 4096}" in told
+    for config in ({"page_bytes": 4096}, {}):
+        told = refusal(model, 10_000, **config)
+        assert "words.weight needs" in told
+        assert "paged whole" not in told
+
+
+@pytest.mark.parametrize("shape", [(64, 96, 96), (16, 128, 64), (8, 160, 128), (4, 300, 300)])
+def test_what_is_enough_is_enough_with_more(shape: tuple[int, ...]) -> None:
+    """A larger budget is divided into larger pages; those must not make experts whole for which
+    there is no room."""
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.zeros(shape))
+    optimizer = AdamW(model.parameters())
+    accepted = []
+    budget = 50_000
+    while budget < 30_000_000:
+        try:
+            sizing_of(model, optimizer, budget, OffloadConfig.of({}))
+            accepted.append(True)
+        except BudgetError:
+            accepted.append(False)
+        budget = int(budget * 1.05)
+    assert accepted == sorted(accepted)
+    assert {True, False} == set(accepted)
+
+
+def test_what_the_optimizer_does_not_update_has_no_state() -> None:
+    """It is not to be blamed for one: its gradient is all that comes to it."""
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 4))
+    with pytest.raises(BudgetError, match=r"0\.weight needs 2\.00 MiB at once"):
+        sizing_of(model, AdamW(model[1].parameters()), 2_300_000, OffloadConfig.of({}))
+    with pytest.raises(BudgetError, match=r"0\.weight needs 4\.00 MiB at once"):
+        sizing_of(model, AdamW(model.parameters()), 2_300_000, OffloadConfig.of({}))
+
+
+def test_slices_that_no_page_divides_are_told_of() -> None:
+    told = refusal(Experts(width=100), 10_000)
+    assert "paged whole, as its slices of 39.06 KiB are no multiple of any page" in told
+    assert "page_bytes" not in told
+
+
+# An update that becomes larger
+
+
+@each_backend
+def test_more_state_than_fits_is_refused_until_it_is_switched_off(backend: str) -> None:
+    """Of an option that is set after the block has begun; nothing is changed by the refusal."""
+    torch.manual_seed(0)
+    twin = Twin(Mixed(128), lambda p: Adam(p, lr=1e-2))
+    config = {**SMALL_PAGES, "backend": backend}
+    budget, _ = least_budget(twin.model, twin.optimizer, 1, config)
+    samples = small_samples(3, words=50)
+    loop = Loop(steps=3)
+    expected = loop.run(twin.reference, twin.its, samples, mixed_loss)
+    with twin.paged(budget, config=config) as session:
+        group = twin.optimizer.param_groups[0]
+        group["amsgrad"] = True
+        for _ in range(2):
+            with pytest.raises(BudgetError, match="of which the optimizer keeps more now, needs"):
+                mixed_loss(twin.model, samples[0])
+        assert not session.log.steps
+        group["amsgrad"] = False
+        losses = loop.run(twin.model, twin.optimizer, samples, mixed_loss)
+    assert [a.item() for a in losses] == [b.item() for b in expected]
+    twin.assert_same()
+
+
+@each_backend
+def test_more_state_that_fits_is_trained_with(backend: str) -> None:
+    torch.manual_seed(0)
+    twin = Twin(Mixed(64), lambda p: Adam(p, lr=1e-2))
+    config = {**SMALL_PAGES, "backend": backend}
+    amsgrad = Adam(twin.model.parameters(), amsgrad=True)
+    budget, _ = least_budget(twin.model, amsgrad, 1, config)
+    samples = small_samples(3, words=50)
+    loop = Loop(steps=3)
+    twin.its.param_groups[0]["amsgrad"] = True
+    loop.run(twin.reference, twin.its, samples, mixed_loss)
+    with twin.paged(budget, config=config):
+        twin.optimizer.param_groups[0]["amsgrad"] = True
+        loop.run(twin.model, twin.optimizer, samples, mixed_loss)
+    twin.assert_same()
+
+
+@needs_pager
+def test_an_update_that_has_grown_is_refused_by_step_too() -> None:
+    """Before anything is changed: parameters that are converted back are as they were."""
+    torch.manual_seed(0)
+    model = Mixed(64)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    budget, _ = least_budget(model, optimizer, 1, SMALL_PAGES)
+    config = {**SMALL_PAGES, "step_aside": False}
+    samples = small_samples(2, words=50)
+    with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config):
+        mixed_loss(model, samples[0]).backward()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model.double()
+        with pytest.raises(
+            BudgetError, match=r"has .* now and had .*, needs .*, or change it back"
+        ):
+            optimizer.step()
+        model.float()
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        optimizer.step()
+        mixed_loss(model, samples[1]).backward()
+        optimizer.step()
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -1,0 +1,272 @@
+"""Models of transformers on the meta device get the random weights that transformers gives.
+
+Each is compared with two built in memory. What two seeds of the plain constructor agree on, such as
+sinusoids, masks, ones and zeros, is the same to the bit; of the rest the mean and the deviation
+are, within six standard errors. And the bits are those of transformers' own way of initialising a
+model after it was built (`_finalize_model_loading`), as its constructor's own draws are not
+repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from exactness import SMALL_PAGES, assert_same, least_budget, needs_pager
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import dynoffload
+from dynoffload.errors import ConfigError
+from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
+
+transformers = pytest.importorskip("transformers")
+
+from dynoffload.integrations.transformers import materialize  # noqa: E402
+
+SEED = 5
+ERRORS = 6  # standard errors that two samples of one distribution may differ by
+KINDS = ("t5", "gpt2", "whisper", "wav2vec2", "clip", "mamba", "mixtral", "bert", "modernbert")
+ARCHITECTURE = [
+    pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in ARCHITECTURES
+]
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by all of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def ties(model: nn.Module) -> set[tuple[str, ...]]:
+    """Return the names that share a tensor."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named(model).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {tuple(names) for names in groups.values() if len(names) > 1}
+
+
+def built(architecture: Architecture, seed: int) -> nn.Module:
+    """Return the network as its constructor makes it after a seed."""
+    torch.manual_seed(seed)
+    return architecture.build()
+
+
+def initialised(architecture: Architecture) -> tuple[nn.Module, set[str]]:
+    """Return the network as transformers initialises one that was built before, after `SEED`, and
+    the names of what it leaves to the constructor."""
+    from transformers.initialization import no_tie_weights
+
+    with no_tie_weights():
+        model: Any = architecture.build()
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    model.mark_tied_weights_as_initialized(None)
+    before = {name: (tensor, tensor._version) for name, tensor in named(model).items()}
+    torch.manual_seed(SEED)
+    model.initialize_weights()
+    after = named(model)
+    left = {name for name, was in before.items() if was == (after[name], after[name]._version)}
+    model.tie_weights()
+    return model, left & {name for name, _ in model.named_parameters()}
+
+
+def on_meta(architecture: Architecture) -> nn.Module:
+    """Return the network without memory."""
+    with torch.device("meta"):
+        return architecture.build()
+
+
+def given(model: nn.Module, path: Path | None = None, **options: Any) -> nn.Module:
+    """Return ``model`` after a block under half of its parameters, in which it got its weights."""
+    config = {**SMALL_PAGES, "step_aside": False, **options}
+    budget, _ = least_budget(model, None, sum(p.nbytes for p in model.parameters()) // 2, config)
+    with dynoffload.offload(model, budget=budget, pilot=None, config=config) as session:
+        torch.manual_seed(SEED)
+        materialize(model, path)
+        assert session.paging
+    return model
+
+
+def assert_alike(value: Tensor, plain: Tensor, other: Tensor, name: str) -> None:
+    """Assert that ``value`` is drawn as ``plain`` and ``other`` are, or is the same as both."""
+    assert (value.dtype, value.shape) == (plain.dtype, plain.shape), name
+    assert value.requires_grad == plain.requires_grad, name
+    if torch.equal(plain, other):
+        assert_same(value.detach(), plain.detach(), name)
+        return
+    value, plain = value.detach().double(), plain.detach().double()
+    error = 1 / math.sqrt(plain.numel())  # of the ratio of two deviations; of means, times sqrt(2)
+    if plain.numel() > 1:
+        assert abs(value.std() / plain.std() - 1) < ERRORS * error, name
+    spread = max(plain.std(correction=0), plain.abs().mean())
+    assert abs(value.mean() - plain.mean()) < ERRORS * math.sqrt(2) * error * spread, name
+
+
+@pytest.mark.parametrize("name", ARCHITECTURE)
+def test_random_weights_are_those_that_transformers_gives(name: str) -> None:
+    """Of every kind of network that transformers has."""
+    architecture = ARCHITECTURES[name]
+    plain, other = built(architecture, 1), built(architecture, 2)
+    model = given(on_meta(architecture))
+    values, expected, others = named(model), named(plain), named(other)
+    assert list(values) == list(expected)
+    assert ties(model) == ties(plain)
+    for key, value in values.items():
+        assert not value.is_meta
+        assert not hasattr(value, "_is_hf_initialized"), key
+        assert_alike(value, expected[key], others[key], key)
+    reference, left = initialised(architecture)
+    for key, value in named(reference).items():
+        if key not in left:
+            assert_same(values[key].detach(), value.detach(), key)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), "mapped"])
+def test_on_every_backend(backend: str) -> None:
+    """Where pages are fetched by the pager, and where the kernel fetches them."""
+    model = given(on_meta(ARCHITECTURES["t5"]), backend=backend)
+    assert_same(named(model), named(initialised(ARCHITECTURES["t5"])[0]), "weights")
+
+
+class Watched(transformers.T5ForConditionalGeneration):
+    """A T5 that looks how much of it is in memory whenever a module of it was initialised."""
+
+    resident: list[int]
+    session: Any
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if not self.shared.weight.is_meta:
+            self.resident.append(self.session._paging.device.resident_bytes())
+
+
+def test_no_more_is_in_memory_than_the_budget() -> None:
+    """At any time while modules write into their parts, and those into theirs."""
+    with torch.device("meta"):
+        model = Watched(transformers.T5Config(**{**T5, "num_layers": 12}))
+    model.resident = []
+    config = {**SMALL_PAGES, "step_aside": False}
+    whole = sum(p.nbytes for p in model.parameters())
+    budget, _ = least_budget(model, None, whole // 4, config)
+    with dynoffload.offload(model, budget=budget, pilot=None, config=config) as session:
+        model.session = session
+        materialize(model)
+    del model.session
+    assert 0 < max(model.resident) <= budget < whole / 2
+
+
+class Tempered(transformers.GPT2LMHeadModel):
+    """A GPT-2 with a parameter and a buffer that its constructor alone gives a value."""
+
+    in_memory: ClassVar[list[list[str]]] = []
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.temperature = nn.Parameter(torch.tensor([2.5]), requires_grad=False)
+        self.register_buffer("bounds", torch.arange(4.0))
+        self.in_memory.append([name for name, t in named(self).items() if not t.is_meta])
+
+
+class Extended(Tempered):
+    """The same, with a constructor that takes more."""
+
+    def __init__(self, config: Any, more: int) -> None:
+        super().__init__(config)
+
+
+GPT2 = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+
+
+def test_what_the_constructor_alone_gives_is_taken_from_it() -> None:
+    """It is called again, and nothing else that it makes stays in memory."""
+    with torch.device("meta"):
+        model = Tempered(GPT2)
+    Tempered.in_memory.clear()
+    values = named(given(model))
+    assert Tempered.in_memory == [[], ["temperature", "bounds"]]
+    assert values["temperature"].tolist() == [2.5]
+    assert not values["temperature"].requires_grad
+    assert values["bounds"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_nobody_gives_a_value_is_named() -> None:
+    """A constructor that takes more cannot be called again."""
+    with torch.device("meta"):
+        model = Extended(GPT2, 1)
+    with pytest.raises(ConfigError, match=r"leaves bounds, temperature to .* of Extended, which"):
+        given(model)
+    with torch.device("meta"):
+        changed = transformers.GPT2LMHeadModel(GPT2)
+        changed.added = nn.Parameter(torch.empty(64, 64))
+    with pytest.raises(ConfigError, match=r"added got no value: _init_weights\(\) of its module"):
+        given(changed)
+
+
+def test_what_has_its_values_keeps_them() -> None:
+    """Parts that were built in memory, between others on the meta device; they are not drawn."""
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(GPT2)
+    model.transformer.h[0] = type(model.transformer.h[0])(GPT2, layer_idx=0)
+    norm = model.transformer.h[1].ln_1
+    norm.bias = nn.Parameter(torch.full((32,), 7.0))
+    before = {n: t.detach().clone() for n, t in model.transformer.h[0].state_dict().items()}
+    values = named(given(model))
+    for name, value in before.items():
+        assert_same(values[f"transformer.h.0.{name}"].detach(), value, name)
+    assert values["transformer.h.1.ln_1.bias"].tolist() == [7] * 32
+    assert values["transformer.h.1.ln_1.weight"].tolist() == [1] * 32
+    scaled = values["transformer.h.1.mlp.c_proj.weight"].std()
+    assert scaled < 0.75 * values["transformer.h.1.mlp.c_fc.weight"].std()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_module_that_was_replaced_gets_its_weights_too(inside: bool) -> None:
+    """Between `materialize` and the block, or before both."""
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(GPT2)
+    if not inside:
+        materialize(model)
+    with torch.device("meta"):
+        model.lm_head = nn.Linear(32, 64, bias=False)
+    config = {**SMALL_PAGES, "step_aside": False}
+    with dynoffload.offload(model, budget="1MiB", pilot=None, config=config):
+        if inside:
+            materialize(model)
+        model(input_ids=torch.arange(5)[None])
+    assert 0.015 < model.lm_head.weight.std() < 0.025
+
+
+def test_a_model_that_was_converted_on_the_meta_device() -> None:
+    """It is initialised in its own type, as `from_pretrained` does, what is built anew too."""
+    architecture = ARCHITECTURES["clip"]
+    model = given(on_meta(architecture).to(torch.bfloat16))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert_same(model.logit_scale.detach(), architecture.build().logit_scale.bfloat16(), "scale")
+
+
+def test_a_file_and_what_it_lacks(tmp_path: Path) -> None:
+    """Buffers that are not saved are made, and nothing is drawn for what the file has."""
+    reference = built(ARCHITECTURES["clip"], 1)
+    path = tmp_path / "model.safetensors"
+    save_file(reference.state_dict(), path)
+    model = given(on_meta(ARCHITECTURES["clip"]), path)
+    torch.manual_seed(SEED)
+    drawn = torch.rand(3)
+    torch.manual_seed(SEED)
+    given(on_meta(ARCHITECTURES["clip"]), path)
+    assert torch.equal(torch.rand(3), drawn)
+    assert_same(named(model), named(reference), "weights")
+
+
+def test_a_path_that_is_none_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(GPT2)
+    with pytest.raises(ConfigError, match=r"path=5 is no path: .* safetensors file, or None"):
+        materialize(model, 5)

@@ -1,0 +1,246 @@
+"""The simulated machine: times and bytes that can be reckoned by hand, and bounds that hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynoffload.errors import BudgetError
+from dynoffload.planning.bound import phase_bound
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
+from dynoffload.simulation.execution import Execution, State, StepResult
+from dynoffload.simulation.following import Plan
+from dynoffload.simulation.machine import Link, Machine
+from dynoffload.simulation.recompute import Rematerialization
+
+LINK = Link(read_bps=100.0, write_bps=50.0, mixed_bps=150.0)
+
+
+def machine(fast: int, **changes: Any) -> Machine:
+    return Machine(changes.pop("link", LINK), fast, **changes)
+
+
+def use(*regions: int, seconds: float = 1.0, **parts: Any) -> Use:
+    return Use(regions, seconds=seconds, **parts)
+
+
+def plan(uses: Sequence[Use], *actions: Action, strict: bool = False) -> Plan:
+    schedule = Schedule(actions, 0, 0, 0, NextUse(uses))
+    return Plan(range(len(uses)), uses, schedule, strict=strict)
+
+
+def ran(sizes: list[int], uses: Sequence[Use], on: Machine, plan: Plan | None = None) -> StepResult:
+    """Run ``uses``; what none of them creates lies below at first."""
+    execution = Execution(sizes, on)
+    created = {region for use in uses for region in use.creates}
+    execution.place(set(range(len(sizes))) - created, below=True)
+    return execution.step(uses, range(len(uses)), plan)
+
+
+def test_a_use_waits_for_what_it_reads_and_what_stays_is_not_read_again() -> None:
+    """Two regions of one and two seconds on the link, which two readers share, then two of work."""
+    result = ran([100, 200], [use(0, 1), use(0, 1)], machine(300))
+    assert result.stall_s == pytest.approx(3.0)
+    assert result.seconds == pytest.approx(5.0)
+    assert (result.bytes_in, result.bytes_out, result.faults) == (300, 0, 2)
+    assert result.peak_bytes == 300
+
+
+def test_a_fault_costs_its_latency_and_a_prefetch_hides_behind_compute() -> None:
+    """Demanded, the second region takes half a second and its second; planned, none of both."""
+    link = Link(100.0, 50.0, 150.0, latency_s=0.25, fault_s=0.25)
+    uses = [use(0, seconds=3.0), use(1)]
+    ahead = plan(uses, Action(0, Kind.FETCH, 1))
+    for overlap, followed, seconds in (
+        (True, None, 4.0 + 1.5),
+        (True, ahead, 4.0),
+        (False, ahead, 4.0 + 1.25),
+    ):
+        execution = Execution([100, 100], machine(200, link=link, overlap=overlap))
+        execution.place([0], below=False)
+        execution.place([1], below=True)
+        result = execution.step(uses, range(2), followed)
+        assert result.seconds == pytest.approx(seconds)
+        assert result.prefetched_bytes == (100 if followed else 0)
+        assert (result.faults, result.wasted_bytes) == (0 if followed else 1, 0)
+
+
+def test_only_what_was_modified_is_written() -> None:
+    """Room for one of two: the one that was read leaves for nothing, the other at 50 B/s."""
+    clean = ran([100, 100], [use(0), use(1)], machine(100))
+    assert (clean.bytes_out, clean.seconds) == (0, pytest.approx(4.0))
+    dirty = ran([100, 100], [use(0, writes=(0,)), use(1)], machine(100))
+    assert (dirty.bytes_out, dirty.seconds) == (100, pytest.approx(6.0))
+
+
+def test_what_is_created_is_not_read_and_what_is_freed_is_not_written() -> None:
+    """An activation lives in fast memory alone, unless it must leave."""
+    uses = [use(1, creates=(1,)), use(1, frees=(1,)), use(0)]
+    result = ran([100, 100], uses, machine(100))
+    assert (result.bytes_in, result.bytes_out) == (100, 0)
+    assert result.seconds == pytest.approx(4.0)
+
+
+def test_both_directions_share_a_link_as_it_says() -> None:
+    """A write of 100 beside a read of 100: as long as one, or in turns as long as both."""
+    uses = [use(0, seconds=0.0, writes=(0,)), use(1, seconds=0.0), use(2, seconds=0.0)]
+    sizes = [100, 100, 100]
+    leaves = plan(uses, Action(1, Kind.EVICT, 0))
+    duplex = Link(100.0, 100.0, 200.0)
+    turns = Link(100.0, 100.0, 100.0)
+    first = ran(sizes, uses, machine(300, link=duplex), leaves)
+    second = ran(sizes, uses, machine(300, link=turns), leaves)
+    assert first.seconds == pytest.approx(3.0)
+    assert second.seconds == pytest.approx(4.0)
+    halved = Link(100.0, 100.0, 200.0, sharers=2)
+    assert ran(sizes, uses, machine(300, link=halved), leaves).seconds == pytest.approx(6.0)
+
+
+def test_traffic_slows_compute_by_the_interference() -> None:
+    """Four seconds of work at half speed beside two of transfer: five."""
+    uses = [use(0, seconds=4.0), use(1, seconds=0.0)]
+    execution = Execution([100, 200], machine(300, interference=0.5))
+    execution.place([0], below=False)
+    execution.place([1], below=True)
+    result = execution.step(uses, range(2), plan(uses, Action(0, Kind.FETCH, 1)))
+    assert result.seconds == pytest.approx(5.0)
+    assert result.compute_s == pytest.approx(4.0)
+
+
+def test_compute_is_scaled() -> None:
+    """A machine that is twice as fast takes half of the time, and no less for its transfers."""
+    result = ran([100], [use(0, seconds=4.0)], machine(100, compute=2.0))
+    assert result.seconds == pytest.approx(1.0 + 2.0)
+
+
+def test_a_strict_plan_ends_with_the_first_use_that_it_did_not_expect() -> None:
+    """What it had in mind for later is not fetched; one that is not strict finds its way back."""
+    expected = [use(0), use(1), use(2)]
+    actions = [Action(1, Kind.FETCH, 2)]
+    for strict, prefetched in ((True, 0), (False, 100)):
+        execution = Execution([100] * 4, machine(400))
+        execution.place(range(4), below=True)
+        followed = plan(expected, *actions, strict=strict)
+        result = execution.step([use(0), use(3), use(1), use(2)], [0, "new", 1, 2], followed)
+        assert result.broken is strict
+        assert result.prefetched_bytes == prefetched
+
+
+def test_what_is_used_last_leaves_first_and_the_oldest_without_a_plan() -> None:
+    """Room for two of three."""
+    uses = [use(0), use(1), use(2), use(0)]
+    demanded = ran([100] * 3, uses, machine(200))
+    assert demanded.bytes_in == 400  # 0 was the oldest
+    followed = ran([100] * 3, uses, machine(200), plan(uses))
+    assert followed.bytes_in == 300  # 1 is not used again
+
+
+def test_a_use_that_cannot_fit_is_refused_with_need_and_have() -> None:
+    with pytest.raises(BudgetError, match=r"300 bytes.*200 bytes"):
+        ran([100] * 3, [use(0, 1, 2)], machine(200))
+
+
+class Oldest:
+    """Drops what was used longest ago and can be made again."""
+
+    def choose(self, execution: Execution) -> tuple[int, bool] | None:
+        made = [region for region in execution.evictable() if region in execution.producer]
+        return (min(made, key=lambda r: execution.last_used[r]), True) if made else None
+
+
+def chain(length: int) -> list[Use]:
+    """Make each of ``length`` regions from the one before, then use them in reverse."""
+    forward = [
+        use(*((number - 1,) if number else ()), number, creates=(number,))
+        for number in range(length)
+    ]
+    backward = [use(number, frees=(number,)) for number in reversed(range(length))]
+    return [*forward, *backward]
+
+
+def test_what_was_dropped_is_made_again_from_what_it_was_made_from() -> None:
+    """Room for two of three: the first goes when the third is made, and is made anew at the end."""
+    execution = Execution([100] * 3, machine(200), victims=Oldest(), drops=True)
+    result = execution.step(chain(3))
+    assert result.recompute_s == pytest.approx(1.0)
+    assert result.seconds == pytest.approx(7.0)
+    assert (result.bytes_in, result.bytes_out) == (0, 0)
+    assert execution.resident() == []
+
+
+@pytest.mark.parametrize("victims", [Oldest(), Rematerialization()], ids=["oldest", "DTR"])
+def test_a_long_chain_runs_in_whatever_room_there_is(victims: Any) -> None:
+    """With room for two there is no choice: each second one is made from the first, which takes
+    18 + 16 + ... + 2 uses more. More room takes fewer, and room for all takes none."""
+    again = []
+    for room in (2, 3, 5, 20):
+        execution = Execution([100] * 20, machine(100 * room), victims=victims, drops=True)
+        result = execution.step(chain(20))
+        assert result.peak_bytes <= 100 * room
+        assert result.seconds == pytest.approx(40.0 + result.recompute_s)
+        again.append(result.recompute_s)
+    assert again[0] == pytest.approx(90.0)
+    assert again[0] > again[1] > again[2] > again[3] == 0
+
+
+SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=8)
+
+
+@st.composite
+def strings(draw: st.DrawFn) -> tuple[list[int], list[Use], int]:
+    """Draw sizes, a string over them that keeps the rules, and a capacity it can run in."""
+    sizes = draw(SIZES)
+    alive: set[int] = set(range(len(sizes) // 2))
+    uses = []
+    for _ in range(draw(st.integers(1, 25))):
+        regions = (
+            set(draw(st.lists(st.sampled_from(sorted(alive)), max_size=3))) if alive else set()
+        )
+        fresh = sorted(set(range(len(sizes))) - alive)
+        creates = set(draw(st.lists(st.sampled_from(fresh), max_size=2))) if fresh else set()
+        touched = sorted(regions | creates)
+        frees = draw(st.lists(st.sampled_from(touched), unique=True, max_size=1)) if touched else []
+        writes = [region for region in sorted(regions) if draw(st.booleans())]
+        seconds = draw(st.floats(0, 2))
+        uses.append(
+            Use(
+                tuple(sorted(regions)), tuple(sorted(creates)), tuple(frees), seconds, tuple(writes)
+            )
+        )
+        alive = (alive | creates) - set(frees)
+    largest = max(sum(sizes[r] for r in {*u.regions, *u.creates}) for u in uses)
+    capacity = draw(st.integers(max(1, largest), max(1, sum(sizes))))
+    return sizes, uses, capacity
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(strings(), st.booleans(), st.booleans(), st.integers(1, 3))
+def test_no_run_beats_the_bound(
+    string: tuple[list[int], list[Use], int], ahead: bool, overlap: bool, workers: int
+) -> None:
+    """Whatever moves, at least the fewest bytes are read, and the fast memory is never passed."""
+    sizes, uses, capacity = string
+    on = machine(capacity, overlap=overlap, workers=workers)
+    execution = Execution(list(sizes), on)
+    execution.place(range(len(sizes) // 2), below=True)
+    followed = None
+    if ahead:
+        schedule = LookAhead().plan(uses, sizes, capacity, [])
+        followed = Plan(range(len(uses)), uses, schedule)
+    result = execution.step(uses, range(len(uses)), followed)
+    least = phase_bound(uses, sizes, capacity)
+    resident = sum(sizes[r] for r in range(len(sizes)) if execution.state[r] is not State.ABSENT)
+    assert result.peak_bytes <= capacity
+    assert resident <= capacity
+    assert result.bytes_in >= least.bytes_in
+    assert result.seconds >= max(least.compute_s, least.bytes_in / LINK.read_bps) - 1e-6
+    if not ahead:  # else a write that was begun early may end after the step
+        assert result.seconds >= least.seconds(LINK.read_bps, LINK.write_bps) - 1e-6
+    assert result.compute_s == pytest.approx(sum(use.seconds for use in uses))
+    if not overlap:
+        assert result.seconds >= result.compute_s + result.bytes_in / LINK.read_bps - 1e-6

@@ -1,0 +1,289 @@
+"""Policies on a simulated machine: recorded steps of a network that routes, and of one that does
+not."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from dynoffload.errors import ConfigError, TraceError
+from dynoffload.experiments import zoo
+from dynoffload.profiler import Trace, profile
+from dynoffload.simulation import (
+    DTR,
+    Capuchin,
+    Clairvoyant,
+    Intervals,
+    Link,
+    Machine,
+    Predicted,
+    Replay,
+    Simulation,
+    Strategy,
+    UnifiedMemory,
+    Workload,
+    load_machine,
+    load_machines,
+    simulate,
+    workload,
+)
+from dynoffload.units import GiB, MiB
+
+LINK = Link(read_bps=5e8, write_bps=5e8, mixed_bps=8e8, fault_s=2e-5)
+
+
+def recorded(model: nn.Module, samples: list[Any], **options: Any) -> list[Trace]:
+    with TemporaryDirectory() as folder:
+        optimizer = AdamW(model.parameters(), foreach=False)
+        options |= {"optimizer": optimizer, "progress": False}
+        return [Trace.load(path) for path in profile(model, samples, out=folder, **options)]
+
+
+@cache
+def routed() -> Workload:
+    """Four steps of a mixture of experts that take different experts."""
+    samples = list(islice(zoo.samples("moe", seed=0, rows=1, length=24), 4))
+    return workload(recorded(zoo.build("moe", "tiny"), samples))
+
+
+class Chain(nn.Module):
+    """The same layers in each step, whose activations are larger than their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss of ``[rows, 16]``."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@cache
+def static() -> Workload:
+    """Four steps of `Chain`."""
+    torch.manual_seed(0)
+    return workload(recorded(Chain(), [torch.randn(512, 16) for _ in range(4)]))
+
+
+def peak(work: Workload) -> int:
+    return max(work.peak(step) for step in work.steps)
+
+
+def run(work: Workload, share: float, strategy: Strategy, **changes: Any) -> Simulation:
+    """Simulate under a share of what the steps take with everything in memory."""
+    machine = Machine(changes.pop("link", LINK), int(share * peak(work)) + 1, **changes)
+    return simulate(work, machine, strategy)
+
+
+def exact(work: Workload) -> Predicted:
+    return Predicted(expect=lambda number: work.steps[number])
+
+
+def test_a_workload_keeps_what_was_recorded() -> None:
+    """Seconds, and one region for what is the same in all steps."""
+    work = routed()
+    assert len({work.names[region] for region in work.persistent}) == len(work.persistent)
+    for step in work.steps:
+        alive: set[int] = set(work.persistent) | set(step.given)
+        for use in step.uses:
+            assert not alive & set(use.creates)
+            alive |= set(use.creates)
+            assert alive >= {*use.regions, *use.frees}
+            alive -= set(use.frees)
+        assert alive <= set(work.persistent) | set(step.given)
+    assert peak(work) > sum(work.sizes[region] for region in work.persistent)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Strategy, UnifiedMemory, Replay, Intervals, Capuchin, DTR, Clairvoyant]
+)
+def test_with_room_for_everything_nothing_moves(strategy: type[Strategy]) -> None:
+    """After the first step, which reads what lies below."""
+    found = run(static(), 1.02, strategy(), page_bytes=4096)
+    assert found.feasible, found.infeasible
+    for step in found.steps[1:]:
+        assert step.recompute_s == 0
+        given = sum(static().steps[0].sizes[region] for region in static().steps[0].given)
+        assert step.bytes_in <= given + step.prefetched_bytes
+        assert step.seconds == pytest.approx(step.compute_s + step.stall_s)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_who_knows_more_waits_less(share: float) -> None:
+    """Foreknowledge against demand, and demand of what is wanted against that of whole pages."""
+    work = routed()
+    seconds = {
+        strategy.name: run(work, share, strategy, page_bytes=4096).seconds()
+        for strategy in (Strategy(), UnifiedMemory(), Replay(), exact(work), Clairvoyant())
+    }
+    assert seconds["clairvoyant"] <= 1.01 * seconds["pilot"]
+    assert seconds["pilot"] < 0.9 * seconds["on-demand"]
+    assert seconds["on-demand"] < seconds["unified memory"]
+    assert seconds["replay"] > seconds["pilot"]
+
+
+def test_a_wrong_prediction_costs_time_and_breaks_nothing() -> None:
+    """Each step is expected to be the one before: as good as any of them is like the other."""
+    work = routed()
+    wrong = Predicted(expect=lambda number: work.steps[max(0, number - 1)])
+    right = run(work, 0.3, exact(work))
+    found = run(work, 0.3, wrong)
+    assert found.feasible
+    assert right.seconds() < found.seconds()
+    assert sum(s.wasted_bytes for s in found.steps) > sum(s.wasted_bytes for s in right.steps)
+
+
+def test_replay_holds_where_nothing_changes_and_breaks_where_it_does() -> None:
+    """A broken step is followed by one that is recorded anew."""
+    same = run(static(), 0.5, Replay())
+    assert not any(step.broken for step in same.steps[3:])  # the optimizer's first is another
+    assert same.steps[3].prefetched_bytes
+    other = run(routed(), 0.5, Replay())
+    assert [step.broken for step in other.steps] == [False, True, False, True]
+    assert other.steps[2].prefetched_bytes == 0
+
+
+def test_recomputation_needs_room_for_what_it_cannot_make_again() -> None:
+    """Reported with need and have, never clipped; above that, time is paid for room."""
+    work = static()
+    held = sum(work.sizes[region] for region in work.persistent)
+    below = simulate(work, Machine(LINK, held - 1), DTR())
+    assert not below.feasible
+    assert "recomputation alone cannot run this" in below.infeasible
+    assert not below.steps
+    found = run(work, 0.6, DTR())
+    assert found.feasible, found.infeasible
+    last = found.steps[-1]
+    assert last.recompute_s > 0
+    assert last.bytes_out == 0
+    assert last.peak_bytes <= found.machine.fast_bytes
+    assert run(work, 0.8, DTR()).steps[-1].recompute_s < last.recompute_s
+
+
+def test_swap_or_recompute_follows_the_link() -> None:
+    """One that hides all transfers is used for them; by one that hides none little is swapped."""
+    work = static()
+    fast = run(work, 0.6, Capuchin(), link=Link(1e12, 1e12, 2e12)).steps[-1]
+    assert fast.recompute_s == 0
+    assert fast.bytes_in > 0
+    slow = run(work, 0.6, Capuchin(), link=Link(1e6, 1e6, 2e6)).steps[-1]
+    assert slow.recompute_s > 0
+    assert slow.prefetched_bytes < 0.5 * fast.prefetched_bytes
+
+
+def test_intervals_are_chosen_and_planned_once() -> None:
+    """From the second step on what an interval needs is there when it begins, if links are fast."""
+    work = static()
+    strategy = Intervals()
+    found = run(work, 0.6, strategy, link=Link(1e11, 1e11, 2e11))
+    assert found.feasible, found.infeasible
+    assert 1 < strategy.length < len(work.steps[0].uses)
+    demanded = run(work, 0.6, Strategy(), link=Link(1e11, 1e11, 2e11))
+    assert found.steps[-1].faults < 0.5 * demanded.steps[-1].faults
+    assert found.steps[-1].prefetched_bytes > 0
+    tight = run(work, 0.02, Intervals())
+    assert not tight.feasible
+    assert "no interval fits" in tight.infeasible or "resident at once" in tight.infeasible
+
+
+def test_steps_of_two_networks_are_no_workload() -> None:
+    model = nn.Linear(4, 4)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).sum()  # type: ignore[no-any-return]
+
+    one = recorded(Loss(), [torch.randn(2, 4)])
+    other = recorded(Chain(), [torch.randn(2, 16)])
+    with pytest.raises(TraceError, match="traces of two networks"):
+        workload([*one, *other])
+    with pytest.raises(TraceError, match="no traces"):
+        workload([])
+
+
+MACHINE = """
+fast_bytes = "2GiB"
+overlap = false
+workers = 3
+
+[link]
+read_bps = "1GiB"
+write_bps = 5e8
+fault_s = 1e-5
+"""
+
+
+def test_a_machine_is_read_from_toml(tmp_path: Path) -> None:
+    """Texts with units, and a link that is full-duplex where nothing else is said."""
+    path = tmp_path / "machine.toml"
+    path.write_text(MACHINE)
+    link = Link(float(GiB), 5e8, GiB + 5e8, fault_s=1e-5)
+    assert load_machine(path) == Machine(link, 2 * GiB, overlap=False, workers=3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (("workers = 3", "worker = 3"), "'worker' is no key of a machine"),
+        (("workers = 3", "workers = 0"), "workers is 0; it must be at least 1"),
+        (("overlap = false", "overlap = 1"), "overlap is 1, which is no bool"),
+        (("read_bps", "speed"), "'speed' is no key of a link"),
+        (('read_bps = "1GiB"\n', ""), "lacks 'read_bps'"),
+        (("fault_s = 1e-5", "fault_s = -1.0"), "fault_s is -1.0; it must be seconds from 0 on"),
+        (("[link]", "[bus]"), "has no table [link]"),
+        (('fast_bytes = "2GiB"\n', ""), "lacks 'fast_bytes'"),
+        (("overlap = false", "overlap ="), "cannot read the machine of"),
+    ],
+)
+def test_a_wrong_machine_is_named(wrong: tuple[str, str], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    assert wrong[0] in MACHINE
+    path.write_text(MACHINE.replace(*wrong))
+    with pytest.raises(ConfigError) as refused:
+        load_machine(path)
+    assert told in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_a_machine_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the machine of"):
+        load_machine(tmp_path / "none.toml")
+
+
+def test_page_bytes_are_a_fault_each() -> None:
+    """Fewer large ones than small ones, and less time, as the bytes are about the same."""
+    small = run(static(), 0.5, UnifiedMemory(), page_bytes=4096)
+    large = run(static(), 0.5, UnifiedMemory(), page_bytes=16384)
+    assert small.steps[0].faults > 1.3 * large.steps[0].faults
+    assert small.seconds() > large.seconds()
+    assert large.machine.fast_bytes < MiB
+
+
+def test_several_tiers_are_read_from_one_file(tmp_path: Path) -> None:
+    """What stands at the top holds for all; a tier may have a capacity of its own."""
+    path = tmp_path / "machine.toml"
+    path.write_text(
+        'fast_bytes = "2GiB"\n'
+        "[links.host]\nread_bps = 2e10\nwrite_bps = 2e10\n"
+        '[links.disk]\nread_bps = 2e9\nwrite_bps = 1e9\nmixed_bps = 2e9\nslow_bytes = "1GiB"\n'
+    )
+    assert load_machines(path) == {
+        "host": Machine(Link(2e10, 2e10, 4e10), 2 * GiB),
+        "disk": Machine(Link(2e9, 1e9, 2e9), 2 * GiB, slow_bytes=GiB),
+    }
+    with pytest.raises(ConfigError, match="describes 2 tiers, host, disk: keep one"):
+        load_machine(path)
