@@ -61,6 +61,37 @@ base = status("VmRSS")
     assert grown <= POOL + SLACK
 
 
+@each_device(HUGE)
+def test_what_it_says_it_takes_is_what_the_process_has_for_it(
+    kind: str, page: int, tmp_path: Path
+) -> None:
+    """Also when nothing is in use any more: pages that circulate stay, pages of a file go."""
+    found = script(
+        _STREAM.format(
+            before="""
+from dynoffload.memory.limits import resident_bytes
+base = resident_bytes()
+""",
+            after="""
+full = resident_bytes() - base, device.taken_bytes()
+for region in regions:
+    device.discard(region)
+assert device.resident_bytes() == 0
+print(*full, resident_bytes() - base, device.taken_bytes())
+""",
+        ),
+        kind,
+        page,
+        tmp_path,
+        POOL,
+    )
+    assert found.returncode == 0, found.stderr
+    full, said_full, empty, said_empty = map(int, found.stdout.split())
+    assert said_full >= POOL // 2
+    assert abs(full - said_full) <= SLACK
+    assert abs(empty - said_empty) <= SLACK
+
+
 @pytest.fixture
 def group() -> Iterator[tuple[Path, str]]:
     """Return a memory control group of its own and the name of its peak."""

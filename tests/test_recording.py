@@ -57,6 +57,9 @@ class Busy:
     def resident_bytes(self) -> int:
         return 32 * REGION_BYTES
 
+    def taken_bytes(self) -> int:
+        return 48 * REGION_BYTES
+
 
 class Names:
     """Names regions as a store does."""
@@ -228,3 +231,14 @@ def test_memory_is_sampled_while_aside(monkeypatch: pytest.MonkeyPatch) -> None:
         run.recording.end_step(None, None, 0, None, (), math.nan)
     assert [(s.fast_bytes, s.rss_bytes) for s in run.log.memory] == [(5 * MiB, 12 * MiB)] * 4
     assert run.log.headroom == 7 * MiB
+
+
+def test_empty_memory_of_the_pool_is_no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the pool has and does not use is neither in use nor freed heap."""
+    monkeypatch.setattr(recording, "_SAMPLE_EVERY_S", 0.0)
+    monkeypatch.setattr(recording, "resident_bytes", lambda: 50 * REGION_BYTES)
+    run = Run()
+    run.recording.sample(cast(Device, run.device), 0)
+    assert run.log.headroom == 2 * REGION_BYTES
+    (sample,) = run.log.memory
+    assert (sample.fast_bytes, sample.rss_bytes) == (32 * REGION_BYTES, 50 * REGION_BYTES)

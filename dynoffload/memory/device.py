@@ -208,6 +208,9 @@ class Device(Protocol):
     def resident_bytes(self) -> int:
         """Return the fast memory in use now."""
 
+    def taken_bytes(self) -> int:
+        """Return the memory that the process has for the pool now, in use or empty."""
+
     def counters(self) -> Counters:
         """Return the totals.
 

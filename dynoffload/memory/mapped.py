@@ -319,6 +319,10 @@ class MappedFile(Places):
         with self._account.mutex:
             return self._account.used * self.page_bytes
 
+    def taken_bytes(self) -> int:
+        """See `Device.taken_bytes`: what is evicted goes back at once."""
+        return self.resident_bytes()
+
     def counters(self) -> Counters:
         """See `Device.counters`."""
         account = self._account

@@ -107,6 +107,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_states": (None, (_P, _P, _U32)),
     "pager_pins": (None, (_P, _P, _U32)),
     "pager_in_use": (_U64, (_P,)),
+    "pager_taken": (_U64, (_P,)),
     "pager_counters": (None, (_P, _P)),
     "pager_events": (_U32, (_P, _P)),
     "watch_open": (_P, (_U64, _U64, _U32, _INT, _P)),

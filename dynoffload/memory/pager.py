@@ -332,6 +332,10 @@ class Pager(Places):
         """See `Device.resident_bytes`."""
         return int(self._native.pager_in_use(self._handle)) * self.page_bytes
 
+    def taken_bytes(self) -> int:
+        """See `Device.taken_bytes`: empty pages circulate, and go back at the end."""
+        return int(self._native.pager_taken(self._handle)) * self.page_bytes
+
     def _called(self, region: int) -> str:
         return called(self.names, region, self.size(region))
 

@@ -29,7 +29,9 @@ from dynoffload.runtime.interrupts import let_come
 from dynoffload.runtime.sizing import Sizing, update_bytes
 from dynoffload.units import MiB, format_bytes
 
-_LEFT_IN_HEAP = 32 * MiB  # by new optimizer state, which the first step makes all at once
+# By new optimizer state, which the first step makes all at once. No more than a part of a small
+# slack, where freed temporaries are already.
+_LEFT_IN_HEAP, _LEFT_OF_SLACK = 32 * MiB, 4
 
 
 class Adoption:
@@ -69,7 +71,8 @@ class Adoption:
         self._begun = False
         self._seen: tuple[dict[str, int], int] = {}, 0
         self.allowance, self.changed = sizing.kept_bytes, False
-        self.store = Store(device, sizing.min_paged_bytes, min(_LEFT_IN_HEAP, heap_slack))
+        left = min(_LEFT_IN_HEAP, heap_slack // _LEFT_OF_SLACK)
+        self.store = Store(device, sizing.min_paged_bytes, left)
         self.rows = FusedStore(device, self.store)
         self.buffers: Buffers
 

@@ -121,35 +121,37 @@ class Recording:
             small: bytes of saved activations that stay in place.
         """
         if self.now() - self._sampled >= _SAMPLE_EVERY_S:
-            self._look(self._fast(device, small))
+            self._look(*self._count(device, small))
 
     def look_at_heap(self, device: Device, small: int) -> None:
         """Hand freed heap back if it has passed the slack, however short ago the last sample was.
 
         For where much is allocated and freed in no time: arguments as those of `sample`.
         """
-        self._taken_beyond(self._fast(device, small))
+        self._taken_beyond(self._count(device, small)[1])
 
-    def _fast(self, device: Device, small: int) -> int:
+    def _count(self, device: Device, small: int) -> tuple[int, int]:
+        """Return the bytes of fast memory in use, and those that the process has for them."""
         if self._outside is None:
             self._outside = self._count_outside(device)
-        return self._outside + small + device.resident_bytes()
+        outside = self._outside + small
+        return outside + device.resident_bytes(), outside + device.taken_bytes()
 
-    def _look(self, fast: int) -> None:
+    def _look(self, fast: int, taken: int) -> None:
         now = self._sampled = self.now()
-        beyond = self._taken_beyond(fast)
+        beyond = self._taken_beyond(taken)
         if self._events:
-            self._add(self.log.memory, MemorySample(now, fast, self._baseline + fast + beyond))
+            self._add(self.log.memory, MemorySample(now, fast, self._baseline + taken + beyond))
 
-    def _taken_beyond(self, fast: int) -> int:
-        """Return the bytes that the process takes beyond ``fast``, when freed heap is back."""
-        beyond = resident_bytes() - self._baseline - fast
+    def _taken_beyond(self, taken: int) -> int:
+        """Return the bytes that the process takes beyond ``taken``, when freed heap is back."""
+        beyond = resident_bytes() - self._baseline - taken
         self._in_use = min(self._in_use, beyond)
         # What is in use cannot go back: ask again only when there is more than that.
         if beyond > max(self._slack, self._in_use + self._slack // 8) and heap.give_back():
             # The peak before is recorded too: it was there.
             self.log.headroom = max(self.log.headroom, beyond)
-            beyond = self._in_use = resident_bytes() - self._baseline - fast
+            beyond = self._in_use = resident_bytes() - self._baseline - taken
         self.log.headroom = max(self.log.headroom, beyond)
         return beyond
 
@@ -229,7 +231,7 @@ class Recording:
         if device is None:
             peak = outside + self._activations
             if self.now() - self._sampled >= _SAMPLE_EVERY_S:
-                self._look(peak)
+                self._look(peak, peak)
             return peak
         peak = outside + small + counters.peak_bytes
         if still:

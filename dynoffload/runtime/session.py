@@ -122,7 +122,7 @@ class Session:
             headroom=0,
         )
         # What the process takes without the managed tensors: it takes less once they are paged.
-        baseline = min(before, resident_bytes() - paging.device.resident_bytes())
+        baseline = min(before, resident_bytes() - paging.device.taken_bytes())
         self._recording = Recording(
             self.log,
             baseline,

@@ -406,6 +406,15 @@ API uint64_t pager_in_use(struct pager *p)
     return pages;
 }
 
+/* Pages that the process has for the pool, in use or empty. */
+API uint64_t pager_taken(struct pager *p)
+{
+    pthread_mutex_lock(&p->mutex);
+    uint64_t pages = p->populated;
+    pthread_mutex_unlock(&p->mutex);
+    return pages;
+}
+
 API void pager_counters(struct pager *p, struct counters *counters)
 {
     pthread_mutex_lock(&p->mutex);
