@@ -21,6 +21,11 @@ NETWORKS = ("moe", "tree")
 FUSED = "fused"
 """The MoE language model's sizes as a Mixtral of transformers, where that is installed."""
 
+TRUNK = "evoformer"
+"""A trunk of AlphaFold's kind, which recycles."""
+
+_KNOWN = ", ".join((*NETWORKS, TRUNK, FUSED))
+
 
 @dataclass(frozen=True)
 class ZooSample:
@@ -39,7 +44,7 @@ def build(name: str, preset: str = "tiny", **overrides: Any) -> nn.Module:
     """Return a network of the zoo.
 
     Args:
-        name: one of `NETWORKS`, or `FUSED`.
+        name: one of `NETWORKS`, `FUSED` or `TRUNK`.
         preset: the sizes: ``tiny``, ``small`` or ``base``; the MoE has ``-wide`` ones too, the
             Tree-LSTM ``tiny-untied``.
         overrides: ``device``, ``seed`` and the sizes of the network's configuration.
@@ -59,7 +64,11 @@ def build(name: str, preset: str = "tiny", **overrides: Any) -> nn.Module:
         from dynoffload.experiments.zoo import fused_moe
 
         return fused_moe.build(preset, **overrides)
-    raise ValueError(f"no network {name!r} in the zoo; there are {', '.join(NETWORKS)}")
+    if name == TRUNK:
+        from dynoffload.experiments.zoo import evoformer
+
+        return evoformer.build(preset, **overrides)
+    raise ValueError(f"no network {name!r} in the zoo; there are {_KNOWN}")
 
 
 def samples(
@@ -68,11 +77,12 @@ def samples(
     """Yield samples for a network of the zoo for ever, the same ones for the same arguments.
 
     Args:
-        name: one of `NETWORKS`, or `FUSED`.
-        split: ``"train"`` or ``"held-out"`` files.
+        name: one of `NETWORKS`, `FUSED` or `TRUNK`.
+        split: ``"train"`` or ``"held-out"`` files, or families.
         seed: of the draws.
-        shape: what `dynoffload.datasets.text.batches` (for the MoE: ``rows``, ``length``) or
-            `dynoffload.datasets.trees.trees` (``min_nodes``, ``max_nodes``) takes.
+        shape: what `dynoffload.datasets.text.batches` (for the MoE: ``rows``, ``length``),
+            `dynoffload.datasets.trees.trees` (``min_nodes``, ``max_nodes``) or
+            `dynoffload.datasets.proteins.alignments` (for the trunk) takes.
 
     Raises:
         ValueError: if there is no such network, or the shape is impossible.
@@ -86,4 +96,9 @@ def samples(
         from dynoffload.datasets import trees
 
         return (ZooSample((tree,), tree.source) for tree in trees.trees(split, seed=seed, **shape))
-    raise ValueError(f"no network {name!r} in the zoo; there are {', '.join(NETWORKS)}")
+    if name == TRUNK:
+        from dynoffload.datasets import proteins
+
+        drawn = proteins.alignments(split, seed=seed, **shape)
+        return (ZooSample((batch,), batch.source) for batch in drawn)
+    raise ValueError(f"no network {name!r} in the zoo; there are {_KNOWN}")

@@ -1,0 +1,337 @@
+"""An Evoformer trunk with recycling: how often it runs, how deep and how long, differs by sample.
+
+What it is: the trunk of AlphaFold 2 (Jumper et al., 2021, supplement, algorithms 3, 6 to 15 and 31,
+32): an alignment and a representation of pairs, updated by each other in blocks, run several times
+over, with gradients through the last run alone. It says what was masked in the alignment and how
+far residues are apart. What it is not: AlphaFold; templates, the extra alignment and the structure
+module are left out, so what is recycled are the query's row and the pairs, and no distances of
+predicted atoms.
+
+How it fits: it knows nothing of offloading. `Evoformer.sample_features` is the one courtesy to it.
+Memory goes with rows * depth * length and rows * length squared, which is what makes batches small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dynoffload.datasets.proteins import BINS, TOKENS, Alignments
+from dynoffload.profiler.sample import Sample
+
+
+@dataclass(frozen=True)
+class EvoformerConfig:
+    """The sizes of a network.
+
+    Attributes:
+        alignment: width of an alignment's entry.
+        pair: width of a pair.
+        alignment_heads: of attention over the alignment; divides ``alignment``.
+        pair_heads: of attention over pairs; divides ``pair``.
+        product: width of the outer product's factors.
+        blocks: how many.
+        transition: how much wider a transition is inside.
+        reach: residues farther apart in sequence than this are told apart no more.
+        alignment_dropout: of whole rows of the alignment's updates.
+        pair_dropout: of whole rows or columns of the pairs' updates.
+        seed: of the initial weights.
+    """
+
+    alignment: int
+    pair: int
+    alignment_heads: int
+    pair_heads: int
+    product: int
+    blocks: int
+    transition: int = 4
+    reach: int = 32
+    alignment_dropout: float = 0.15
+    pair_dropout: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no network."""
+        for width, heads in (("alignment", "alignment_heads"), ("pair", "pair_heads")):
+            if getattr(self, width) % getattr(self, heads):
+                raise ValueError(
+                    f"{width}={getattr(self, width)} must be a multiple of "
+                    f"{heads}={getattr(self, heads)}"
+                )
+
+
+PRESETS: dict[str, EvoformerConfig] = {
+    "tiny": EvoformerConfig(32, 16, 4, 2, 8, blocks=2),
+    "small": EvoformerConfig(128, 64, 8, 4, 16, blocks=8),
+    "base": EvoformerConfig(256, 128, 8, 4, 32, blocks=48),
+}
+"""Sizes by name; ``base`` is AlphaFold's."""
+
+
+class EvoformerOutput(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        loss: scalar: mean cross entropy of what was masked, and 0.3 of that of the distances.
+        hidden: ``[rows, depth, length, TOKENS]``: logits of the alignment's entries.
+        distances: ``[rows, length, length, BINS]``: logits, symmetric.
+    """
+
+    loss: Tensor
+    hidden: Tensor
+    distances: Tensor
+
+
+class GatedAttention(nn.Module):
+    """Attention along the dimension before the last, gated by its input (algorithm 7).
+
+    Args:
+        width: of the input and output.
+        heads: how many.
+        pair: width of the pairs that bias it; 0 for no bias.
+    """
+
+    def __init__(self, width: int, heads: int, pair: int = 0) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.gate = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.pair_norm = nn.LayerNorm(pair) if pair else None
+        self.bias = nn.Linear(pair, heads, bias=False) if pair else None
+
+    def forward(self, x: Tensor, pairs: Tensor | None = None) -> Tensor:
+        """Return the update of ``x``, ``[rows, sequences, length, width]``.
+
+        Args:
+            x: of that shape; attention is along ``length``.
+            pairs: ``[rows, length, length, pair]``, or None.
+        """
+        x = self.norm(x)
+        q, k, v = self.qkv(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2).chunk(3, dim=-1)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if self.bias is not None and self.pair_norm is not None and pairs is not None:
+            scores = scores + self.bias(self.pair_norm(pairs)).permute(0, 3, 1, 2)[:, None]
+        mixed = (scores.softmax(dim=-1) @ v).transpose(-3, -2).flatten(-2)
+        out: Tensor = self.out(torch.sigmoid(self.gate(x)) * mixed)
+        return out
+
+
+class Transition(nn.Sequential):
+    """Two layers with a wide middle (algorithm 9)."""
+
+    def __init__(self, width: int, factor: int) -> None:
+        super().__init__(
+            nn.LayerNorm(width),
+            nn.Linear(width, factor * width),
+            nn.ReLU(),
+            nn.Linear(factor * width, width),
+        )
+
+
+class OuterProductMean(nn.Module):
+    """From the alignment to pairs: how two columns vary together (algorithm 10)."""
+
+    def __init__(self, alignment: int, product: int, pair: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(alignment)
+        self.left = nn.Linear(alignment, product)
+        self.right = nn.Linear(alignment, product)
+        self.out = nn.Linear(product * product, pair)
+
+    def forward(self, alignment: Tensor) -> Tensor:
+        """Return ``[rows, length, length, pair]`` for ``[rows, depth, length, alignment]``."""
+        x = self.norm(alignment)
+        outer = torch.einsum("bsic,bsjd->bijcd", self.left(x), self.right(x))
+        out: Tensor = self.out(outer.flatten(-2) / alignment.shape[1])
+        return out
+
+
+class TriangleProduct(nn.Module):
+    """Each pair by the two other sides of all its triangles (algorithms 11 and 12).
+
+    Args:
+        pair: width of the pairs.
+        outgoing: sides leave the two residues, or enter them.
+    """
+
+    def __init__(self, pair: int, *, outgoing: bool) -> None:
+        super().__init__()
+        self.sides = "bikc,bjkc->bijc" if outgoing else "bkic,bkjc->bijc"
+        self.norm = nn.LayerNorm(pair)
+        self.factors = nn.Linear(pair, 2 * pair)
+        self.gates = nn.Linear(pair, 2 * pair)
+        self.out_norm = nn.LayerNorm(pair)
+        self.out = nn.Linear(pair, pair)
+        self.out_gate = nn.Linear(pair, pair)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """Return the update of ``[rows, length, length, pair]``."""
+        x = self.norm(pairs)
+        left, right = (torch.sigmoid(self.gates(x)) * self.factors(x)).chunk(2, dim=-1)
+        product = torch.einsum(self.sides, left, right)
+        out: Tensor = torch.sigmoid(self.out_gate(x)) * self.out(self.out_norm(product))
+        return out
+
+
+class TriangleAttention(nn.Module):
+    """Attention among the pairs that start, or end, at one residue (algorithms 13 and 14)."""
+
+    def __init__(self, pair: int, heads: int, *, starting: bool) -> None:
+        super().__init__()
+        self.starting = starting
+        self.attention = GatedAttention(pair, heads, pair)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """Return the update of ``[rows, length, length, pair]``."""
+        if self.starting:
+            out: Tensor = self.attention(pairs, pairs)
+            return out
+        turned = pairs.transpose(1, 2)
+        out = self.attention(turned, turned)
+        return out.transpose(1, 2)
+
+
+class Block(nn.Module):
+    """One Evoformer block (algorithm 6)."""
+
+    def __init__(self, config: EvoformerConfig) -> None:
+        super().__init__()
+        alignment, pair = config.alignment, config.pair
+        self.row_attention = GatedAttention(alignment, config.alignment_heads, pair)
+        self.column_attention = GatedAttention(alignment, config.alignment_heads)
+        self.alignment_transition = Transition(alignment, config.transition)
+        self.outer_product = OuterProductMean(alignment, config.product, pair)
+        self.outgoing = TriangleProduct(pair, outgoing=True)
+        self.incoming = TriangleProduct(pair, outgoing=False)
+        self.starting = TriangleAttention(pair, config.pair_heads, starting=True)
+        self.ending = TriangleAttention(pair, config.pair_heads, starting=False)
+        self.pair_transition = Transition(pair, config.transition)
+        self.alignment_dropout, self.pair_dropout = config.alignment_dropout, config.pair_dropout
+
+    def forward(self, alignment: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both representations, updated.
+
+        Args:
+            alignment: ``[rows, depth, length, alignment]``.
+            pairs: ``[rows, length, length, pair]``.
+        """
+        update = self.row_attention(alignment, pairs)
+        alignment = alignment + self._drop(update, self.alignment_dropout, 1)
+        turned = alignment.transpose(1, 2)
+        alignment = alignment + self.column_attention(turned).transpose(1, 2)
+        alignment = alignment + self.alignment_transition(alignment)
+        pairs = pairs + self.outer_product(alignment)
+        pairs = pairs + self._drop(self.outgoing(pairs), self.pair_dropout, 1)
+        pairs = pairs + self._drop(self.incoming(pairs), self.pair_dropout, 1)
+        pairs = pairs + self._drop(self.starting(pairs), self.pair_dropout, 1)
+        pairs = pairs + self._drop(self.ending(pairs), self.pair_dropout, 2)
+        pairs = pairs + self.pair_transition(pairs)
+        return alignment, pairs
+
+    def _drop(self, update: Tensor, share: float, along: int) -> Tensor:
+        """Drop the same elements everywhere along one dimension."""
+        if not self.training:
+            return update
+        shape = list(update.shape)
+        shape[along] = 1
+        return update * F.dropout(update.new_ones(shape), share)
+
+
+class Recycling(nn.Module):
+    """What the last run found, to begin the next with (algorithm 32 without distances)."""
+
+    def __init__(self, alignment: int, pair: int) -> None:
+        super().__init__()
+        self.query_norm = nn.LayerNorm(alignment)
+        self.pair_norm = nn.LayerNorm(pair)
+
+    def forward(
+        self, alignment: Tensor, pairs: Tensor, query: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return both representations with those of the last run added to them."""
+        first = alignment[:, :1] + self.query_norm(query)[:, None]
+        return torch.cat((first, alignment[:, 1:]), dim=1), pairs + self.pair_norm(before)
+
+
+class Evoformer(nn.Module):
+    """The trunk between embeddings and two heads."""
+
+    def __init__(self, config: EvoformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.entries = nn.Embedding(TOKENS, config.alignment)
+        self.query = nn.Embedding(TOKENS, config.alignment)
+        self.left = nn.Embedding(TOKENS, config.pair)
+        self.right = nn.Embedding(TOKENS, config.pair)
+        self.relative = nn.Embedding(2 * config.reach + 1, config.pair)
+        self.recycling = Recycling(config.alignment, config.pair)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
+        self.hidden_head = nn.Linear(config.alignment, TOKENS)
+        self.distance_head = nn.Linear(config.pair, BINS)
+
+    def forward(self, sample: Alignments) -> EvoformerOutput:
+        """Run the trunk ``sample.cycles`` times, the last one with gradients.
+
+        Args:
+            sample: its tokens are ``[rows, depth, length]``.
+        """
+        carried: tuple[Tensor, Tensor] | None = None
+        with torch.no_grad():
+            for _ in range(sample.cycles - 1):
+                alignment, pairs = self._run(sample.tokens, carried)
+                carried = alignment[:, 0], pairs
+        alignment, pairs = self._run(sample.tokens, carried)
+        hidden: Tensor = self.hidden_head(alignment)
+        apart: Tensor = self.distance_head(pairs)
+        apart = apart + apart.transpose(1, 2)
+        masked = F.cross_entropy(hidden.flatten(0, 2).float(), sample.hidden.flatten())
+        far = F.cross_entropy(apart.flatten(0, 2).float(), sample.distances.flatten())
+        return EvoformerOutput(masked + 0.3 * far, hidden, apart)
+
+    def _run(self, tokens: Tensor, carried: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Embed ``tokens`` (algorithm 3), add what is ``carried``, and run all blocks."""
+        query = tokens[:, 0]
+        alignment = self.entries(tokens) + self.query(query)[:, None]
+        places = torch.arange(query.shape[1], device=tokens.device)
+        reach = self.config.reach
+        apart = (places[:, None] - places[None]).clamp(-reach, reach) + reach
+        pairs = self.left(query)[:, :, None] + self.right(query)[:, None] + self.relative(apart)
+        if carried is not None:
+            alignment, pairs = self.recycling(alignment, pairs, *carried)
+        for block in self.blocks:
+            alignment, pairs = block(alignment, pairs)
+        return alignment, pairs
+
+    def sample_features(self, sample: Alignments) -> Sample:
+        """Describe a sample by its shape and by how often the trunk runs for it."""
+        rows, depth, length = sample.tokens.shape
+        shape = {"rows": rows, "depth": depth, "length": length, "cycles": sample.cycles}
+        return Sample(values={name: float(value) for name, value in shape.items()})
+
+
+def build(
+    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
+) -> Evoformer:
+    """Return a network of a preset's sizes with weights that follow from its seed.
+
+    Args:
+        preset: a key of `PRESETS`.
+        device: where to build it; on ``"meta"`` it has shapes and no bytes.
+        overrides: fields of `EvoformerConfig` to change.
+
+    Raises:
+        ValueError: if there is no such preset, or the sizes make no network.
+        TypeError: if an override is not a field of `EvoformerConfig`.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r} of the Evoformer; there are {', '.join(PRESETS)}")
+    config = replace(PRESETS[preset], **overrides)  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(config.seed)
+        return Evoformer(config)
