@@ -127,7 +127,8 @@ def alignments(
     """Yield batches for ever, the same ones for the same arguments.
 
     Depth, length and the number of cycles are drawn uniformly for each batch, as AlphaFold draws
-    the cycles of training; the families of its rows, and their windows, uniformly.
+    the cycles of training, and are the same however many rows there are; the families of its rows,
+    and their windows, uniformly.
 
     Args:
         split: families to train on or held-out ones.
@@ -162,9 +163,9 @@ def _draw(
     split: Split, rows: int, bounds: tuple[tuple[int, int], ...], seed: int
 ) -> Iterator[Alignments]:
     """Yield the batches; apart from `alignments` so that bad arguments raise at the call."""
-    generator = np.random.default_rng(seed)
+    shapes, generator = (np.random.default_rng((seed, stream)) for stream in range(2))
     while True:
-        depth, length, cycles = (int(generator.integers(a, b + 1)) for a, b in bounds)
+        depth, length, cycles = (int(shapes.integers(a, b + 1)) for a, b in bounds)
         drawn = [_sample(split, depth, length, generator) for _ in range(rows)]
         tokens, hidden, distances, names = zip(*drawn, strict=True)
         yield Alignments(

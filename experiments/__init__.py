@@ -32,6 +32,8 @@ EXPERIMENTS: dict[str, str] = {
     "memory-expansion": "dynoffload.experiments.memory_expansion:run",
     "whatif": "dynoffload.experiments.whatif:run",
     "idioms": "dynoffload.experiments.idioms:run",
+    "capacity": "dynoffload.experiments.capacity:run",
+    "max-batch": "dynoffload.experiments.max_batch:run",
 }
 """Name on the command line -> ``module:function``."""
 

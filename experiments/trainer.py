@@ -40,7 +40,8 @@ class Spec:
 
     Attributes:
         network: name in the zoo.
-        preset: its sizes.
+        preset: its sizes, ...
+        sizes: ... and those that differ, as `dynoffload.experiments.zoo.build` takes them.
         mode: `PLAIN` or `BUDGETED`.
         shape: of the samples, as `dynoffload.experiments.zoo.samples` takes it.
         split: which files samples come from.
@@ -58,6 +59,7 @@ class Spec:
     network: str
     preset: str
     mode: str = PLAIN
+    sizes: dict[str, int] = field(default_factory=dict)
     shape: dict[str, int] = field(default_factory=dict)
     split: str = "train"
     data_seed: int = 0
@@ -81,7 +83,8 @@ class Trainer:
 
         self.spec = spec
         device = "meta" if spec.meta else "cpu"
-        self.model = zoo.build(spec.network, spec.preset, seed=spec.seed, device=device)
+        sizes: dict[str, Any] = {**spec.sizes, "seed": spec.seed, "device": device}
+        self.model = zoo.build(spec.network, spec.preset, **sizes)
         kinds = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {}}
         options: dict[str, Any] = kinds[spec.optimizer] or {"foreach": False, "fused": False}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=spec.lr, **options)
@@ -94,6 +97,7 @@ class Trainer:
         import torch
 
         if self.spec.mode == PLAIN:
+            torch.manual_seed(self.spec.seed)  # of what the steps draw
             yield
             return
         import dynoffload
@@ -111,6 +115,7 @@ class Trainer:
                 # The order of reset_parameters() is that of construction: the plain network's.
                 torch.manual_seed(self.spec.seed)
                 session.materialize()
+            torch.manual_seed(self.spec.seed)
             yield
 
     def step(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import dynoffload
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.cgroup import memory_group, why_unavailable
 from dynoffload.memory import limits
+from dynoffload.runtime import host
 from dynoffload.units import GiB, MiB
 
 PIB = 1 << 50
@@ -100,6 +101,20 @@ def test_it_is_lowered_to_what_the_group_has(
             "the user's counts where it is less"
         )
     assert lowered(budget + 1, heap_slack_bytes=GiB)[0] == budget
+
+
+def test_where_memory_is_little_less_freed_heap_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not more beside the budget than there is, although the budget itself fits."""
+    model = nn.Linear(4, 4)  # 80 bytes
+    for have, budget, kept in (
+        (256 * MiB, 96 * MiB, 52 * MiB),  # half of a quarter, and a quarter of what is besides
+        (256 * MiB, 200 * MiB, 32 * MiB),  # lowered to 176 MiB
+        (64 * GiB, 8 * GiB, 512 * MiB),  # as the user wants it
+    ):
+        monkeypatch.setattr(host, "available_bytes", lambda have=have: have - 80)
+        with host.within_host(budget, 512 * MiB, model, None) as possible:
+            assert possible.slack == kept
+            assert possible.budget == min(budget, most_of(have))
 
 
 def test_a_budget_that_is_there_is_taken_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,8 @@ def within_host(
 
     What the tensors of ``model`` and ``optimizer`` take already counts as available, as they move
     into the pool. Left free are ``slack``, or a quarter of what there is if that is less, and a
-    sixteenth for the temporaries of operators.
+    sixteenth for the temporaries of operators. Where it is less, freed heap that is kept gets half
+    of that, and a quarter of what the budget leaves besides: it grows on between two looks at it.
 
     Raises:
         BudgetError: what is done with the lowered budget finds it too small; says that it is the
@@ -53,6 +54,8 @@ def within_host(
     have = available_bytes() + ordinary_bytes(model, optimizer)
     kept = min(slack, have // 4)
     most = have - kept - have // 16
+    if kept < slack:
+        slack = min(slack, kept // 2 + max(0, most - budget) // 4)
     if budget <= most:
         yield Possible(budget, slack)
         return
@@ -62,7 +65,7 @@ def within_host(
         "for freed heap and operators' temporaries"
     )
     try:
-        yield Possible(most, kept)
+        yield Possible(most, slack)
     except BudgetError as error:
         raise BudgetError(
             f"{lowered}, and with that: {error}; it is memory that lacks: end other programs, "

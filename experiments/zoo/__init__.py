@@ -24,7 +24,10 @@ FUSED = "fused"
 TRUNK = "evoformer"
 """A trunk of AlphaFold's kind, which recycles."""
 
-_KNOWN = ", ".join((*NETWORKS, TRUNK, FUSED))
+FOLDING = "esmfold"
+"""ESMFold of transformers, where that is installed."""
+
+_KNOWN = ", ".join((*NETWORKS, TRUNK, FUSED, FOLDING))
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def build(name: str, preset: str = "tiny", **overrides: Any) -> nn.Module:
     """Return a network of the zoo.
 
     Args:
-        name: one of `NETWORKS`, `FUSED` or `TRUNK`.
+        name: one of `NETWORKS`, or `FUSED`, `TRUNK` or `FOLDING`.
         preset: the sizes: ``tiny``, ``small`` or ``base``; the MoE has ``-wide`` ones too, the
             Tree-LSTM ``tiny-untied``.
         overrides: ``device``, ``seed`` and the sizes of the network's configuration.
@@ -68,6 +71,10 @@ def build(name: str, preset: str = "tiny", **overrides: Any) -> nn.Module:
         from dynoffload.experiments.zoo import evoformer
 
         return evoformer.build(preset, **overrides)
+    if name == FOLDING:
+        from dynoffload.experiments.zoo import esm_fold
+
+        return esm_fold.build(preset, **overrides)
     raise ValueError(f"no network {name!r} in the zoo; there are {_KNOWN}")
 
 
@@ -77,12 +84,12 @@ def samples(
     """Yield samples for a network of the zoo for ever, the same ones for the same arguments.
 
     Args:
-        name: one of `NETWORKS`, `FUSED` or `TRUNK`.
+        name: one of `NETWORKS`, or `FUSED`, `TRUNK` or `FOLDING`.
         split: ``"train"`` or ``"held-out"`` files, or families.
         seed: of the draws.
         shape: what `dynoffload.datasets.text.batches` (for the MoE: ``rows``, ``length``),
             `dynoffload.datasets.trees.trees` (``min_nodes``, ``max_nodes``) or
-            `dynoffload.datasets.proteins.alignments` (for the trunk) takes.
+            `dynoffload.datasets.proteins.alignments` (for the trunk and ESMFold) takes.
 
     Raises:
         ValueError: if there is no such network, or the shape is impossible.
@@ -96,7 +103,7 @@ def samples(
         from dynoffload.datasets import trees
 
         return (ZooSample((tree,), tree.source) for tree in trees.trees(split, seed=seed, **shape))
-    if name == TRUNK:
+    if name in (TRUNK, FOLDING):
         from dynoffload.datasets import proteins
 
         drawn = proteins.alignments(split, seed=seed, **shape)

@@ -1,0 +1,111 @@
+"""The search for the largest that fits: what it tries, what it says, and one in earnest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import capacity, largest
+from dynoffload.experiments.cgroup import why_unavailable
+from dynoffload.experiments.largest import WAYS, Search, Try, Way
+from dynoffload.experiments.trainer import PLAIN, Spec
+
+
+def _search(most: int = 64, **options: Any) -> Search:
+    settings = {"share": 0.5, "steps": 1, "slowest": 4.0, "meta": True, **options}
+    return Search(
+        lambda size: Spec("moe", "tiny", sizes={"layers": size}), 100, most=most, **settings
+    )
+
+
+def _holding(monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]) -> list[tuple[str, int]]:
+    """Have every way hold as much as ``limits`` say, by its title; return what is tried."""
+    tried: list[tuple[str, int]] = []
+
+    def attempt(search: Search, way: Way, size: int, room: Any) -> Try:
+        tried.append((way.title, size))
+        why = "" if size <= limits[way.title] else "killed"
+        return Try(size, why, 0.5 * size, ("0x1p+0",))
+
+    monkeypatch.setattr(largest, "_try", attempt)
+    monkeypatch.setattr(largest, "_before", lambda search: 7)
+    return tried
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 11, 15, 16])
+def test_the_largest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    plain, ours = WAYS["plain"].title, WAYS["pilot"].title
+    tried = _holding(monkeypatch, {plain: 2, ours: limit})
+    found = largest.measure(_search(), ["pilot"], lambda *_: None)
+    rows = found["ways"]
+    assert rows["plain"]["largest"] == 2  # measured though nobody asked: the others stand beside it
+    assert rows["pilot"]["largest"] == limit
+    assert rows["pilot"]["over_plain"] == limit / 2
+    assert rows["pilot"]["ended_by"] == "killed"
+    assert rows["pilot"]["seconds_over_plain"] == pytest.approx(1.0)
+    assert len(tried) == len(set(tried))  # nothing is tried twice
+
+
+def test_far_up_it_is_found_to_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = WAYS["plain"].title, WAYS["pilot"].title
+    _holding(monkeypatch, {plain: 3, ours: 777})
+    found = largest.measure(_search(most=4096), ["pilot"], lambda *_: None)
+    assert 777 * 15 / 16 <= found["ways"]["pilot"]["largest"] <= 777
+
+
+def test_what_has_no_end_ends_at_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = WAYS["plain"].title, WAYS["pilot"].title
+    _holding(monkeypatch, {plain: 3, ours: 10**9})
+    row = largest.measure(_search(most=32), ["pilot"], lambda *_: None)["ways"]["pilot"]
+    assert (row["largest"], row["ended_by"]) == (32, "nothing: 32 is the largest that was tried")
+
+
+def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _holding(monkeypatch, {WAYS["plain"].title: 0})
+    with pytest.raises(ConfigError, match="plain training does not fit 100 B at size 1: killed"):
+        largest.measure(_search(), [], lambda *_: None)
+    with pytest.raises(ConfigError, match="no way 'plan'"):
+        largest.measure(_search(), ["plan"], lambda *_: None)
+    with pytest.raises(ConfigError, match=r"share=1\.5"):
+        _search(share=1.5)
+
+
+def test_losses_of_one_size_are_compared() -> None:
+    def ways(*losses: tuple[str, ...]) -> dict[str, Any]:
+        rows = ({"tries": [{"size": 2, "losses": each}]} for each in losses)
+        return {str(number): row for number, row in enumerate(rows)}
+
+    assert largest._same_losses(ways(("0x1p+0", "0x1p+1"), ("0x1p+0",), ()))
+    assert not largest._same_losses(ways(("0x1p+0", "0x1p+1"), ("0x1p+0", "0x1p+2")))
+
+
+def test_ways_that_count_get_a_budget_and_others_none() -> None:
+    search = _search()
+    assert search.of(WAYS["plain"], 3) == Spec("moe", "tiny", PLAIN, sizes={"layers": 3})
+    ours = search.of(WAYS["on-demand"], 3)
+    assert (ours.budget, ours.config, ours.meta) == (50, {"policy": "on-demand"}, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_unavailable()), reason=f"no memory groups: {why_unavailable()}")
+def test_ten_times_the_layers_of_plain_training(tmp_path: Path) -> None:
+    """In earnest: plain training is killed where dynoffload goes on, with the same losses."""
+    result = capacity.run(
+        tmp_path / "capacity.json",
+        memory="192MiB",
+        tokens=16,
+        steps=1,
+        slowest=1e6,
+        most=24,
+        ways="on-demand",
+        spill_dir=tmp_path,
+    )
+    plain, ours = result["ways"]["plain"], result["ways"]["on-demand"]
+    assert 1 <= plain["largest"] <= 3
+    assert "for want of memory" in plain["ended_by"]
+    assert ours["largest"] == 24
+    assert result["losses_equal"]
+    assert (tmp_path / "capacity.svg").stat().st_size > 1000
