@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness import SMALL_PAGES, Loop, assert_same, assert_same_training
+from exactness import SMALL_PAGES, Loop, assert_same, assert_same_training, needs_pager
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -244,7 +245,9 @@ def test_a_function_makes_the_buffers_that_a_file_lacks(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Angled(), nn.Linear(32, 8))
     with paged(model, AdamW(model.parameters())):
-        with pytest.raises(ConfigError, match=r"'0\.angles', a buffer .*: pass init=\(path, func"):
+        with pytest.raises(
+            ConfigError, match=r"'0\.angles', a buffer .*: pass mat.* init=\(path, func"
+        ):
             dynoffload.materialize(model, path)
         with pytest.raises(ConfigError, match=r"0\.angles got no value: init\(\) of its module"):
             dynoffload.materialize(model, (path, lambda module: None))
@@ -441,3 +444,128 @@ def test_weights_that_are_cut_off_at_the_end_are_not_left_behind() -> None:
     with dynoffload.offload(model, budget="8MiB"):
         pass
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["copy", "load", "assign", "data", "another"])
+def test_what_the_user_writes_first_stays(how: str, backend: str) -> None:
+    """Into what nobody has given a value yet; and whose it was stays as it is."""
+    source = plain()
+    expected = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    model, optimizer = on_meta()
+    options = {**CONFIG, "backend": backend}
+    with dynoffload.offload(model, optimizer, budget=BUDGET, pilot=None, config=options):
+        assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        assert not any(tensor.any() for tensor in model.state_dict().values())  # zeros until then
+        with torch.no_grad():
+            if how == "copy":
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(expected[name])
+                model.scale.copy_(expected["scale"])
+            elif how == "data":
+                for name, parameter in model.named_parameters():
+                    parameter.data[:] = expected[name]
+                model.scale.copy_(expected["scale"])
+            elif how == "another":
+                model.hidden[0].weight = nn.Parameter(expected["hidden.0.weight"].clone())
+            else:
+                model.load_state_dict(source.state_dict(), assign=how == "assign")
+        model(SAMPLES[0])
+        found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert torch.equal(model.angles, source.angles)  # which no state_dict has
+    kept = ["hidden.0.weight"] if how == "another" else list(expected)
+    for name in kept:
+        assert_same(found[name], expected[name], name)
+    assert_same(source.state_dict(), expected, "the source")
+    assert how != "another" or found["embedding.weight"].any()  # the others got theirs
+
+
+def test_what_fails_fails_again() -> None:
+    """Nothing runs on half of a model; what comes to be given is the user's and the rest's."""
+    model, optimizer = on_meta()
+    calls = 0
+
+    def init(module: nn.Module) -> None:
+        nonlocal calls
+        calls += 1
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            with torch.no_grad():
+                tensor.fill_(0.25)
+        if calls in (3, 6):
+            raise OSError("the disk is gone")
+
+    dynoffload.materialize(model, init)
+    with paged(model, optimizer) as session:
+        with torch.no_grad():
+            model.hidden[0].bias.fill_(7.0)
+        for _ in range(2):
+            with pytest.raises(OSError, match="gone"):
+                model(SAMPLES[0])
+        model(SAMPLES[0])
+        assert torch.equal(model.hidden[0].bias, torch.full((64,), 7.0))
+        rest = [t for n, t in model.state_dict().items() if n != "hidden.0.bias"]
+        assert all(torch.equal(t, torch.full_like(t, 0.25)) for t in rest)
+        assert session.sizing.budget == BUDGET
+
+
+def test_a_file_that_does_not_fit_is_refused_before_the_block(tmp_path: Path) -> None:
+    """At the call, by name, with the model as it was."""
+    state = {name: t.clone() for name, t in plain().state_dict().items()}
+    good = tmp_path / "good.safetensors"
+    save_file(state, good)
+    cases = {
+        "nofile": r"nofile.* as safetensors: No such file",
+        "folder": r"folder has neither model\.safetensors\.index\.json nor model\.safetensors",
+        "text": r"text as safetensors",
+        "shape": r"'scale' of .*shape has shape \[2\] but the model's has \[\]",
+        "lacking": r"lacking has no tensor 'hidden\.0\.bias': give one whose names",
+        "index.json": r"index\.json is no index of safetensors files",
+        "away.json": r"away\.json names a file outside of its directory: '\.\./good",
+        "short.json": r"good\.safetensors has no tensor 'more', which .*short\.json says",
+    }
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("these are no weights")
+    save_file({**state, "scale": torch.ones(2)}, tmp_path / "shape")
+    save_file({n: t for n, t in state.items() if n != "hidden.0.bias"}, tmp_path / "lacking")
+    (tmp_path / "index.json").write_text("{}")
+    (tmp_path / "away.json").write_text('{"weight_map": {"scale": "../good.safetensors"}}')
+    (tmp_path / "short.json").write_text('{"weight_map": {"more": "good.safetensors"}}')
+    for name, said in cases.items():
+        model, _ = on_meta()
+        for init in (tmp_path / name, (tmp_path / name, lambda module: None)):
+            with pytest.raises(ConfigError, match=said):
+                dynoffload.materialize(model, init)
+        assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("named", ["directory", "index"])
+def test_weights_in_shards(named: str, tmp_path: Path) -> None:
+    """As transformers saves a large model; what the user writes after that is later."""
+    state = {name: t.clone() for name, t in plain().state_dict().items()}
+    names = sorted(state)
+    shards = {"one.safetensors": names[:3], "two.safetensors": names[3:]}
+    for file, some in shards.items():
+        save_file({name: state[name] for name in some}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {name: f for f, some in shards.items() for name in some}})
+    )
+    model, optimizer = on_meta()
+
+    def angles(module: nn.Module) -> None:
+        if isinstance(module, Net):
+            module.reset_parameters()
+
+    dynoffload.materialize(model, (tmp_path if named == "directory" else index, angles))
+    with paged(model, optimizer):
+        with torch.no_grad():
+            model.hidden[2].bias.fill_(7.0)
+        model(SAMPLES[0])
+        state["hidden.2.bias"] = torch.full((32,), 7.0)
+        assert_same(dict(model.state_dict()), state, "weights")
+        assert_same(model.angles, plain().angles, "angles")
+        dynoffload.materialize(model, (index, angles))  # now: by the file, all of it
+        assert not torch.equal(model.hidden[2].bias, state["hidden.2.bias"])

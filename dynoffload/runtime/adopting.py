@@ -295,6 +295,17 @@ class Adoption:
         known = [slot for tensor in tensors for slot in self.store.slots_of(tensor)]
         self._device.touch([slot.region for slot in known])
 
+    def reads_zero(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` has zeros only, as what nobody has written has."""
+        regions = self.store.regions_under(tensor)
+        if regions and self._device.guarded and not any(self._device.visits(regions)):
+            return True
+        for piece in self.pieces(tensor):
+            with self.held(piece):
+                if bool(piece.any()):
+                    return False
+        return True
+
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield views of ``tensor`` of at most a piece each; what lies over a row slice by slice,
         as the regions of several may be more than the pool."""

@@ -27,7 +27,7 @@ Give = Callable[[nn.Module], None]
 Bring = Callable[[Iterable[torch.Tensor]], None]
 Around = Callable[[nn.Module], AbstractContextManager[None]]
 
-_REMEDY = "pass init= a function that does, or the path of a safetensors file"
+_REMEDY = "pass materialize() init= a function that does, or the path of a safetensors file"
 
 
 @runtime_checkable
@@ -120,8 +120,8 @@ def _reset(path: str, module: nn.Module) -> None:
     if not callable(reset):
         raise ConfigError(
             f"module {path or '(root)'} ({type(module).__name__}) owns parameters or buffers "
-            "but has no reset_parameters(): pass init= a function that initialises a module, "
-            "or the path of a safetensors file"
+            "but has no reset_parameters(): pass materialize() init= a function that initialises "
+            "a module, or the path of a safetensors file"
         )
     reset()
 

@@ -20,17 +20,21 @@ from torch import nn
 
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.filling import Bring, Give, Initialiser, fill, join, names_of, own_tensors
+from dynoffload.runtime.stored import Stored
 
 Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] | None
 
 _RECIPE = "_dynoffload_init"
 
 
-def check_init(init: object) -> None:
-    """Refuse what `materialize` cannot take.
+def check_init(init: object, model: nn.Module, empty: Collection[str]) -> None:
+    """Refuse what `materialize` cannot take, and a file that does not fit ``model``.
+
+    Args:
+        empty: names of the tensors that have no values.
 
     Raises:
-        ConfigError: says what was given and what is accepted.
+        ConfigError: says what was given and what is accepted, or what does not fit.
     """
 
     def gives(value: object) -> bool:
@@ -46,15 +50,19 @@ def check_init(init: object) -> None:
             "reset_parameters), a function of a module, the path of a safetensors file, or a tuple "
             "(path, function) of both"
         )
+    if isinstance(init, str | Path):
+        Stored(init).check(model, empty, makes=False)
+    elif isinstance(init, tuple):
+        Stored(init[0]).check(model, empty, makes=True)
 
 
 def remember(model: nn.Module, init: Init) -> None:
     """Note how ``model`` is to be given its weights once a session pages it.
 
     Raises:
-        ConfigError: ``init`` is none of what it can be.
+        ConfigError: ``init`` is none of what it can be, or a file that does not fit.
     """
-    check_init(init)
+    check_init(init, model, tensors_on_meta(model))
     model.__dict__[_RECIPE] = (init,)
     if tensors_on_meta(model):
         model.__dict__["to"] = functools.partial(_stay, model)
@@ -102,7 +110,15 @@ def tensors_on_meta(model: nn.Module) -> frozenset[str]:
 
 
 @torch.no_grad()
-def give_weights(model: nn.Module, init: Init, empty: Collection[str], bring: Bring) -> None:
+def give_weights(
+    model: nn.Module,
+    init: Init,
+    empty: Collection[str],
+    bring: Bring,
+    *,
+    everything: bool = False,
+    kept: Collection[str] = (),
+) -> None:
     """Give the tensors of ``model`` that have no values theirs, one module after the other.
 
     Args:
@@ -110,35 +126,42 @@ def give_weights(model: nn.Module, init: Init, empty: Collection[str], bring: Br
             meta device.
         init: None calls each module's own ``reset_parameters``; a function is called with each
             module that owns such tensors; an `Initialiser` knows an order of its own; a path is a
-            safetensors file with the model's names; a path and a function are such a file and what
-            makes the buffers that are not saved.
-        empty: names of the tensors that were on the meta device; others keep what they have, except
-            by a file. None at all means every tensor.
+            safetensors file with the model's names, an index of such files, or a directory with
+            either; a path and a function are such a file and what makes the buffers that are not
+            saved.
+        empty: names of the tensors that have no values; others keep what they have, except by a
+            file.
         bring: called with tensors that are about to be written.
+        everything: give all tensors theirs.
+        kept: names of what a file does not replace.
 
     Raises:
         ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a tensor
-            without a value, or the file lacks a tensor.
+            without a value, or the file does not fit; then it has written nothing.
     """
-    check_init(init)
-    _leave_meta(model)
+    check_init(init, model, empty)
+    leave_meta(model)
     if isinstance(init, str | Path):
-        _load(model, Path(init), None, empty, bring)
+        Stored(init).copy_to(model, kept, bring)
     elif isinstance(init, tuple):
-        _load(model, Path(init[0]), init[1], empty, bring)
+        stored = Stored(init[0])
+        lacking = frozenset(name for name in empty if name not in stored)
+        # Before the file is read: it may write into what the file has, too.
+        fill(model, init[1], lacking, {name for name in empty if name in stored}, bring)
+        stored.copy_to(model, kept, bring)
     else:
-        wanted = frozenset(empty) or names_of(model)
+        wanted = names_of(model) if everything else frozenset(empty)
         if init is blank:
             fill(model, init, wanted & {name for name, _ in model.named_buffers()}, wanted, bring)
         else:
             fill(model, init, wanted, (), bring)
 
 
-def _leave_meta(model: nn.Module) -> None:
-    """Give what is not paged memory, without values."""
+def leave_meta(model: nn.Module) -> None:
+    """Give what is not paged memory, of zeros."""
     for parameter in model.parameters():
         if parameter.is_meta:
-            fresh = torch.empty_like(parameter, device="cpu")
+            fresh = torch.zeros_like(parameter, device="cpu")
             made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
             torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
     # Buffers are not swapped: one that is a view of another cannot be.
@@ -148,7 +171,7 @@ def _leave_meta(model: nn.Module) -> None:
             if buffer is not None and buffer.is_meta:
                 known = buffers.get(id(buffer))
                 if known is None:
-                    known = buffers[id(buffer)] = torch.empty_like(buffer, device="cpu")
+                    known = buffers[id(buffer)] = torch.zeros_like(buffer, device="cpu")
                 module._buffers[name] = known
 
 
@@ -161,43 +184,3 @@ def blank(module: nn.Module) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in transient:
             buffer.zero_()
-
-
-def _load(
-    model: nn.Module,
-    path: Path,
-    give: Give | Initialiser | None,
-    empty: Collection[str],
-    bring: Bring,
-) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            persistent = set(model.state_dict().keys())
-            lacking = frozenset(empty) - names - persistent
-            if give is not None:
-                # Before the file is read: it may write into what the file has, too.
-                fill(model, give, lacking, frozenset(empty) | names, bring)
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if name in names:
-                    given = file.get_tensor(name)
-                    if given.shape != tensor.shape:
-                        raise ConfigError(
-                            f"tensor {name!r} of {path} has shape {list(given.shape)} but the "
-                            f"model's has {list(tensor.shape)}: give a file saved from this model"
-                        )
-                    bring([tensor])
-                    tensor.copy_(given)
-                elif name in persistent:
-                    raise ConfigError(
-                        f"{path} has no tensor {name!r}: give a file saved from this model"
-                    )
-                elif give is None and name in lacking:
-                    raise ConfigError(
-                        f"{path} has no tensor {name!r}, a buffer that is not saved: pass "
-                        "init=(path, function) with a function that makes the buffers of a module"
-                    )
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read {path} as safetensors: {error}") from error

@@ -337,13 +337,15 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
     """Give a model built on the meta device its weights, without ever holding it whole.
 
     Inside an `offload` block of ``model`` this happens now, module by module; outside it is noted,
-    and happens when the model is first used under `offload`.
+    and happens with the first forward under `offload`, or when the block ends. Until then all reads
+    as zeros there; what the user writes meanwhile, as by ``load_state_dict``, stays.
 
     Args:
         model: the root, or any model that an `offload` block will manage.
         init: None for each module's ``reset_parameters``, a function called with each module that
-            owns parameters or buffers, the path of a safetensors file, or such a path and a
-            function that makes the buffers of a module, for those that the file lacks. For models
+            owns parameters or buffers, the path of a safetensors file, of an index of such files or
+            of a directory with either, with the model's own names, or such a path and a function
+            that makes the buffers which the file lacks as they are never saved. For models
             of transformers see `dynoffload.integrations.transformers.materialize`. What is not on
             the meta device keeps its values, except by a file.
 
@@ -352,7 +354,7 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
 
     Raises:
         ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a tensor
-            without a value, or the file lacks a tensor.
+            without a value, or the file cannot be read or does not fit: this is said at once.
     """
     session = _open.get(id(model))
     if session is None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -71,7 +72,11 @@ class ProfiledSession:
         Raises:
             ConfigError: a module cannot initialise itself, or the file lacks a tensor.
         """
-        give_weights(self.model, init, self._empty, lambda tensors: None)
+
+        def nothing(tensors: Iterable[torch.Tensor]) -> None:
+            pass  # all is in memory
+
+        give_weights(self.model, init, self._empty, nothing, everything=not self._empty)
 
     def save(
         self,

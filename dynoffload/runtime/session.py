@@ -27,16 +27,9 @@ from dynoffload.runtime.counting import ordinary_bytes, parts_of
 from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
-from dynoffload.runtime.materialize import (
-    Init,
-    blank,
-    check_init,
-    give_weights,
-    recipe_of,
-    remember,
-    tensors_on_meta,
-)
+from dynoffload.runtime.materialize import Init, blank, recipe_of, remember
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
+from dynoffload.runtime.owed import Owed
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
@@ -111,8 +104,7 @@ class Session:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
         config, recipe = self._config, self._recipe
         before = resident_bytes()
-        self._empty = tensors_on_meta(model)
-        self._init: tuple[Init] | None = (recipe or (None,)) if self._empty else recipe
+        self._owed = Owed(model, recipe)
         self._paging = paging = self._page()
         self.log = RunLog(
             model=type(model).__name__,
@@ -148,6 +140,7 @@ class Session:
         ]
         self._growth = Growth(model)
         self._say_plan(spill_reason)
+        self._owed.begin()
         paging.begun()
 
     def _page(self) -> Paging:
@@ -203,8 +196,7 @@ class Session:
         self._in_sample = False
         if self._paging is not None:
             self._paging.loss.check()
-        if self._init is not None:
-            self.materialize(self._init[0])
+        self._give_owed()
         if self._leaves and not _is_transformed():
             self._step_aside()
         if torch.is_grad_enabled():
@@ -408,22 +400,29 @@ class Session:
         """Give a model built on the meta device its weights, module by module.
 
         Args:
-            init: None for each module's ``reset_parameters``, a function of a module, the path of a
-                safetensors file, or a path and a function for the buffers that the file lacks. What
-                was not on the meta device keeps its values, except by a file.
+            init: see `dynoffload.materialize`. What was not on the meta device, or was written in
+                the block before all had values, keeps its values, except by a file.
 
         Raises:
             ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a
                 tensor without a value, or the file lacks a tensor.
         """
-        check_init(init)
         self.flush()
-        self._init = None
-        give_weights(self.model, init, self._empty, self._bring)
+        self._owed.give_by(init, self._bring, self._reads_zero)
+
+    def _give_owed(self) -> None:
+        if self._owed.init is not None:
+            self.flush()
+            self._owed.give(self._bring, self._reads_zero)
 
     def _bring(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._paging is not None:
             self._paging.adoption.bring(tensors)
+
+    def _reads_zero(self, tensor: torch.Tensor) -> bool:
+        if self._paging is not None:
+            return self._paging.adoption.reads_zero(tensor)
+        return not bool(tensor.any())
 
     def save(
         self,
@@ -471,8 +470,7 @@ class Session:
         extra: Mapping[str, Any] | None,
         max_shard_size: int | str,
     ) -> None:
-        if self._init is not None:
-            self.materialize(self._init[0])
+        self._give_owed()
         self._settle()
         Aftermath.check(self.model, optimizer)
         save(
@@ -495,8 +493,8 @@ class Session:
         def prepare() -> None:
             nonlocal touched
             touched = True
-            if self._init is not None:
-                self.materialize(blank if self._init[0] is None else self._init[0])
+            if (owed := self._owed.init) is not None:
+                self.materialize(blank if owed[0] is None else owed[0])
             if self._paging is None:
                 return
             if optimizer is None:
@@ -550,13 +548,12 @@ class Session:
         where = ""
         try:  # what may take long, or is the user's
             interruptible(self._forecast.close)()
-            if paging is not None and self._init is not None:
-                init = self._init[0]
-                interruptible(give_weights)(self.model, init, self._empty, paging.adoption.bring)
-                self._init = None
+            if paging is not None:
+                adoption = paging.adoption
+                interruptible(self._owed.give)(adoption.bring, adoption.reads_zero)
         finally:
             if paging is not None:
-                if self._init is not None:  # cut off before all had values
+                if self._owed.init is not None:  # cut off before all had values
                     paging.revert()
                 where = self._end(paging)
         if where:

@@ -1,0 +1,119 @@
+"""The values that a model from the meta device has not got yet, and who will give them.
+
+What it is: `Owed`, of one session: the names of what has no value, how it will be given, and what
+the user has written meanwhile, which stays. What it is not: the giving
+(`dynoffload.runtime.materialize`).
+
+[Note: written meanwhile]  From the start of the block all tensors have memory, of zeros. So a user
+may write into them, or put others in their place, before anybody gives them values: a tensor has
+its value once it is another object, its version has gone up, or, as ``Tensor.data`` leaves the
+version as it is, it is not zero any more.
+
+[Note: what fails]  A file or function that fails is asked again at the next use, and fails again:
+nothing runs on half of a model. What it wrote before is not the user's, so versions are noted anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import nn
+
+from dynoffload.runtime.filling import Bring, join, own_tensors
+from dynoffload.runtime.materialize import (
+    Init,
+    check_init,
+    give_weights,
+    leave_meta,
+    tensors_on_meta,
+)
+
+_Seen = tuple[torch.Tensor, int]  # no weak reference: tensors that have one cannot be swapped
+
+
+class Owed:
+    """What ``model`` lacks.
+
+    Args:
+        model: before it is paged.
+        recipe: how its values are to be given, as a tuple of one; None if nobody has said.
+
+    Attributes:
+        init: as ``recipe``, None once all has values.
+    """
+
+    def __init__(self, model: nn.Module, recipe: tuple[Init] | None) -> None:
+        self._model = model
+        self._names = tensors_on_meta(model)
+        self._kept: set[str] = set()  # of what the user has written
+        self._seen: dict[str, _Seen] = {}
+        self._failed = False
+        self.init = (recipe or (None,)) if self._names else recipe
+
+    def begin(self) -> None:
+        """The model is paged: what is not leaves the meta device too."""
+        leave_meta(self._model)
+        self._note()
+
+    def give(self, bring: Bring, reads_zero: Callable[[torch.Tensor], bool]) -> None:
+        """Give what is owed, if anything is, as was said; what the user has written stays.
+
+        Args:
+            bring: called with tensors that are about to be written.
+            reads_zero: whether a tensor has zeros only.
+
+        Raises:
+            ConfigError: it cannot be given so.
+        """
+        if self.init is not None:
+            self._kept |= self._written(reads_zero)
+            self._give(self.init[0], bring, self._kept)
+
+    def give_by(self, init: Init, bring: Bring, reads_zero: Callable[[torch.Tensor], bool]) -> None:
+        """Give everything its value by ``init`` now; what the user has written stays, except by a
+        file.
+
+        Raises:
+            ConfigError: ``init`` is none, or cannot give them.
+        """
+        check_init(init, self._model, self._names)
+        if self.init is not None:
+            self._kept |= self._written(reads_zero)
+        self._give(init, bring, ())
+
+    def _give(self, init: Init, bring: Bring, kept: Collection[str]) -> None:
+        self.init = (init,)
+        left = self._names - self._kept
+        try:
+            give_weights(self._model, init, left, bring, everything=not self._names, kept=kept)
+        except BaseException:
+            self._failed = True  # what is not zero may be what it wrote
+            self._note()
+            raise
+        self.init = None
+        self._seen.clear()
+
+    def _note(self) -> None:
+        tensors = self._tensors()
+        self._seen = {
+            name: (tensors[name], tensors[name]._version) for name in self._names & tensors.keys()
+        }
+
+    def _written(self, reads_zero: Callable[[torch.Tensor], bool]) -> set[str]:
+        """Return the names of what the user has written; see [Note: written meanwhile]."""
+        written = set()
+        for name, tensor in self._tensors().items():
+            seen = self._seen.get(name)
+            if seen is not None:
+                same = seen[0] is tensor and seen[1] == tensor._version
+                if not same or not (tensor.is_meta or self._failed or reads_zero(tensor)):
+                    written.add(name)
+        return written
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            join(path, key): tensor
+            for path, module in self._model.named_modules()
+            for key, tensor in own_tensors(module).items()
+        }
