@@ -76,11 +76,11 @@ def parse_bytes(quantity: int | str) -> int:
 def format_bytes(count: float) -> str:
     """Return ``count`` bytes as a person reads it: ``"3.50 GiB"``."""
     size = float(count)
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
-    return f"{size:.2f} GiB"
+    return f"{size:.2f} TiB"
 
 
 def format_seconds(seconds: float) -> str:

@@ -69,7 +69,7 @@ def profile(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TraceError(f"{folder}: cannot be made a directory of traces ({error})") from error
-    number = _next_number(folder)
+    number = next_number(folder)
     paths: list[Path] = []
     current: Any = None
 
@@ -133,7 +133,8 @@ def _loss_of(
     return found
 
 
-def _next_number(folder: Path) -> int:
+def next_number(folder: Path) -> int:
+    """Return the number of the next step in a directory of traces: none is written over."""
     taken = [int(m.group(1)) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name))]
     return max(taken, default=-1) + 1
 

@@ -166,7 +166,11 @@ def test_an_unmodified_loop_is_profiled(runner: CliRunner, tmp_path: Path) -> No
         app, ["profile", "--wrap", "-o", str(traces), "--steps", "2", str(script)]
     )
     assert result.exit_code == 0, result.output
-    assert len(list(traces.iterdir())) == 2
+    first = {path.name: path.read_bytes() for path in traces.iterdir()}
+    assert len(first) == 2
+    runner.invoke(app, ["profile", "--wrap", "-o", str(traces), "--steps", "1", str(script)])
+    assert len(list(traces.iterdir())) == 3  # beside what was there
+    assert all((traces / name).read_bytes() == was for name, was in first.items())
 
 
 def test_a_script_that_ends_early_ends_the_block(runner: CliRunner, tmp_path: Path) -> None:

@@ -213,3 +213,12 @@ def test_the_plan_line_gives_no_reason_for_a_directory_that_was_asked_for(
         pass
     plan = next(line for line in caplog.messages if "spilling to" in line)
     assert "spilling to /var/tmp, policy" in plan
+
+
+@pytest.mark.parametrize("spill_dir", [3, "", b"/tmp"])
+def test_a_spill_directory_is_a_path(spill_dir: Any) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"spill_dir=.* is no directory: pass a path, or None"),
+        dynoffload.offload(small(), budget="8MiB", spill_dir=spill_dir),
+    ):
+        pytest.fail("the block must not begin")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import runpy
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from dynoffload.errors import ConfigError
 from dynoffload.reporting import Comparison, ComparisonRow, write_report, write_run
 from dynoffload.reporting.canvas import COLOR
 from dynoffload.runtime.telemetry import RunLog, StepBlocks
@@ -207,3 +209,20 @@ def test_write_run_puts_trace_and_log_beside_the_page(tmp_path: Path) -> None:
         "run.runlog.json.gz",
     ]
     assert repr(RunLog.load(files.log)) == repr(log)
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"folder is a directory: name the page"):
+        write_run(synthetic_log(steps=1), tmp_path / "folder")
+    with pytest.raises(ConfigError, match=r"no report can be written to .*file/run\.html"):
+        write_run(synthetic_log(steps=1), tmp_path / "file" / "run.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_moved_nothing_has_a_page(tmp_path: Path) -> None:
+    log = synthetic_log(steps=1)
+    log.steps = [replace(step, bytes_in=0, bytes_out=0, wasted_bytes=0) for step in log.steps]
+    assert write_report(log, tmp_path / "run.html").stat().st_size > 10_000

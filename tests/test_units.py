@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynoffload.errors import ConfigError
-from dynoffload.units import GiB, parse_bytes
+from dynoffload.units import GiB, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,17 @@ def test_a_number_with_its_unit_is_read(quantity: int | str, expected: int) -> N
 def test_what_is_no_quantity_is_refused_with_the_remedy(quantity: Any, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         parse_bytes(quantity)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (90 * GiB, "90.00 GiB"),
+        (99 << 40, "99.00 TiB"),
+    ],
+)
+def test_bytes_as_people_read_them(count: int, text: str) -> None:
+    assert format_bytes(count) == text

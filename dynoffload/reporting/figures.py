@@ -195,6 +195,7 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
         )
         moved.axhline(0, color=COLOR["muted"], linewidth=0.8)
         top, low = columns["bytes_in"].max() / unit, columns["bytes_out"].max() / unit
+        top = top or float(not low)  # where nothing moved there is an axis still
         moved.set_ylim(-max(low, top * 0.1) * 1.1, max(top, low * 0.1) * 1.4)
         moved.yaxis.set_major_formatter(lambda y, _: f"{abs(y):g}")
         moved.set_ylabel(f"{bytes_name}\nout  |  in")

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dynoffload.errors import ConfigError
 from dynoffload.reporting import alignment, figures, summary
 from dynoffload.reporting.columns import Columns
 from dynoffload.reporting.perfetto import write_perfetto
@@ -45,9 +46,19 @@ def write_run(
 
     For ``out/run.html`` these are ``out/run.perfetto.json.gz`` and ``out/run.runlog.json.gz``.
     ``comparison`` is shown on the page alone.
+
+    Raises:
+        ConfigError: ``path`` is a directory, or its directory cannot be made.
     """
     page = Path(path)
-    page.parent.mkdir(parents=True, exist_ok=True)
+    if page.is_dir():
+        raise ConfigError(f"{page} is a directory: name the page to write, {page / 'run.html'}")
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no report can be written to {page}: {error.strerror}; name another place"
+        ) from error
     files = ReportFiles(
         page, page.with_suffix(".perfetto.json.gz"), page.with_suffix(".runlog.json.gz")
     )

@@ -260,6 +260,11 @@ def _plan(
             f"None, not {type(model).__name__} and {type(optimizer).__name__}"
         )
     _check_model(model)
+    if not (spill_dir is None or (isinstance(spill_dir, str | Path) and str(spill_dir))):
+        raise ConfigError(
+            f"spill_dir={spill_dir!r} is no directory: pass a path, or None for the system's "
+            "directory for temporary files"
+        )
     optimizer = None if optimizer is None else innermost(optimizer)
     given = defaults()
     options = OffloadConfig.of(config)

@@ -131,15 +131,17 @@ def profiled(
         ProfilingDone: ``given.profile_steps`` were saved.
     """
     from dynoffload.profiler import Recorder
+    from dynoffload.profiler.profiling import next_number
 
     assert given.profile_dir is not None
     directory, limit = given.profile_dir, given.profile_steps
     directory.mkdir(parents=True, exist_ok=True)
-    saved = 0
+    first, saved = next_number(directory), 0
 
     def save(trace: Trace) -> None:
         nonlocal saved
-        trace.save(directory / f"step-{saved:06d}.parquet")
+        trace.step = first + saved
+        trace.save(directory / f"step-{trace.step:06d}.parquet")
         saved += 1
         if limit is not None and saved >= limit:
             raise ProfilingDone
