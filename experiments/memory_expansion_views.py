@@ -46,9 +46,11 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    return Table(*columns, title=title, title_justify="left")
+    # A narrow terminal breaks words, but cuts none off.
+    folded = (Column(column, overflow="fold") for column in columns)
+    return Table(*folded, title=title, title_justify="left")
 
 
 def _published_table(result: Mapping[str, Any]) -> Table:
