@@ -19,7 +19,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.units import KiB, MiB, parse_bytes
 
 BACKENDS = ("auto", "pager", "mapped")
-POLICIES = ("pilot", "repeat", "on-demand")
+POLICIES = ("pilot", "repeat", "replay", "on-demand")
 DEFERRALS = ("auto", "never")
 LEAST_PAGE = 4 * KiB
 
@@ -59,8 +59,12 @@ class OffloadConfig:
             pager where the system has it, else the mapped file; the plan line, which is logged at
             INFO, names the choice.
         policy: ``"pilot"`` prefetches by the pilot's prediction while it does better of late than
-            the last order, else by that; ``"repeat"`` by the last order; ``"on-demand"`` not at
-            all. Prefetch that loses against on-demand goes off by itself, and says so.
+            the last order, else by that; ``"repeat"`` by the last order, in which a step finds its
+            place again after a visit out of order. Prefetch by these that loses against on-demand
+            goes off by itself, and says so. The others are baselines, which never do.
+            ``"replay"``: by the last order to the letter, as ZeRO-Infinity's engine: the first
+            visit out of order ends the prefetch of its step, and the next runs on demand while it
+            is recorded anew. ``"on-demand"``: not at all; what was used longest ago leaves first.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
             its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
         draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward

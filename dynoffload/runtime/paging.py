@@ -191,6 +191,7 @@ class Paging:
             self.updates,
             self.activations,
             reserve_bytes=sizing.reserve_bytes,
+            replay=self._forecast.replay,
         )
         self._changes = Changes()
         self._undo.callback(self._changes.close)

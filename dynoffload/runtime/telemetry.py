@@ -150,7 +150,7 @@ class RunLog:
     Attributes:
         model: class name of the managed model.
         backend: ``"pager"`` or ``"mapped"``.
-        policy: ``"pilot"``, ``"repeat"`` or ``"on-demand"``.
+        policy: as `OffloadConfig.policy`.
         budget: bytes, the cap on the fast tier.
         headroom: bytes that the ledger cannot count (operator temporaries), as measured.
         steps: every step's numbers; totals of a run are sums over these.

@@ -27,6 +27,7 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.sample import Features, Sample, describe_sample
 from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.migration.replay import Replay, Trust
 from dynoffload.runtime.migration.trial import Trial
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.telemetry import StepStats
@@ -57,7 +58,7 @@ class Forecast:
 
     Args:
         model: the root.
-        policy: ``"pilot"``, ``"repeat"`` or ``"on-demand"``.
+        policy: ``"pilot"``, ``"repeat"``, ``"replay"`` or ``"on-demand"``.
         pilot: a trained predictor; ``"auto"``: learn one; None: repeat the last order.
         features: the user's featurizer, or None.
 
@@ -67,6 +68,7 @@ class Forecast:
         actual: the order that ran.
         accuracy: of the one against the other; NaN without a prediction.
         source: what steers: ``"the pilot"`` or ``"the last order"``.
+        replay: whether the last order is kept to the letter; None where nobody asks.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Forecast:
             else:
                 self._predictor = pilot
         self._repeats = policy != "on-demand"
+        self.replay = Replay() if policy == "replay" else None
         self._units: dict[str, Unit] = {}
         self._thread: threading.Thread | None = None
         self._steady = 0
@@ -131,7 +134,8 @@ class Forecast:
         """A sample begins: return the order of units it will probably visit, or None."""
         self._order, self._inside = [], 0
         self._sample = None
-        self.predicted, self.source = self._last if self._repeats else None, "the last order"
+        follows = self._repeats if self.replay is None else self.replay.begin()
+        self.predicted, self.source = self._last if follows else None, "the last order"
         predictor = self._learner if self._learner is not None else self._predictor
         if predictor is not None:
             self._sample = describe_sample(self._model, args, kwargs, self._features)
@@ -170,12 +174,14 @@ class Forecast:
 
     @property
     def pays(self) -> bool:
-        """Whether to prefetch by what steers the sample; see `Trial`."""
+        """Whether to prefetch by what steers the sample; see `Trial`, and `Replay`."""
+        if self.replay is not None:
+            return self.replay.trust is Trust.FOLLOWING
         return self._repeats and self._trial().prefetch
 
     def judge(self, step: StepStats) -> None:
         """Take note of what the step cost that this order steered."""
-        if self._repeats:
+        if self._repeats and self.replay is None:
             self._trial().observe(step)
 
     def _trial(self) -> Trial:

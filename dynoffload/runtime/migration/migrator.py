@@ -21,6 +21,7 @@ from dynoffload.planning.schedule import NextUse, Policy, Schedule
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.reference import NONE, Chosen, Reference, Visit
+from dynoffload.runtime.migration.replay import Replay
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.updates.updates import Updates
@@ -45,6 +46,7 @@ class Migrator:
         updates: knows which updates are pending, or None without an optimizer.
         activations: knows the chunks.
         reserve_bytes: part of the pool that plans leave free.
+        replay: ends the prefetch of a sample at its first visit out of order; None: never.
     """
 
     def __init__(
@@ -54,11 +56,15 @@ class Migrator:
         activations: Activations,
         *,
         reserve_bytes: int,
+        replay: Replay | None = None,
     ) -> None:
         self._device = device
         self._updates = updates
         self._activations = activations
         self._capacity = device.capacity - reserve_bytes
+        self._replay = replay
+        if replay is not None:
+            replay.forget()  # regions and units have new numbers
         self.policy: Policy = LookAhead()
         self.prefetch = False  # until `set_prefetch`: every use is on demand
         self.phase = Phase.IDLE
@@ -98,6 +104,7 @@ class Migrator:
         if self.phase is Phase.FORWARD:
             self._close_visit()
             self._visits.append((unit, []))
+            self._keep_to_record(unit.index, unit.path)
             self._anchor(self._reference.forward.get(unit.index))
 
     def open_chunk(self, chunk: Chunk) -> None:
@@ -122,6 +129,7 @@ class Migrator:
         if self.phase is Phase.FORWARD:
             return False  # a backward inside forward: a gradient penalty
         begins = self.phase is not Phase.BACKWARD
+        self._keep_to_record(-1 - region, self._device.names.get(region, ""))
         if begins:
             self._begin_backward()
         self._anchor(self._reference.backward.get(region))
@@ -137,12 +145,18 @@ class Migrator:
         """The model's units are others from now on."""
         self._follow(Reference())
         self.last_order, self._visits, self._saved = [], [], {}
+        if self._replay is not None:
+            self._replay.forget()
 
     def set_prefetch(self, prefetch: bool) -> None:
         """From now on plan ahead, or have every use on demand."""
         if self.prefetch and not prefetch:
             self._follow(Reference())
         self.prefetch = prefetch
+
+    def _keep_to_record(self, key: int, name: str) -> None:
+        if self._replay is not None and self._replay.visit(key, name):
+            self.set_prefetch(False)
 
     # Plans
 
