@@ -19,7 +19,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.units import KiB, MiB, parse_bytes
 
 BACKENDS = ("auto", "pager", "mapped")
-POLICIES = ("pilot", "repeat", "replay", "on-demand")
+POLICIES = ("pilot", "repeat", "replay", "on-demand", "dtr")
+UNPAGED = ("dtr",)
 DEFERRALS = ("auto", "never")
 LEAST_PAGE = 4 * KiB
 
@@ -65,6 +66,8 @@ class OffloadConfig:
             ``"replay"``: by the last order to the letter, as ZeRO-Infinity's engine: the first
             visit out of order ends the prefetch of its step, and the next runs on demand while it
             is recorded anew. ``"on-demand"``: not at all; what was used longest ago leaves first.
+            ``"dtr"``: nothing moves; activations are dropped and made again, as by dynamic tensor
+            rematerialization, under a budget that must hold all the rest.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
             its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
         draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload import memory, runtime
-from dynoffload.config import Defaults, OffloadConfig, defaults, no_budget
+from dynoffload.config import UNPAGED, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import check_room, default_spill_dir
@@ -33,6 +33,7 @@ from dynoffload.runtime.interrupts import admit, hold
 from dynoffload.runtime.materialize import Init, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
+from dynoffload.runtime.recompute.session import recomputing
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.updates.update import check_optimizer, innermost
@@ -275,6 +276,12 @@ def _plan(
     limit = given.budget if budget is None else parse_bytes(budget)
     if limit is None:
         raise no_budget("offload(..., budget='8GiB')")
+    if options.policy in UNPAGED:
+        _say_overruled(given, limit, pilot, spill_dir)
+        _check_open(model, optimizer)
+        _check_unpaged(options.policy, pilot)
+        block = _unpaged(model, optimizer, limit, options)
+        return _Planned(block, functools.partial(_report, given))
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
     _say_overruled(given, limit, pilot, spill_dir)
@@ -330,6 +337,23 @@ def _profiled(
             yield session
         finally:
             _open.pop(id(model), None)
+
+
+@contextlib.contextmanager
+def _unpaged(
+    model: nn.Module, optimizer: Optimizer | None, budget: int, options: OffloadConfig
+) -> Iterator[Session]:
+    with recomputing(model, optimizer, budget, options) as unpaged:
+        session = _open[id(model)] = cast(Session, unpaged)  # of the same public names
+        try:
+            yield session
+        finally:
+            _open.pop(id(model), None)
+
+
+def _check_unpaged(policy: str, pilot: object) -> None:
+    if pilot is not None and pilot != "auto":
+        logger.warning("the pilot is not used: policy %r prefetches nothing", policy)
 
 
 def _report(given: Defaults, session: Session) -> None:

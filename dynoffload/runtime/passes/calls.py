@@ -18,15 +18,25 @@ import logging
 import sys
 import threading
 from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from dynoffload.errors import ThreadError
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.passes.activations import Activations
 
 logger = logging.getLogger(__name__)
+
+
+class Saving(Protocol):
+    """Takes over what autograd saves, and gives it back."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what stands for a tensor that is saved."""
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor for which ``packed`` stands."""
 
 
 class _OfThread(threading.local):
@@ -34,8 +44,8 @@ class _OfThread(threading.local):
 
     saving: torch.autograd.graph.saved_tensors_hooks | None = None
 
-    def begin(self, activations: Activations) -> None:
-        self.saving = torch.autograd.graph.saved_tensors_hooks(activations.pack, activations.unpack)
+    def begin(self, saving: Saving) -> None:
+        self.saving = torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
         self.saving.__enter__()
 
     def end(self) -> None:
@@ -81,10 +91,10 @@ class Calls:
             return self._depth == 1
 
     @uninterrupted
-    def save_to(self, activations: Activations) -> None:
-        """Have ``activations`` take over what autograd saves until the outermost call ends."""
+    def save_to(self, saving: Saving) -> None:
+        """Have ``saving`` take over what autograd saves until the outermost call ends."""
         if not _hooks_of_others():
-            self._of_thread.begin(activations)
+            self._of_thread.begin(saving)
         elif not self._warned:
             self._warned = True
             logger.warning(
