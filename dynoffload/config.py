@@ -19,8 +19,9 @@ from dynoffload.errors import ConfigError
 from dynoffload.units import KiB, MiB, parse_bytes
 
 BACKENDS = ("auto", "pager", "mapped")
-POLICIES = ("pilot", "repeat", "replay", "on-demand", "dtr")
-UNPAGED = ("dtr",)
+POLICIES = ("pilot", "repeat", "replay", "on-demand", "dtr", "os-paging")
+UNPAGED = ("dtr", "os-paging")
+"""Policies under which dynoffload pages nothing."""
 DEFERRALS = ("auto", "never")
 LEAST_PAGE = 4 * KiB
 
@@ -67,7 +68,9 @@ class OffloadConfig:
             visit out of order ends the prefetch of its step, and the next runs on demand while it
             is recorded anew. ``"on-demand"``: not at all; what was used longest ago leaves first.
             ``"dtr"``: nothing moves; activations are dropped and made again, as by dynamic tensor
-            rematerialization, under a budget that must hold all the rest.
+            rematerialization, under a budget that must hold all the rest. ``"os-paging"``: plain
+            PyTorch in a memory cgroup whose limit is the budget, paged to swap by the system; for
+            root alone. The options below are those of paging; these two take ``debug`` at most.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
             its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
         draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward

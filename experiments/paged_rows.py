@@ -19,7 +19,6 @@ from typing import Any
 
 from dynoffload.doctor import Tiers
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.cgroup import MemoryGroup, memory_group, swap_file
 from dynoffload.experiments.optimum import StepString, StepVisit, step_bound, step_string
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
@@ -33,6 +32,7 @@ from dynoffload.experiments.workers import (
     worker,
 )
 from dynoffload.experiments.zoo import FUSED
+from dynoffload.memory.cgroup import MemoryGroup, memory_group, swap_file
 from dynoffload.memory.limits import available_bytes
 from dynoffload.pilot.progress import Report
 from dynoffload.simulation.machine import Link

@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any, TypeVar
 
 from dynoffload.errors import DynOffloadError
-from dynoffload.experiments.cgroup import MemoryGroup
 from dynoffload.experiments.trainer import Spec
+from dynoffload.memory.cgroup import MemoryGroup
 
 _SAID = 2_000  # characters of a dead worker's last words
 

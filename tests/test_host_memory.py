@@ -17,9 +17,9 @@ from torch import nn
 
 import dynoffload
 from dynoffload.errors import BudgetError
-from dynoffload.experiments.cgroup import memory_group, why_unavailable
 from dynoffload.memory import limits
 from dynoffload.runtime import host
+from dynoffload.memory.cgroup import memory_group, why_unavailable
 from dynoffload.units import GiB, MiB
 
 PIB = 1 << 50

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from devices import HUGE, SMALL, needs_pager, script
 
-from dynoffload.experiments import cgroup
+from dynoffload.memory import cgroup
 from dynoffload.units import MiB
 
 pytestmark = [

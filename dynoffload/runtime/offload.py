@@ -36,6 +36,8 @@ from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.recompute.session import recomputing
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
+from dynoffload.runtime.swapping import swapping
+from dynoffload.runtime.unpaged import Unpaged
 from dynoffload.runtime.updates.update import check_optimizer, innermost
 from dynoffload.runtime.updates.updates import can_split
 from dynoffload.units import format_bytes, parse_bytes
@@ -280,7 +282,8 @@ def _plan(
         _say_overruled(given, limit, pilot, spill_dir)
         _check_open(model, optimizer)
         _check_unpaged(options.policy, pilot)
-        block = _unpaged(model, optimizer, limit, options)
+        directory = Path(spill_dir or given.spill_dir or default_spill_dir())
+        block = _unpaged(model, optimizer, limit, options, directory)
         return _Planned(block, functools.partial(_report, given))
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
@@ -341,9 +344,18 @@ def _profiled(
 
 @contextlib.contextmanager
 def _unpaged(
-    model: nn.Module, optimizer: Optimizer | None, budget: int, options: OffloadConfig
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    budget: int,
+    options: OffloadConfig,
+    directory: Path,
 ) -> Iterator[Session]:
-    with recomputing(model, optimizer, budget, options) as unpaged:
+    block: contextlib.AbstractContextManager[Unpaged]
+    if options.policy == "dtr":
+        block = recomputing(model, optimizer, budget, options)
+    else:
+        block = swapping(model, optimizer, budget, options, directory)
+    with block as unpaged:
         session = _open[id(model)] = cast(Session, unpaged)  # of the same public names
         try:
             yield session

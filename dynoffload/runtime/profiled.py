@@ -71,6 +71,6 @@ def profiled(
             raise ProfilingDone
 
     session = ProfiledSession(model, optimizer, config.policy)
-    session.give_noted_weights()
+    session._give_noted_weights()
     with Recorder(model, optimizer, features=config.features, on_step=save):
         yield session

@@ -54,7 +54,7 @@ class Unpaged:
         self._empty = tensors_on_meta(model)
         self.log = RunLog(type(model).__name__, backend, policy, budget=budget, headroom=0)
 
-    def give_noted_weights(self) -> None:
+    def _give_noted_weights(self) -> None:
         """Give a model on the meta device the weights that `materialize` has noted, or its own.
 
         Raises:

@@ -64,7 +64,7 @@ class RecomputingSession(Unpaged):
         self._began = time.perf_counter()
         self._before = self._totals()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Count what is there, and watch from now on."""
         self._count_states()
         logger.info(
@@ -224,9 +224,9 @@ def recomputing(
         error.lacking = need - budget
         raise error
     session = RecomputingSession(model, optimizer, budget, config)
-    session.give_noted_weights()
+    session._give_noted_weights()
     try:
-        session.begin()
+        session._begin()
         yield session
     finally:
         session.close()

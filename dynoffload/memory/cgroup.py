@@ -1,11 +1,13 @@
-"""Real limits on memory: a child process in a memory cgroup of its own, with or without swap.
+"""Real limits on memory: processes in a memory cgroup of their own, with or without swap.
 
 What it is: `memory_group` makes a cgroup (version 1 or 2) with a hard limit and reads what the
 kernel counted in it, `swap_file` adds swap for as long as it is needed, `run_limited` runs one
-command under both. What it is not: a simulation of a small machine by other means; where the
-system does not let a process do this, `why_unavailable` says why, and nothing is measured.
+command under both, `MemoryGroup.joined` this process. What it is not: a simulation of a small
+machine by other means; where the system does not let a process do this, `why_unavailable` says why,
+and nothing is measured.
 
-How it fits: experiments start their workers in such groups. Groups and swap files carry the number
+How it fits: experiments start their workers in such groups, and ``policy="os-paging"`` trains in
+one. Groups and swap files carry the number
 of the process that made them, so that what a killed one left is cleared away by the next.
 """
 
@@ -26,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from dynoffload.errors import DynOffloadError
+from dynoffload.memory.limits import cgroup_directories
 from dynoffload.units import MiB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -90,6 +93,7 @@ class MemoryGroup:
 
     def __init__(self, path: Path, version: int, limit_bytes: int | None, swap: bool) -> None:
         self.path, self.version, self.limit_bytes = path, version, limit_bytes
+        self._peak: int | None = None  # an open file, in which version 2 counts for each alone
         files = _FILES[version]
         if limit_bytes is not None:
             self._write(files.limit, str(limit_bytes))
@@ -132,6 +136,38 @@ class MemoryGroup:
         """Return the numbers of the processes in the group."""
         return [int(line) for line in self._read("cgroup.procs").split()]
 
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Have this process in the group for the time of the block, with all that it starts there.
+
+        What it was charged with before stays where it is: the group counts what is touched first in
+        it. At the end all go where this process was.
+
+        Raises:
+            LimitError: the kernel refuses it.
+        """
+        home = next((path for path, *_ in cgroup_directories()), None)
+        if home is None:
+            raise LimitError("this process's own memory cgroup is not to be seen from here")
+        self._write("cgroup.procs", str(os.getpid()))
+        try:
+            yield
+        finally:
+            for number in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    (home / "cgroup.procs").write_text(str(number), encoding="ascii")
+
+    def take_peak(self) -> int:
+        """Return the most bytes charged since the last call, or, where the kernel cannot begin to
+        count anew (version 2 before Linux 6.12), since the group was made."""
+        name = _FILES[self.version].peak
+        if self._peak is None:
+            self._peak = os.open(self.path / name, os.O_RDWR)
+        peak = int(os.pread(self._peak, 32, 0))
+        with contextlib.suppress(OSError):
+            os.write(self._peak, b"0")
+        return peak
+
     def _counters(self, name: str) -> dict[str, int]:
         pairs = [line.split() for line in self._read(name).splitlines()]
         return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
@@ -152,6 +188,9 @@ class MemoryGroup:
 
     def remove(self) -> None:
         """Kill what is left in the group and remove it."""
+        if self._peak is not None:
+            os.close(self._peak)
+            self._peak = None
         for number in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -198,12 +237,15 @@ def why_unavailable(*, swap: bool = False) -> str:
 
 
 @contextlib.contextmanager
-def memory_group(limit_bytes: int | None, *, swap: bool = False) -> Iterator[MemoryGroup]:
+def memory_group(
+    limit_bytes: int | None, *, swap: bool = False, inside: Path | None = None
+) -> Iterator[MemoryGroup]:
     """Yield a new group; what is still running in it is killed at the end.
 
     Args:
         limit_bytes: its hard limit; None only counts.
         swap: whether its memory may be swapped out. Without, pages that are not of a file stay.
+        inside: the group that it is part of, whose limit holds too; by default the root.
 
     Raises:
         LimitError: the system does not allow it; says why.
@@ -212,8 +254,9 @@ def memory_group(limit_bytes: int | None, *, swap: bool = False) -> Iterator[Mem
     found = version()
     if reason or found is None:
         raise LimitError(f"no memory cgroup can be made: {reason}")
-    _remove_stale_groups(_ROOTS[found])
-    path = Path(tempfile.mkdtemp(prefix=f"{_GROUP}{os.getpid()}-", dir=_ROOTS[found]))
+    root = inside or _ROOTS[found]
+    _remove_stale_groups(root)
+    path = Path(tempfile.mkdtemp(prefix=f"{_GROUP}{os.getpid()}-", dir=root))
     try:
         group = MemoryGroup(path, found, limit_bytes, swap)
     except BaseException:
