@@ -22,6 +22,8 @@ BACKENDS = ("auto", "pager", "mapped")
 POLICIES = ("pilot", "repeat", "replay", "on-demand", "dtr", "os-paging")
 UNPAGED = ("dtr", "os-paging")
 """Policies under which dynoffload pages nothing."""
+BASELINES = ("replay", "on-demand", *UNPAGED)
+"""Policies to compare with."""
 DEFERRALS = ("auto", "never")
 LEAST_PAGE = 4 * KiB
 

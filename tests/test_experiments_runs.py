@@ -14,7 +14,6 @@ import pytest
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import (
     breakdown,
-    cgroup,
     demo,
     paged,
     pilot_accuracy,
@@ -22,6 +21,7 @@ from dynoffload.experiments import (
     resident,
     write_json,
 )
+from dynoffload.memory import cgroup
 
 DISK = Path("/var/tmp")
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dynoffload.cli.app import app, say_note, say_wrote, stderr, stdout
 from dynoffload.cli.scripts import log_lines, run_script
-from dynoffload.config import POLICIES, clear_defaults, set_defaults
+from dynoffload.config import BASELINES, POLICIES, clear_defaults, set_defaults
 from dynoffload.errors import ConfigError, ProfilingDone
 from dynoffload.units import format_bytes, format_seconds
 
@@ -227,8 +227,9 @@ def summary_line(log: RunLog) -> str:
     if not log.steps:
         return f"{log.model} ended before its first step was complete"
     run, count = summarize(log), len(log.steps)
+    by = f" by policy {log.policy}" if log.policy in BASELINES else ""
     return (
-        f"{log.model}, {count} step{'s' if count > 1 else ''}: median step "
+        f"{log.model}, {count} step{'s' if count > 1 else ''}{by}: median step "
         f"{format_seconds(run.step_s)}, {format_seconds(run.stall_s)} of it in {run.stalls:.0f} "
         f"stall{'' if run.stalls == 1 else 's'}; peak of fast memory "
         f"{format_bytes(run.peak_fast_bytes)} of the budget of {format_bytes(log.budget)}"
