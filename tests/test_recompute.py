@@ -7,9 +7,11 @@ takes if nothing is dropped, as the policy's own ledger counts it in a run with 
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +24,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
 import dynoffload
-from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.cli.app import app
+from dynoffload.config import clear_defaults
+from dynoffload.errors import BudgetError, ConfigError, ThreadError
 from dynoffload.experiments import zoo
 from dynoffload.runtime.counting import whole_bytes
 from dynoffload.runtime.recompute.heuristic import in_order
 from dynoffload.runtime.recompute.records import Operator, Record
+from dynoffload.runtime.telemetry import RunLog
 
 transformers = pytest.importorskip("transformers")
 
@@ -272,7 +278,7 @@ def test_options_that_it_lacks_are_refused(options: dict[str, Any], words: str) 
 def test_a_compiled_module_is_refused() -> None:
     model = Pictures()
     model.head.compile()
-    with pytest.raises(ConfigError, match="module 'head' is compiled"):
+    with pytest.raises(ConfigError, match="'head' is compiled, and policy='dtr' makes"):
         dynoffload.offload(model, budget="1GB", config=DTR).__enter__()
 
 
@@ -299,6 +305,98 @@ def test_nothing_is_counted_or_kept_beyond_its_life() -> None:
             assert session._ledger.live == states + momenta + buffers + held
             assert not list(session._making.savers)
             assert len(session._ledger._known) < 4 * len(list(model.parameters()))
+
+
+def test_the_names_and_columns_of_a_session(tmp_path: Path) -> None:
+    """A report says by which policy and what was made again; a run is saved and goes on."""
+    case = CASES["bert"]
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = SGD_(model.parameters())
+    with dynoffload.offload(model, optimizer, budget=case.budget(0.3), config=DTR) as session:
+        for seed in range(2):
+            language_loss(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.save(tmp_path / "run")
+        expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+        language_loss(model, 2).backward()
+        optimizer.step()
+        session.load(tmp_path / "run")
+        assert_same(dict(model.named_parameters()), expected, "what was loaded")
+        assert (session.backend, session.paging) == ("recompute", False)
+        files = session.report(tmp_path / "run.html")
+    page = files.page.read_text(encoding="utf-8")
+    assert "by the policy" in page
+    assert "dtr" in page
+    assert "operators were called again" in page
+    log = RunLog.load(files.log)
+    assert log.policy == "dtr"
+    assert sum(step.recomputed for step in log.steps) == session.stats["recomputed"].sum() > 0
+
+
+def test_a_script_is_run_by_it(tmp_path: Path) -> None:
+    """`dynoffload run --policy dtr`, with a budget that drops, and one that it refuses."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, dynoffload\n"
+        "layers = [torch.nn.Tanh() for _ in range(20)] + [torch.nn.Linear(8, 8)]\n"
+        "model = torch.nn.Sequential(*layers)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "x = torch.linspace(-1, 1, 80_000).reshape(10_000, 8).requires_grad_()\n"
+        "with dynoffload.offload(model, optimizer):\n"
+        "    model(x).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    runner = CliRunner()
+    try:
+        done = runner.invoke(app, ["run", "--policy", "dtr", "--budget", "3MB", str(script)])
+        assert done.exit_code == 0, done.output
+        assert "by policy dtr" in " ".join(done.output.split())
+        done = runner.invoke(app, ["run", "--policy", "dtr", "--budget", "100B", str(script)])
+        assert done.exit_code == 1
+        assert "policy='dtr' moves nothing" in done.output
+    finally:
+        clear_defaults()
+
+
+class Numbers(torch.utils.data.Dataset[Tensor]):
+    """Samples that a worker makes of larger tensors than any budget of these tests."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.arange(4_000_000.0).reshape(64, -1)[:, :64] * 0 + index
+
+
+def test_a_loaders_workers_are_not_watched() -> None:
+    """They are copies of the process, and what they make is not in its memory."""
+    torch.manual_seed(0)
+    model = Layers(lambda model, x: torch.tanh(x), count=2)
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=None, num_workers=1)
+    with dynoffload.offload(model, budget="1MB", config=DTR):
+        for number, x in enumerate(loader):
+            assert x[0, 0] == number
+            model(x).sum().backward()
+
+
+def test_a_forward_in_another_thread_is_refused() -> None:
+    model = Layers(lambda model, x: torch.tanh(x), count=2)
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            model(torch.zeros(64, 64))
+        except ThreadError as error:
+            raised.append(error)
+
+    with dynoffload.offload(model, budget="1MB", config=DTR):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        model(torch.zeros(64, 64)).sum().backward()
+    assert "watches the thread that entered" in str(raised[0])
 
 
 # Hazards: small graphs, each of which a careless recomputation would get wrong

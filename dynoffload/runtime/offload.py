@@ -243,6 +243,7 @@ def offload(
         SpillError: the spill directory is missing, in memory, or too full.
         PilotError: the pilot is corrupt, or of another network.
         BackendError: the backend asked for does not work on this system.
+        LimitError: the policy is ``"os-paging"``, and the system lets no control group be made.
     """
     return OffloadBlock(
         functools.partial(_plan, model, optimizer, budget, pilot, spill_dir, config)

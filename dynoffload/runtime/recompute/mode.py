@@ -16,6 +16,7 @@ made, is not seen at all: debug mode finds it if that was dropped.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from typing import Any
@@ -59,6 +60,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts = True
         self.site = ""
         self._ours = False  # what runs now was called by us
+        self._process = os.getpid()
 
     def retire(self) -> None:
         """Do nothing any more, where another mode is in the way of leaving."""
@@ -74,7 +76,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        if self._ours:
+        if self._ours or os.getpid() != self._process:  # a loader's worker is a copy of this
             return func(*args, **kwargs)
         self._ours = True
         try:

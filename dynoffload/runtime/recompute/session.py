@@ -24,17 +24,21 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
-from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.errors import BudgetError, ConfigError, ThreadError
 from dynoffload.runtime.counting import ordinary_bytes, parts_of, tensors_of, whole_bytes
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
@@ -101,6 +105,12 @@ class RecomputingSession(Unpaged):
     # A step
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._mode not in _get_current_dispatch_mode_stack():
+            raise ThreadError(
+                "policy='dtr' watches the thread that entered the offload() block, and the model "
+                "is called in another, or inside of what torch.compile runs: call it in that "
+                "thread, as it is, or use policy='pilot'"
+            )
         if self._calls.enter():
             self._mode.end_forward()  # of one that was torn down
             if not self._mode.counts:  # a step that failed
@@ -172,6 +182,30 @@ class RecomputingSession(Unpaged):
             )
         )
         self._began, self._before = now, totals
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Save the run; see `Session.save`. Its buffer of a megabyte is not counted."""
+        with self._uncounted():
+            super().save(directory, extra=extra, max_shard_size=max_shard_size)
+
+    def load(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None) -> None:
+        """Load a checkpoint; see `Session.load`. Its buffer of a megabyte is not counted."""
+        with self._uncounted():
+            super().load(directory, extra=extra)
+
+    @contextlib.contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        self._mode.counts = False
+        try:
+            yield
+        finally:
+            self._end_update()
 
     def _totals(self) -> tuple[int, int, float]:
         making = self._making
