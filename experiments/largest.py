@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from dynoffload.config import POLICIES
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.cgroup import memory_group, swap_file
 from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
 from dynoffload.experiments.workers import Worker, WorkerError, worker
+from dynoffload.memory.cgroup import memory_group, swap_file
 from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
 

@@ -9,9 +9,9 @@ import pytest
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import capacity, largest
-from dynoffload.experiments.cgroup import why_unavailable
 from dynoffload.experiments.largest import WAYS, Search, Try, Way
 from dynoffload.experiments.trainer import PLAIN, Spec
+from dynoffload.memory.cgroup import why_unavailable
 
 
 def _search(most: int = 64, **options: Any) -> Search:

@@ -144,7 +144,8 @@ def enter(**options: Any) -> Any:
 
 def test_where_no_group_can_be_made_it_says_what_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swapping, "why_no_group", lambda: "it is mounted read-only")
-    with pytest.raises(LimitError, match=r"cannot make a memory cgroup for this process: it is mounted read-only; run as root"):
+    words = "cannot make a memory cgroup for this process: it is mounted read-only; run as root"
+    with pytest.raises(LimitError, match=words):
         enter()
 
 
