@@ -91,20 +91,18 @@ class SwappingSession(Unpaged):
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         """Be in the group, and take the numbers of each step."""
-        with self._group.joined():
-            self._give_noted_weights()
-            self._charge()
-            self._group.take_peak()
-            handles = []
-            if self.optimizer is not None:
-                handles.append(self.optimizer.register_step_post_hook(self._end_step))
-            self._began, self._before = time.perf_counter(), _swapped()
-            try:
+        try:
+            with self._group.joined(), contextlib.ExitStack() as stack:
+                self._give_noted_weights()
+                self._charge()
+                self._group.take_peak()
+                if self.optimizer is not None:
+                    handle = self.optimizer.register_step_post_hook(self._end_step)
+                    stack.callback(handle.remove)
+                self._began, self._before = time.perf_counter(), _swapped()
                 yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-        self._charge()  # to the group from which it came
+        finally:
+            self._charge()  # to the group from which it came
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         now, swapped, before = time.perf_counter(), _swapped(), self._before
