@@ -32,6 +32,7 @@ def tight(model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
     reference = copy.deepcopy(model)
     torch.manual_seed(0)
     expected = run(reference)
+    drawn = torch.get_rng_state()
     least = whole_bytes(model, None)
     peak, operators = 1 << 40, 0
     for share in (1.0, 0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.1):
@@ -44,6 +45,7 @@ def tight(model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
         except BudgetError:
             break
         assert_same(found, expected, f"results at {share}")
+        assert_same(torch.get_rng_state(), drawn, f"random numbers at {share}")
         for (name, p), q in zip(ours.named_parameters(), reference.parameters(), strict=True):
             assert_same(p.grad, q.grad, f"{name} at {share}")
         operators += session._making.operators
@@ -103,6 +105,26 @@ def test_writes_draws_and_parts(between: Callable[[nn.Module, Tensor], Tensor]) 
     def run(model: nn.Module) -> Tensor:
         loss: Tensor = model(torch.linspace(-1, 1, 4096).reshape(64, 64)).square().sum()
         loss.backward()
+        return loss.detach()
+
+    tight(model, run)
+
+
+def test_backward_inside_of_autocast() -> None:
+    """What ran in float32 there, as in a part where autocast is off, is made again in float32."""
+
+    def between(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = torch.tanh(x.float() @ model.layers[0].weight.float())
+        return x * model.scale
+
+    torch.manual_seed(0)
+    model = Layers(between)
+
+    def run(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss: Tensor = model(torch.linspace(-1, 1, 4096).reshape(64, 64)).square().sum()
+            loss.backward()
         return loss.detach()
 
     tight(model, run)
