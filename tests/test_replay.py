@@ -88,10 +88,12 @@ def test_a_step_out_of_order_and_the_one_after_it_lose_their_prefetch(
 def test_repeating_finds_its_place_again_where_replay_gives_up() -> None:
     """That is what tells the two apart: by the last order, the broken step and the next go on."""
     orders = [A, A, A, A, B, A, A, A]
-    repeat = [step.prefetched_bytes for step in train(orders, "repeat").log.steps]
-    replay = [step.prefetched_bytes for step in train(orders, "replay").log.steps]
-    assert repeat[4] > replay[4]
-    assert repeat[5] > replay[5] == 0
+    repeat, replay = (train(orders, policy).log.steps for policy in ("repeat", "replay"))
+    assert [n for n, step in enumerate(repeat) if math.isnan(step.accuracy)] == [0]
+    assert [n for n, step in enumerate(replay) if math.isnan(step.accuracy)] == [0, 5]
+    assert replay[5].prefetched_bytes == 0
+    # How much is fetched before it is touched depends on how busy the machine is.
+    assert sum(step.prefetched_bytes for step in repeat[4:6]) > 0
 
 
 def test_an_order_that_is_never_the_same_prefetches_every_other_step_in_vain() -> None:
