@@ -79,6 +79,8 @@ class Recorder:
         features: featurizer for samples, as in `describe_sample`.
         on_step: called with the trace of each step, after it.
         source: called at the start of each step; names the file or document its sample is from.
+        clock: tells seconds. By default those that pass; `time.thread_time` tells those in which
+            this thread had a core, for a machine that others use as well, and one thread.
 
     Example:
         with Recorder(model, optimizer, on_step=traces.append):
@@ -96,12 +98,14 @@ class Recorder:
         features: Features | None = None,
         on_step: Callable[[Trace], None],
         source: Callable[[], str] | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.features = features
         self.on_step = on_step
         self.source = source
+        self._clock = clock
         self._mode = _Mode(self._dispatch)
         self._handles: list[RemovableHandle] = []
         self._paths: dict[int, str] = {}  # id of a module -> its path
@@ -182,9 +186,10 @@ class Recorder:
             or not isinstance(func, torch._ops.OpOverload)
         ):
             return func(*args, **kwargs)
-        start = perf_counter()
+        clock = self._clock
+        start = clock()
         result = func(*args, **kwargs)
-        seconds = perf_counter() - start
+        seconds = clock() - start
         if func.namespace != "profiler":
             node = _graph_node() if _graph_task() != -1 else None
             phase, call = self._place(log, node)

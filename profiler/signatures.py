@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from dynoffload.profiler.flops import Counter, counter_of
 from dynoffload.profiler.idioms import Idioms, idioms_of, rule_of
 
 # Operators that read of their first tensor only what the others select.
@@ -44,6 +45,7 @@ class Signature:
         overwrites: whether what it writes is not read before.
         selecting: whether it reads of its first tensor only as much as it returns.
         placing: whether it touches of its first tensor only as much as the others hold.
+        flops: counts the floating-point operations of a call, None where it makes none to count.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Signature:
     overwrites: bool
     selecting: bool
     placing: bool
+    flops: Counter | None
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ def signature_of(func: torch._ops.OpOverload) -> Signature:
         overwrites=out or base in _OVERWRITING or rule == "fill",
         selecting=base in _SELECTING,
         placing=base in _PLACING,
+        flops=counter_of(func) if rule not in ("view", "metadata") else None,
     )
 
 
@@ -145,6 +149,24 @@ def traffic(
     else:
         read = sum([shown_bytes(tensor) for tensor in reads])
     return Traffic(reads, writes, results, read, written)
+
+
+def dtype_of(moved: Traffic) -> str:
+    """Return the type that a call computes in, such as ``"bfloat16"``: that of the first
+    floating-point tensor that it read, else made, else of the first tensor; ``""`` without any."""
+    first = ""
+    for tensors in (moved.reads, moved.writes, moved.results):
+        for tensor in tensors:
+            dtype = tensor.dtype
+            if dtype.is_floating_point or dtype.is_complex:
+                return _dtype_name(dtype)
+            first = first or _dtype_name(dtype)
+    return first
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def shown_bytes(tensor: torch.Tensor) -> int:

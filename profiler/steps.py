@@ -22,7 +22,7 @@ import torch
 
 from dynoffload.profiler.regions import RegionTable
 from dynoffload.profiler.sample import Sample, merge_samples
-from dynoffload.profiler.signatures import Signature, traffic
+from dynoffload.profiler.signatures import Signature, dtype_of, traffic
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace, owner_of
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -40,6 +40,8 @@ class _Record(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     memory: int
+    flops: int | None
+    dtype: str
 
 
 class StepLog:
@@ -131,9 +133,14 @@ class StepLog:
         reads: dict[int, None] = {}
         writes: dict[int, None] = {}
         bytes_read = bytes_written = 0
+        flops: int | None = 0
+        dtype = ""
         if signature.allocates:  # Else it is a view and touches nothing.
             moved = traffic(signature, args, kwargs, result)
             bytes_read, bytes_written = moved.bytes_read, moved.bytes_written
+            dtype = dtype_of(moved)
+            if signature.flops is not None:
+                flops = signature.flops(args, kwargs, result)
             for tensor in moved.reads:
                 for index in regions.read(tensor):
                     reads[index] = None
@@ -156,6 +163,8 @@ class StepLog:
                 tuple(reads),
                 tuple(writes),
                 regions.live,
+                flops,
+                dtype,
             )
         )
         regions.clock = len(self._records)
@@ -195,6 +204,8 @@ class StepLog:
                 reads=record.reads,
                 writes=record.writes,
                 memory=record.memory,
+                flops=record.flops,
+                dtype=record.dtype,
             )
             for record in self._records
         ]

@@ -40,8 +40,9 @@ from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, T
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
 
-SCHEMA_VERSION = 1
-"""Version of the file's layout; a file of any other version is refused."""
+SCHEMA_VERSION = 2
+"""Version of the layout that is written. Version 1 had neither FLOPs nor dtypes; it is read, and
+both are unknown then. Any other version is refused."""
 MAX_FILE_BYTES = 128 * 1024**2
 """The largest file that is read."""
 MAX_OPERATORS = 1_000_000
@@ -50,11 +51,13 @@ MAX_OPERATORS = 1_000_000
 _MAGIC = b"PAR1"
 _SEAL = b"dynoffload.seal\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_VERSIONS = {str(version).encode(): version for version in (1, SCHEMA_VERSION)}  # that are read
+_UNKNOWN = -1  # FLOPs in a column
 _VERSION_KEY = b"dynoffload.trace_version"
 _HEADER_KEY = b"dynoffload.trace"
 _PHASES = tuple(Phase)
 _KINDS = frozenset(("parameter", "gradient", "state", "activation", "buffer", "input"))
-_TEXT = ("name", "site", "reads", "writes")
+_TEXT = ("name", "site", "reads", "writes", "dtype")
 _AGAIN = "record it again with `dynoffload profile`"
 _LARGEST = 2**62
 _MAX_VALUES = 100_000
@@ -150,7 +153,7 @@ def _check_seal(path: Path, file: bytes) -> None:
     _require(digest.digest() == found[len(_SEAL) :], "its bytes are not those that were written")
 
 
-def _schema() -> pa.Schema:
+def _schema(version: int = SCHEMA_VERSION) -> pa.Schema:
     import pyarrow as pa
 
     fields = [
@@ -166,6 +169,8 @@ def _schema() -> pa.Schema:
         ("writes", pa.binary()),
         ("memory", pa.int64()),
     ]
+    if version > 1:
+        fields += [("flops", pa.int64()), ("dtype", pa.string())]
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
 
 
@@ -181,6 +186,10 @@ def _columns(operators: list[Operator]) -> dict[str, Any]:
         "reads": [np.array(op.reads, "<i4").tobytes() for op in operators],
         "writes": [np.array(op.writes, "<i4").tobytes() for op in operators],
         "memory": np.array([op.memory for op in operators], np.int64),
+        "flops": np.array(
+            [_UNKNOWN if op.flops is None else op.flops for op in operators], np.int64
+        ),
+        "dtype": [op.dtype for op in operators],
     }
     for position, idiom in enumerate(Idioms._fields):
         columns[idiom] = np.array([op.idioms[position] for op in operators], np.int16)
@@ -216,14 +225,15 @@ def _read(path: Path, data: bytes) -> Trace:
         version = metadata.get(_VERSION_KEY)
         if version is None:
             raise TraceError(f"{path}: is a Parquet file, but not a dynoffload trace; {_AGAIN}")
-        if version != str(SCHEMA_VERSION).encode():
+        if version not in _VERSIONS:
             raise TraceError(
-                f"{path}: is a trace of version {version[:16]!r}; this release reads version"
-                f" {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
+                f"{path}: is a trace of version {version[:16]!r}; this release reads versions"
+                f" 1 and {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
             )
         _require(len(metadata[_HEADER_KEY]) <= _MAX_HEADER_BYTES, "its header is too long")
-        _check_layout(file, path)
-    columns = {"read_dictionary": list(_TEXT)}
+        _check_layout(file, path, _VERSIONS[version])
+        words = [name for name in _TEXT if name in file.schema_arrow.names]
+    columns = {"read_dictionary": words}
     with pq.ParquetFile(pa.BufferReader(data), **columns, **limits) as file:
         table = file.read(use_threads=False)
     header = json.loads(metadata[_HEADER_KEY])
@@ -242,11 +252,11 @@ def _read(path: Path, data: bytes) -> Trace:
     )
 
 
-def _check_layout(file: Any, path: Path) -> None:
+def _check_layout(file: Any, path: Path, version: int) -> None:
     """Refuse a file whose layout is not the one this module writes, before any column is read."""
     import pyarrow as pa
 
-    expected = _schema()
+    expected = _schema(version)
     found = file.schema_arrow
     _require(found.names == expected.names, "its columns are not those of a trace")
     for field, wanted in zip(found, expected, strict=True):
@@ -309,6 +319,7 @@ def _operators(table: Any, regions: int, calls: int) -> list[Operator]:
         for name, column in counts.items():
             _require(column.min() >= 0 and column.max() < _LARGEST, f"{name} is impossible")
         _require(min(vector.min() for vector in vectors) >= 0, "an idiom is counted below zero")
+    flops, dtypes = _arithmetic(table)
     shared: dict[tuple[int, ...], Idioms] = {}
     rows = zip(*[vector.tolist() for vector in vectors], strict=True)
     idioms = [shared.setdefault(row, Idioms(*row)) for row in rows]
@@ -325,9 +336,23 @@ def _operators(table: Any, regions: int, calls: int) -> list[Operator]:
         reads,
         writes,
         counts["memory"].tolist(),
+        flops,
+        dtypes,
         strict=True,
     )
     return [Operator(*column) for column in columns]
+
+
+def _arithmetic(table: Any) -> tuple[list[int | None], list[str]]:
+    """Return FLOPs and dtype of each row; version 1 knows neither."""
+    rows = table.num_rows
+    if "flops" not in table.column_names:
+        return [None] * rows, [""] * rows
+    counted = table["flops"].to_numpy()
+    if rows:
+        _require(counted.min() >= _UNKNOWN and counted.max() < _LARGEST, "flops is impossible")
+    flops = [None if count == _UNKNOWN else count for count in counted.tolist()]
+    return flops, _strings(table["dtype"])
 
 
 def _strings(column: Any) -> list[str]:

@@ -66,7 +66,7 @@ def owner_of(region: RegionInfo) -> str | None:
 class Operator:
     """One executed ATen call.
 
-    A view or a question about metadata touches no data: it has no bytes, reads and writes.
+    A view or a question about metadata touches no data: it has no bytes, FLOPs, reads and writes.
 
     Attributes:
         name: the overload's full name, such as ``"aten.mm.default"``.
@@ -81,6 +81,11 @@ class Operator:
         reads: indices into `Trace.regions` of the storages it read.
         writes: indices into `Trace.regions` of the storages it created or wrote.
         memory: bytes of all recorded storages alive after it.
+        flops: floating-point operations of products, convolutions and attention, 0 for any other
+            operator (see `dynoffload.profiler.flops`); None where they are not known, as in traces
+            of older releases.
+        dtype: the type it computes in, such as ``"float32"``: that of the first floating-point
+            tensor, else of the first; ``""`` if it touches none, and in traces of older releases.
     """
 
     name: str
@@ -94,6 +99,8 @@ class Operator:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     memory: int
+    flops: int | None = None
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

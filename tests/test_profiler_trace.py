@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def _traces(draw: st.DrawFn) -> Trace:
             reads=tuple(draw(indices)),
             writes=tuple(draw(indices)),
             memory=draw(_bytes),
+            flops=draw(st.none() | _bytes),
+            dtype=draw(_names),
         )
         for _ in range(count)
     ]
@@ -185,10 +188,43 @@ def test_the_rewriting_used_below_is_itself_faithful(trace: Trace, path: Path) -
     assert Trace.load(path) == trace
 
 
-@pytest.mark.parametrize("version", [b"0", b"2", b"one", b""])
+@pytest.mark.parametrize("version", [b"0", b"3", b"one", b""])
 def test_another_version_is_refused_with_the_remedy(path: Path, version: bytes) -> None:
     _rewrite(path, metadata={b"dynoffload.trace_version": version})
-    with pytest.raises(TraceError, match="this release reads version 1"):
+    with pytest.raises(TraceError, match="this release reads versions 1 and 2"):
+        Trace.load(path)
+
+
+def _first_version(path: Path) -> None:
+    """Make a trace one of version 1, which had neither FLOPs nor dtypes."""
+    _rewrite(
+        path,
+        columns=lambda table: table.drop_columns(["flops", "dtype"]),
+        metadata={b"dynoffload.trace_version": b"1"},
+    )
+
+
+def test_a_trace_of_the_first_version_is_read_and_its_flops_are_unknown(
+    trace: Trace, path: Path
+) -> None:
+    """And stay unknown where it is written again."""
+    assert any(op.flops for op in trace.operators)
+    assert {op.dtype for op in trace.operators} > {"float32"}
+    _first_version(path)
+    old = Trace.load(path)
+    unknown = [replace(op, flops=None, dtype="") for op in trace.operators]
+    assert old == replace(trace, operators=unknown)
+    old.save(path)
+    assert Trace.load(path) == old
+
+
+def test_a_version_has_the_columns_of_that_version(path: Path) -> None:
+    _rewrite(path, metadata={b"dynoffload.trace_version": b"1"})
+    with pytest.raises(TraceError, match="columns are not those of a trace"):
+        Trace.load(path)
+    _first_version(path)
+    _rewrite(path, metadata={b"dynoffload.trace_version": b"2"})
+    with pytest.raises(TraceError, match="columns are not those of a trace"):
         Trace.load(path)
 
 
@@ -221,6 +257,7 @@ def _set(name: str, value: Any) -> Any:
         ("bytes_read", -5),
         ("memory", -1),
         ("stencil", -1),
+        ("flops", -2),
         ("reads", (1 << 20).to_bytes(4, "little")),
         ("writes", b"\xff\xff\xff\xff"),
         ("writes", b"abc"),

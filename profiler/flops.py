@@ -1,0 +1,220 @@
+"""Floating-point operations of one executed call, from the shapes of its arguments.
+
+What it is: `counter_of`, which finds the formula of an overload once, for matrix products,
+convolutions, attention and recurrent layers. What it is not: a count of all arithmetic. An operator
+without a formula counts none: elementwise ones, reductions and copies are bound by the bytes they
+move, which are recorded beside. Neither have formulas: factorisations, Fourier transforms and
+distances.
+
+How it fits: `dynoffload.profiler.signatures` keeps the formula beside what else an overload's
+schema says; the recorder's log applies it to each call.
+
+[Note: which formula]
+Torch's own registry (`torch.utils.flop_counter`) answers for what has no formula here; ours differ:
+
+- *Attention* with ``is_causal`` counts the pairs of query and key on or below the diagonal, as the
+  kernels pass over the others in blocks; the registry counts all pairs. Grouped heads of keys and
+  values are used by all queries of their group. Backward has five products: scores once more, and
+  the gradients of scores, values, queries and keys.
+- *Convolutions* count for each output (of a transposed one, each input) element the filter of its
+  own group. The registry's weight gradient takes the channels of all groups, which for a depthwise
+  convolution is as many times too much as there are channels. Taps on padding count.
+- Products that the registry lacks: with vectors, grouped, by oneDNN, of integers, fused with an
+  activation. A grouped product counts every row, those past the last offset too: to read offsets
+  would wait for the device. Sparse factors count as dense ones.
+- *Recurrent layers*, which oneDNN and cuDNN run as one call, count the products of their gates.
+
+A multiplication and an addition are two operations.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Counter = Callable[[Sequence[object], Mapping[str, object], object], int | None]
+"""From positional arguments, arguments by name and result of a call to its FLOPs, if known."""
+_Bound = Mapping[str, Any]  # the call's arguments by name, "result" among them
+_Formula = Callable[[_Bound], int]
+
+
+def counter_of(func: torch._ops.OpOverload) -> Counter | None:
+    """Return what counts the FLOPs of a call of ``func``; None where it has none.
+
+    A call that its formula does not understand (of nested tensors, say) has None: unknown.
+    """
+    schema = func._schema
+    own = _FORMULAS.get(schema.name) or _FORMULAS.get(schema.name.removesuffix("_"))
+    if own is not None:
+        positional = tuple(a.name for a in schema.arguments if not a.kwarg_only)
+        return _guarded(func, _bound(own, positional, {a.name: a for a in schema.arguments}))
+    from torch.utils.flop_counter import flop_registry
+
+    registered = flop_registry.get(func.overloadpacket)
+    if registered is None:
+        return None
+    return _guarded(
+        func, lambda args, kwargs, result: int(registered(*args, **kwargs, out_val=result))
+    )
+
+
+def _guarded(func: torch._ops.OpOverload, count: Counter) -> Counter:
+    """Return ``count``, which must not end the training that is being recorded."""
+
+    def counted(args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int | None:
+        try:
+            return count(args, kwargs, result)
+        except Exception as error:
+            logger.debug("FLOPs of %s are unknown: %r", func, error)
+            return None
+
+    return counted
+
+
+def _bound(formula: _Formula, names: Sequence[str], arguments: Mapping[str, Any]) -> Counter:
+    """Return ``formula`` as it is called with a call's arguments."""
+    defaults = {name: a.default_value for name, a in arguments.items() if a.has_default_value()}
+
+    def count(args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
+        given = dict(zip(names, args, strict=False))
+        return formula({**defaults, **given, **kwargs, "result": result})
+
+    return count
+
+
+# Formulas -----------------------------------------------------------------------------------------
+
+
+def _product(left: str, right: str) -> _Formula:
+    """Return the formula of ``[..., rows, inner] @ [..., inner, columns]``; a vector is one row or
+    one column."""
+
+    def count(bound: _Bound) -> int:
+        a, b = bound[left], bound[right]
+        columns = b.shape[-1] if b.dim() > 1 else 1
+        return 2 * int(a.numel()) * int(columns)
+
+    return count
+
+
+def _linear(bound: _Bound) -> int:
+    """``[..., inner] @ [columns, inner].T``, whatever the two are called."""
+    weight = bound.get("weight", bound.get("mat2"))
+    rows = bound.get("input", bound.get("self"))
+    return 2 * int(rows.numel()) * int(weight.shape[0])
+
+
+def _linear_backward(bound: _Bound) -> int:
+    wanted = sum(bool(flag) for flag in bound["output_mask"][:2])
+    return 2 * wanted * int(bound["grad_output"].numel()) * int(bound["weight"].shape[-1])
+
+
+def _grouped(bound: _Bound) -> int:
+    """The jagged dimension is the rows, the inner one or the columns; each element of the left
+    factor meets the columns of its own group."""
+    left, right = bound["self"], bound["mat2"]
+    if left.dim() == 3 and right.dim() == 2:  # the columns are divided among the groups
+        return 2 * int(left.shape[1]) * int(right.numel())
+    return 2 * int(left.numel()) * int(right.shape[-1])
+
+
+def _convolution(bound: _Bound) -> int:
+    weight, result = bound["weight"], bound["result"]
+    made = bound[_input_name(bound)] if bound.get("transposed", False) else result
+    return 2 * int(made.numel()) * int(prod(weight.shape[1:]))
+
+
+def _convolution_backward(bound: _Bound) -> int:
+    wanted = sum(bool(flag) for flag in bound["output_mask"][:2])
+    made = bound[_input_name(bound)] if bound.get("transposed", False) else bound["grad_output"]
+    return 2 * wanted * int(made.numel()) * int(prod(bound["weight"].shape[1:]))
+
+
+def _input_name(bound: _Bound) -> str:
+    return "input" if "input" in bound else "self"
+
+
+def _pairs(bound: _Bound) -> int:
+    """Return the pairs of query and key that attention scores, over batch and heads of queries."""
+    query, key = bound["query"], bound["key"]
+    queries, keys = int(query.shape[-2]), int(key.shape[-2])
+    pairs = queries * keys
+    if bound.get("is_causal", False):
+        seen = min(queries, keys)  # query i sees the keys up to i
+        pairs = seen * (seen + 1) // 2 + (queries - seen) * keys
+    return int(prod(query.shape[:-2])) * pairs
+
+
+def _attention(bound: _Bound) -> int:
+    return 2 * _pairs(bound) * (int(bound["query"].shape[-1]) + int(bound["value"].shape[-1]))
+
+
+def _attention_backward(bound: _Bound) -> int:
+    return (
+        2 * _pairs(bound) * (3 * int(bound["query"].shape[-1]) + 2 * int(bound["value"].shape[-1]))
+    )
+
+
+def _rnn_layer(bound: _Bound) -> int:
+    """One direction of one layer: all gates, from the input and from the state before."""
+    weights = (value for name, value in bound.items() if name.startswith("weight"))
+    gates = sum(int(w.numel()) for w in weights if isinstance(w, torch.Tensor) and w.dim() == 2)
+    steps = int(bound["input"].numel()) // max(1, int(bound["input"].shape[-1]))
+    return 2 * steps * gates
+
+
+def _rnn_stack(bound: _Bound) -> int:
+    """All layers of cuDNN's call; ``weight`` is the list of their parameters."""
+    gates = sum(int(w.numel()) for w in bound["weight"] if w.dim() == 2)
+    steps = int(bound["input"].numel()) // max(1, int(bound["input"].shape[-1]))
+    return 2 * steps * gates
+
+
+def _twice(formula: _Formula) -> _Formula:
+    return lambda bound: 2 * formula(bound)
+
+
+def _named(formula: _Formula, names: str) -> dict[str, _Formula]:
+    return {f"aten::{name}": formula for name in names.split()}
+
+
+_SDPA = "_scaled_dot_product_{}attention{}"
+_FORMULAS: dict[str, _Formula] = {
+    **_named(_product("self", "mat2"), "mm bmm _int_mm"),
+    **_named(_product("mat1", "mat2"), "addmm _addmm_activation"),
+    **_named(_product("batch1", "batch2"), "baddbmm addbmm"),
+    **_named(_product("self", "vec"), "mv"),
+    **_named(_product("mat", "vec"), "addmv"),
+    **_named(_product("self", "tensor"), "dot"),
+    **_named(_product("self", "other"), "vdot"),
+    **_named(_linear, "linear mkldnn_linear _weight_int8pack_mm"),
+    **_named(_linear_backward, "linear_backward mkldnn_linear_backward"),
+    **_named(_grouped, "_grouped_mm _scaled_grouped_mm"),
+    **_named(_convolution, "convolution _convolution convolution_overrideable mkldnn_convolution"),
+    **_named(_convolution, "cudnn_convolution _slow_conv2d_forward slow_conv3d_forward"),
+    **_named(_convolution, "_conv_depthwise2d conv_depthwise3d miopen_convolution"),
+    **_named(_convolution_backward, "convolution_backward convolution_backward_overrideable"),
+    **_named(
+        _attention,
+        f"{_SDPA.format('flash_', '_for_cpu')} {_SDPA.format('flash_', '')}"
+        f" {_SDPA.format('efficient_', '')} {_SDPA.format('cudnn_', '')}"
+        f" {_SDPA.format('fused_', '_overrideable')}",
+    ),
+    **_named(
+        _attention_backward,
+        f"{_SDPA.format('flash_', '_for_cpu_backward')} {_SDPA.format('flash_', '_backward')}"
+        f" {_SDPA.format('efficient_', '_backward')} {_SDPA.format('cudnn_', '_backward')}"
+        f" {_SDPA.format('fused_', '_overrideable_backward')}",
+    ),
+    **_named(_rnn_layer, "mkldnn_rnn_layer"),
+    **_named(_twice(_rnn_layer), "mkldnn_rnn_layer_backward"),
+    **_named(_rnn_stack, "_cudnn_rnn miopen_rnn"),
+    **_named(_twice(_rnn_stack), "_cudnn_rnn_backward miopen_rnn_backward"),
+}
+"""By the operator's name; in-place variants go by the same."""
