@@ -30,6 +30,7 @@ from itertools import groupby
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.sample import Sample
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace, owner_of
+from dynoffload.profiler.work import Work, work_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Visit:
             of first use.
         activation_bytes: bytes of activations it made that were still alive at its end.
         operators: first and one past last index of the operators it covers in the trace.
+        work: what each of them does, in order, so that a cost model can time the visit.
     """
 
     path: str
@@ -56,6 +58,7 @@ class Visit:
     regions: tuple[str, ...]
     activation_bytes: int
     operators: tuple[int, int]
+    work: tuple[Work, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,12 @@ def resolve(trace: Trace) -> Program:
     owners = _owners(trace)
     times_called = Counter(call.path for call in trace.calls)
     visits = []
+    shared: dict[Work, Work] = {}  # Operators repeat: equal work is one object.
     start = 0
     for (phase, path, call), group in groupby(_keys(trace, owners)):
         stop = start + len(list(group))
         variant = trace.calls[call].shape_key if call >= 0 and times_called[path] > 1 else ""
-        visits.append(_visit(trace, path, variant, phase, start, stop))
+        visits.append(_visit(trace, path, variant, phase, start, stop, shared))
         start = stop
     return Program(
         network=trace.network,
@@ -114,7 +118,16 @@ def _is_named(region: RegionInfo) -> bool:
     return region.kind not in ("activation", "input")
 
 
-def _visit(trace: Trace, path: str, variant: str, phase: Phase, start: int, stop: int) -> Visit:
+def _visit(
+    trace: Trace,
+    path: str,
+    variant: str,
+    phase: Phase,
+    start: int,
+    stop: int,
+    shared: dict[Work, Work],
+) -> Visit:
+    work: list[Work] = []
     idioms = Idioms()
     seconds = 0.0
     names: dict[str, None] = {}
@@ -122,6 +135,8 @@ def _visit(trace: Trace, path: str, variant: str, phase: Phase, start: int, stop
     for operator in trace.operators[start:stop]:
         idioms = idioms.plus(operator.idioms)
         seconds += operator.seconds
+        done = work_of(operator)
+        work.append(shared.setdefault(done, done))
         for index in operator.reads + operator.writes:
             region = trace.regions[index]
             if _is_named(region):
@@ -138,6 +153,7 @@ def _visit(trace: Trace, path: str, variant: str, phase: Phase, start: int, stop
         regions=tuple(names),
         activation_bytes=sum(region.nbytes for region in alive),
         operators=(start, stop),
+        work=tuple(work),
     )
 
 

@@ -1,0 +1,294 @@
+"""The cost model: how many seconds an operator takes on a machine, by a roofline and an overhead.
+
+What it is: `CostModel`, plain data of one machine, and what it makes of the work that a trace or a
+program holds. It is fitted to traces (`dynoffload.profiler.cost_fitting`) or written down from a
+data sheet, and kept as JSON. What it is not: a simulation; operators follow one another, nothing is
+moved between tiers, and what the interpreter does between operators counts nothing.
+
+[Note: seconds of an operator]
+By its `Kind`:
+
+    call      overhead
+    memory    overhead + bytes / bandwidth
+    product   overhead + max((flops + half_intensity * bytes) / peak, bytes / bandwidth)
+
+This is the roofline of Williams, Waterman and Patterson (2009) with two additions that the residual
+asked for. *Half intensity*: products that do little arithmetic on each byte, as those of few rows,
+run below the peak although they are not bound by memory; a product of that many FLOPs per byte
+reaches half of it. At 0 it is the plain roofline. *Factors*: kernels of one kind differ; drawing
+random numbers takes many times as long as adding. So an operator that was seen in the fit has two
+factors of its own, on the overhead and on the rest; any other has 1 and 1. How well this does is
+told by ``dynoffload experiment costs``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dynoffload.errors import ConfigError, TraceError
+from dynoffload.profiler.program import Program
+from dynoffload.profiler.trace import Phase, Trace
+from dynoffload.profiler.work import Kind, Work, work_of
+from dynoffload.units import parse_bytes
+
+FORMAT = "dynoffload.costs"
+VERSION = 1
+
+
+class Factors(NamedTuple):
+    """By what one operator differs from others of its kind."""
+
+    overhead: float = 1.0
+    rest: float = 1.0
+
+
+_NONE = Factors()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a step takes by a cost model.
+
+    Attributes:
+        operators: seconds of each operator, in the order of the trace.
+        phases: seconds of each phase.
+    """
+
+    operators: tuple[float, ...]
+    phases: Mapping[Phase, float]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a machine needs for the work of an operator; see [Note: seconds of an operator].
+
+    Attributes:
+        peak: FLOP per second of large products, by dtype, such as ``{"float32": 1.5e11}``.
+        bandwidth: bytes per second of the memory that operators work in.
+        overhead: seconds of a call, by kind.
+        half_intensity: FLOP per byte at which a product reaches half of the peak.
+        operators: factors of single operators, by name.
+        source: what it was fitted to or copied from, in words.
+    """
+
+    peak: Mapping[str, float]
+    bandwidth: float
+    overhead: Mapping[Kind, float]
+    half_intensity: float = 0.0
+    operators: Mapping[str, Factors] = field(default_factory=dict)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for dtype, value in self.peak.items():
+            _require(0 < value < math.inf, f"peak of {dtype} is {value!r}; it must be above 0")
+        good = 0 < self.bandwidth < math.inf
+        _require(good, f"bandwidth is {self.bandwidth!r}; it must be above 0")
+        for kind in Kind:
+            _require(
+                kind in self.overhead, f"overhead lacks {kind.value!r}: seconds of such a call"
+            )
+            value = self.overhead[kind]
+            _require(0 <= value < math.inf, f"overhead of a {kind.value} is {value!r} seconds")
+        good = 0 <= self.half_intensity < math.inf
+        _require(good, f"half_intensity is {self.half_intensity!r}; it must be 0 or above")
+        for name, factors in self.operators.items():
+            good = all(0 < factor < math.inf for factor in factors)
+            _require(good, f"factors of {name} are {tuple(factors)}; they must be above 0")
+
+    def seconds(self, work: Work) -> float:
+        """Return what ``work`` takes.
+
+        Raises:
+            TraceError: its FLOPs are not known.
+            ConfigError: the model has no peak for its dtype.
+        """
+        kind = work.kind
+        own = self.operators.get(work.name, _NONE)
+        return own.overhead * self.overhead[kind] + own.rest * self.rest(work)
+
+    def rest(self, work: Work) -> float:
+        """Return what ``work`` takes beyond its overhead, before its operator's own factor."""
+        moving = work.nbytes / self.bandwidth
+        if work.kind is not Kind.PRODUCT:
+            return moving
+        if work.flops is None:
+            raise TraceError(
+                f"FLOPs of {work.name} are not known: the trace is of an older release, or the"
+                " operator had arguments that have no formula; record it again with"
+                " `dynoffload profile`"
+            )
+        peak = self.peak.get(work.dtype)
+        if peak is None:
+            known = ", ".join(self.peak) or "no dtype"
+            raise ConfigError(
+                f"the cost model{_of(self.source)} has no peak for {work.dtype or 'no dtype'}, in"
+                f" which {work.name} runs; it has one for {known}: fit it to traces with such"
+                " products, or write the peak into it"
+            )
+        return max((work.flops + self.half_intensity * work.nbytes) / peak, moving)
+
+    def time(self, step: Trace | Program) -> Timing:
+        """Return what the operators of ``step`` take here, one after the other.
+
+        Raises:
+            TraceError: it lacks the FLOPs or the work of its operators; says which trace.
+            ConfigError: as for `seconds`.
+        """
+        operators: list[float] = []
+        phases = dict.fromkeys(Phase, 0.0)
+        known: dict[Work, float] = {}
+        try:
+            for phase, work in _works(step):
+                took = known.get(work)
+                if took is None:
+                    took = known[work] = self.seconds(work)
+                operators.append(took)
+                phases[phase] += took
+        except TraceError as error:
+            raise TraceError(f"{described(step)}: {error}") from None
+        return Timing(tuple(operators), phases)
+
+    # As text ----------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write the model to ``path`` as JSON.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        plain = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        plain["overhead"] = {kind.value: self.overhead[kind] for kind in Kind}
+        plain["operators"] = {name: list(f) for name, f in sorted(self.operators.items())}
+        try:
+            Path(path).write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n", "utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: the cost model cannot be written ({error})") from error
+
+    @classmethod
+    def load(cls, path: Path) -> CostModel:
+        """Read what `save` wrote, or somebody wrote likewise.
+
+        Raises:
+            ConfigError: the file is missing, no cost model, of another version, or a value is out
+                of range.
+        """
+        try:
+            plain = json.loads(Path(path).read_text("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: no cost model can be read there ({error})") from error
+        if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
+            raise ConfigError(f"{path}: is no cost model; `CostModel.save` writes one")
+        version = plain.pop("version", None)
+        if version != VERSION:
+            raise ConfigError(f"{path}: is of version {version!r}; this release reads {VERSION}")
+        return cls.of(plain, str(path))
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any], where: str) -> CostModel:
+        """Return the model that a table of JSON or TOML describes.
+
+        The keys are the attributes. ``overhead`` is a table by kind, or one number for all kinds;
+        ``bandwidth`` may be a text such as ``"3.35TB"``. A data sheet gives
+
+            peak = { bfloat16 = 989e12, float32 = 67e12 }
+            bandwidth = "3.35TB"
+            overhead = 5e-6
+
+        Args:
+            table: to be read.
+            where: what to call it in an error.
+
+        Raises:
+            ConfigError: a key is unknown or missing, or a value is of a wrong type or out of range.
+        """
+        names = tuple(cls.__dataclass_fields__)
+        for key in table:
+            _require(
+                key in names, f"{where}: {key!r} is no key of a cost model: {', '.join(names)}"
+            )
+        for key in ("peak", "bandwidth", "overhead"):
+            _require(key in table, f"{where} lacks {key}")
+        overhead = table["overhead"]
+        if not isinstance(overhead, Mapping):
+            overhead = dict.fromkeys((kind.value for kind in Kind), overhead)
+        kinds = {kind.value: kind for kind in Kind}
+        for key in overhead:
+            _require(key in kinds, f"{where}: overhead has {key!r}, which is none of {list(kinds)}")
+        bandwidth = table["bandwidth"]
+        source = table.get("source", "")
+        _require(isinstance(source, str), f"{where}: source is {source!r}, which is no text")
+        values = {
+            "peak": _numbers(table["peak"], f"{where}: peak"),
+            "bandwidth": parse_bytes(bandwidth)
+            if isinstance(bandwidth, str)
+            else _number(bandwidth, f"{where}: bandwidth"),
+            "overhead": {kinds[k]: _number(v, f"{where}: overhead") for k, v in overhead.items()},
+            "half_intensity": _number(table.get("half_intensity", 0.0), f"{where}: half_intensity"),
+            "operators": dict(_factors(table.get("operators", {}), f"{where}: operators")),
+            "source": source,
+        }
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+
+def described(step: Trace | Program) -> str:
+    """Return by what a user knows a step."""
+    return f"step {step.step}" + (f" of {step.source}" if step.source else "")
+
+
+def _works(step: Trace | Program) -> Iterator[tuple[Phase, Work]]:
+    if isinstance(step, Trace):
+        for operator in step.operators:
+            yield operator.phase, work_of(operator)
+        return
+    for visit in step.visits:
+        start, stop = visit.operators
+        if len(visit.work) != stop - start:
+            raise TraceError(
+                f"the visit of {visit.path!r} has the work of {len(visit.work)} of its"
+                f" {stop - start} operators: make the program with `resolve`"
+            )
+        for work in visit.work:
+            yield visit.phase, work
+
+
+def _factors(table: object, where: str) -> Iterable[tuple[str, Factors]]:
+    _require(isinstance(table, Mapping), f"{where} is no table")
+    assert isinstance(table, Mapping)
+    for name, pair in table.items():
+        good = isinstance(pair, list | tuple) and len(pair) == 2
+        _require(good, f"{where}: {name} has {pair!r}; give two factors, of overhead and rest")
+        yield str(name), Factors(*(_number(factor, f"{where}: {name}") for factor in pair))
+
+
+def _numbers(table: object, where: str) -> dict[str, float]:
+    _require(isinstance(table, Mapping), f"{where} is {table!r}, which is no table by dtype")
+    assert isinstance(table, Mapping)
+    return {str(key): _number(value, f"{where}: {key}") for key, value in table.items()}
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{where} is {value!r}, which is no number")
+    return float(value)
+
+
+def _of(source: str) -> str:
+    return f" ({source})" if source else ""
+
+
+def _require(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise ConfigError(complaint)
