@@ -3,7 +3,8 @@
 What it is: traces of `dynoffload profile` run on simulated machines, over budgets and over the
 tiers that a TOML file lists; the least budget and the slowest link at which a step waits for
 nothing. What it is not: a measurement. Operators take the recorded seconds, divided by how many
-times faster the machine computes; plans know every step, so a pilot that errs waits longer.
+times faster the machine computes, or what a cost model of it says, if the file has a table
+``[compute]``; plans know every step, so a pilot that errs waits longer.
 
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """
@@ -28,6 +29,7 @@ from dynoffload.simulation import (
     Simulation,
     Strategy,
     Workload,
+    load_costs,
     load_machines,
     simulate,
     workload,
@@ -70,7 +72,8 @@ def run(
     Args:
         json_path: the figure is written beside it.
         traces: a directory of `dynoffload profile`; without it a mixture of experts is recorded.
-        machine: a TOML file, see `dynoffload.simulation.load_machines`; without it `EXAMPLE`.
+        machine: a TOML file, see `dynoffload.simulation.load_machines` and, for what an operator
+            takes there, `load_costs`; without it `EXAMPLE`.
         budget: fast memory, for the question of the link; without it that of the machine, or a
             quarter of what a step takes if `EXAMPLE` is asked.
         tolerance: share of a step's work that may be waited for where transfers count as hidden.
@@ -80,12 +83,16 @@ def run(
     """
     if not 0 < tolerance < 1:
         raise ConfigError(f"tolerance is {tolerance}: it is a share of a step, between 0 and 1")
-    work = workload(_traces(traces, steps, preset, tokens))
     machines = EXAMPLE if machine is None else load_machines(machine)
+    costs = None if machine is None else load_costs(machine)
+    recorded = _traces(traces, steps, preset, tokens)
+    work = workload(recorded, costs)
     whole = max(work.peak(step) for step in work.steps)
     result: dict[str, Any] = {
         "traces": None if traces is None else str(traces),
         "steps": len(work.steps),
+        "recorded_s": sum(op.seconds for trace in recorded for op in trace.operators),
+        "modelled_s": None if costs is None else work.seconds,
         "step_bytes": whole,
         "state_bytes": sum(work.sizes[region] for region in work.persistent),
         "tolerance": tolerance,
@@ -229,6 +236,10 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
+    if result["modelled_s"] is not None:
+        recorded, modelled = (format_seconds(result[key]) for key in ("recorded_s", "modelled_s"))
+        told = f"operators take {modelled} by [compute], {recorded} were recorded"
+        console.print(told, markup=False, highlight=False)
     whole = format_bytes(result["step_bytes"])
     for name, tier in result["tiers"].items():
         table = Table(

@@ -4,13 +4,18 @@ the simulation at what they name."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynoffload.errors import ConfigError, TraceError
+from dynoffload.experiments import zoo
 from dynoffload.experiments.whatif import SHARES, answers, run
+from dynoffload.profiler import Trace, profile
+from dynoffload.simulation import load_costs, workload
 
 MACHINE = """
 fast_bytes = "2MiB"
@@ -84,6 +89,62 @@ def test_the_answers_are_said_in_words(asked: tuple[dict[str, Any], Path]) -> No
 def test_a_figure_is_drawn(asked: tuple[dict[str, Any], Path]) -> None:
     drawn = asked[1].read_text()
     assert all(text in drawn for text in ("near, 4 GB/s", "far, 0.2 GB/s", "planned", "on demand"))
+
+
+SHEET = """
+fast_bytes = "64MiB"
+[link]
+read_bps = 1e12
+write_bps = 1e12
+[compute]
+"""
+
+
+def test_a_machine_computes_as_its_data_sheet_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a table [compute] a step takes what the cost model says, not what was recorded."""
+    path = tmp_path / "machine.toml"
+    peak = "peak = { float32 = 1e9 }\nbandwidth = '1GB'\n"
+    path.write_text(SHEET + peak + "overhead = 1e-3\n")
+    model = zoo.build("moe", "tiny")
+    samples = list(islice(zoo.samples("moe", rows=1, length=16), 2))
+    files = profile(model, samples, out=tmp_path / "traces", progress=False)
+    traces = [Trace.load(file) for file in files]
+    costs = load_costs(path)
+    assert costs is not None
+    wanted = sum(costs.time(trace).seconds for trace in traces)
+    assert workload(traces, costs).seconds == pytest.approx(wanted, rel=1e-3)
+    found = run(machine=path, traces=tmp_path / "traces")
+    assert "by [compute]" in capsys.readouterr().out
+    assert found["modelled_s"] == pytest.approx(wanted, rel=1e-3)
+    planned = found["tiers"]["link"]["budgets"][0]["planned"]["seconds"]
+    assert planned == pytest.approx(costs.time(traces[1]).seconds, rel=0.01)
+    assert planned > 1e-3 * 0.9 * len(traces[1].operators)
+    lacking = [replace(op, flops=None) for op in traces[0].operators]
+    with pytest.raises(TraceError, match=r"step 0 of .*: FLOPs of .* are not known"):
+        workload([replace(traces[0], operators=lacking)], costs)
+
+
+def test_the_table_may_name_a_model_that_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(SHEET + "peak = { float32 = 1e9 }\nbandwidth = 2e9\noverhead = 1e-6\n")
+    costs = load_costs(path)
+    assert costs is not None
+    costs.save(tmp_path / "fitted.json")
+    path.write_text(SHEET + 'model = "fitted.json"\n')
+    assert load_costs(path) == costs
+    path.write_text(SHEET + 'model = "fitted.json"\nbandwidth = 1e9\n')
+    with pytest.raises(ConfigError, match="give either model, the path of a file, or the keys"):
+        load_costs(path)
+    path.write_text(SHEET + "bandwidth = 1e9\n")
+    with pytest.raises(ConfigError, match=r"machine\.toml \[compute\] lacks peak"):
+        run(machine=path)
+
+
+def test_a_factor_is_no_cost_model(tmp_path: Path) -> None:
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    assert load_costs(tmp_path / "machine.toml") is None
 
 
 def test_wrong_questions_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dynoffload.simulation.execution import Execution, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.intervals import Intervals
-from dynoffload.simulation.machine import Link, Machine, load_machine, load_machines
+from dynoffload.simulation.machine import Link, Machine, load_costs, load_machine, load_machines
 from dynoffload.simulation.policies import (
     Clairvoyant,
     Predicted,
@@ -38,6 +38,7 @@ __all__ = [
     "Strategy",
     "UnifiedMemory",
     "Workload",
+    "load_costs",
     "load_machine",
     "load_machines",
     "simulate",

@@ -1,7 +1,8 @@
 """The machine that a simulation runs on: a fast tier, a link to the tier below, and compute.
 
 What it is: `Machine` and `Link`, in bytes, seconds and bytes per second, and `load_machines`, which
-reads them from TOML. What it is not: a measurement; `dynoffload.doctor` measures this machine.
+reads them from TOML, as `load_costs` does what an operator takes there. What it is not: a
+measurement; `dynoffload.doctor` measures this machine.
 
 [Note: one direction and both]  A link moves ``read_bps`` while only reads are under way and
 ``write_bps`` while only writes are. With both under way it moves ``mixed_bps`` together, half of it
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dynoffload.errors import ConfigError
+from dynoffload.profiler.costs import CostModel
 from dynoffload.units import MiB, parse_bytes
 
 
@@ -74,7 +76,8 @@ class Machine:
         slow_bytes: capacity of the tier below; None for no limit.
         overlap: whether transfers run beside compute; without it each waits for the other.
         workers: transfers that may be under way at one time.
-        compute: how many times faster than the recorded one this machine computes.
+        compute: how many times faster this machine computes than the workload's seconds say, which
+            are the recorded ones, or those of the cost model that the workload was made with.
         interference: share of its speed that compute loses while a transfer is under way.
         page_bytes: what a policy that works by pages moves at a time.
     """
@@ -133,15 +136,15 @@ def load_machines(path: Path) -> dict[str, Machine]:
     The file has the attributes of `Machine` at the top, and those of `Link` in a table ``[link]``,
     or in tables ``[links.NAME]`` for several tiers to choose from; such a table may also have a
     ``slow_bytes`` of its own. Bytes and bytes per second may be written as texts such as
-    ``"80GiB"``. Without ``mixed_bps`` a link is full-duplex.
+    ``"80GiB"``. Without ``mixed_bps`` a link is full-duplex. A table ``[compute]`` in place of the
+    factor ``compute`` is for `load_costs`.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown or missing, or a value out of range.
     """
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read the machine of {path}: {error}") from error
+    document = _read(path)
+    if isinstance(document.get("compute"), dict):
+        del document["compute"]
     tables = document.pop("links", {})
     if "link" in document:
         tables = {"link": document.pop("link"), **tables}
@@ -158,6 +161,34 @@ def load_machines(path: Path) -> dict[str, Machine]:
         tier = {**shared, **_values(Machine, own, where), "link": _made(Link, values, where)}
         found[name] = _made(Machine, tier, str(path))
     return found
+
+
+def load_costs(path: Path) -> CostModel | None:
+    """Return what operators take on the machine of a TOML file, None if it does not say.
+
+    It says so in a table ``[compute]`` with the keys of `CostModel.of`, which a data sheet gives,
+    or with the one key ``model``: a file of `CostModel.save`, whose path is taken from where the
+    TOML file lies.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown or missing, or a value out of range.
+    """
+    table = _read(path).get("compute")
+    if not isinstance(table, dict):
+        return None
+    where = f"{path} [compute]"
+    if "model" not in table:
+        return CostModel.of(table, where)
+    if len(table) > 1 or not isinstance(table["model"], str):
+        raise ConfigError(f"{where}: give either model, the path of a file, or the keys themselves")
+    return CostModel.load(Path(path).parent / table["model"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the machine of {path}: {error}") from error
 
 
 def _values(kind: Any, table: dict[str, Any], where: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from dynoffload.errors import TraceError
 from dynoffload.planning.schedule import Use
+from dynoffload.profiler.costs import CostModel
 from dynoffload.profiler.trace import Phase, Trace
 
 _PERSISTENT = frozenset(("parameter", "buffer", "state"))
@@ -85,11 +86,17 @@ class Workload:
         return peak
 
 
-def workload(traces: Iterable[Trace]) -> Workload:
+def workload(traces: Iterable[Trace], costs: CostModel | None = None) -> Workload:
     """Return the workload that ``traces`` recorded.
 
+    Args:
+        traces: of one network.
+        costs: of the machine that shall compute it; without them uses take the recorded seconds.
+
     Raises:
-        TraceError: there is no trace, or they are of different networks.
+        TraceError: there is no trace, they are of different networks, or ``costs`` are given and
+            a trace lacks FLOPs.
+        ConfigError: ``costs`` have no peak for a dtype that a trace computes in.
     """
     made = Workload()
     known: dict[Hashable, int] = {}
@@ -101,10 +108,17 @@ def workload(traces: Iterable[Trace]) -> Workload:
                 f"{trace.step} of {trace.source!r}): give those of one"
             )
         network = trace.network
-        made.steps.append(_Reader(trace, made, known).step())
+        made.steps.append(_Reader(trace, made, known).step(_seconds(trace, costs)))
     if not network:
         raise TraceError("no traces to make a workload of: profile some samples first")
     return made
+
+
+def _seconds(trace: Trace, costs: CostModel | None) -> Sequence[float]:
+    """Return what each operator takes."""
+    if costs is None:
+        return [operator.seconds for operator in trace.operators]
+    return costs.time(trace).operators
 
 
 class _Reader:
@@ -116,7 +130,8 @@ class _Reader:
         self._sizes: dict[int, int] = {}
         self._given: list[int] = []
 
-    def step(self) -> Step:
+    def step(self, seconds: Sequence[float]) -> Step:
+        """Return the step, in which each operator takes so many ``seconds``."""
         trace = self._trace
         last = self._last_uses()
         alive: set[int] = set()
@@ -128,7 +143,7 @@ class _Reader:
         for number, operator in enumerate(trace.operators):
             touched = tuple(dict.fromkeys((*operator.reads, *operator.writes)))
             if not touched:
-                glue += operator.seconds
+                glue += seconds[number]
                 continue
             place = (operator.phase, operator.site, operator.name)
             key = (*place, seen[place])
@@ -147,7 +162,7 @@ class _Reader:
                     regions=tuple(self._index[region] for region in touched),
                     creates=tuple(created),
                     frees=frees,
-                    seconds=operator.seconds + glue,
+                    seconds=seconds[number] + glue,
                     writes=tuple(self._index[region] for region in operator.writes),
                 )
             )
