@@ -34,6 +34,7 @@ EXPERIMENTS: dict[str, str] = {
     "idioms": "dynoffload.experiments.idioms:run",
     "capacity": "dynoffload.experiments.capacity:run",
     "max-batch": "dynoffload.experiments.max_batch:run",
+    "costs": "dynoffload.experiments.costs:run",
 }
 """Name on the command line -> ``module:function``."""
 
