@@ -71,6 +71,7 @@ bench: $(STAMP)
 	$(BIN)/dynoffload experiment pilot-stalls --json docs/results/pilot-stalls.json
 	$(BIN)/dynoffload experiment memory-expansion --json docs/results/memory-expansion.json
 	$(BIN)/dynoffload experiment idioms --json docs/results/idioms.json
+	$(BIN)/dynoffload experiment costs --json docs/results/costs.json
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

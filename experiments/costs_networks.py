@@ -114,6 +114,7 @@ _EXPERTS: dict[str, Any] = {**_WIDE, "hidden_size": 256, "num_attention_heads": 
 NETWORKS: dict[str, Network] = {
     "moe": _of_zoo("moe", "small", rows=1, length=256),
     "tree": _of_zoo("tree", "small"),
+    "evoformer": _of_zoo("evoformer", "small"),
     "gpt2": _of_transformers(
         "gpt2", _texts(2, 256), vocab_size=_WORDS, n_embd=384, n_head=6, n_positions=512
     ),
@@ -136,7 +137,7 @@ NETWORKS: dict[str, Network] = {
         "resnet", _images(8), embedding_size=32, hidden_sizes=[32, 64, 128, 256], image_size=64
     ),
 }  # fmt: skip
-"""By name: the zoo's two, and eight architectures of transformers."""
+"""By name: three of the zoo, and eight architectures of transformers."""
 for _name, _adamw in {
     "moe": "fused",
     "bert": "fused",

@@ -184,10 +184,11 @@ def page(result: Mapping[str, Any], name: str) -> str:
     """Return the page of the result as Markdown; ``name`` is that of JSON and figure."""
     tables = {title: _markdown(heads, rows) for title, heads, rows in _tables(result)}
     counts = result["fitted_steps"], result["held_steps"], len(result["rows"])
+    clock = "" if result["clock"] == "wall" else f" --clock {result['clock']}"
     return f"""# Costs of operators
 
-`dynoffload experiment costs --json docs/results/{name}.json` wrote this page. Measured on
-{told_of_machine(result)}.
+`dynoffload experiment costs{clock} --json docs/results/{name}.json` wrote this page.
+Measured on {told_of_machine(result)}.
 
 ## What was asked
 
