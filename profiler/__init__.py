@@ -1,12 +1,14 @@
 """What a training step did: operators, idioms, regions and costs.
 
 What it is: the wing that observes. `Recorder` (or `profile`, for who has no loop) makes a `Trace`
-of each step; `resolve` makes a `Program` of a trace. What it is not: a judge of what was observed;
-planning and pilot are built on it and it knows neither.
+of each step; `resolve` makes a `Program` of a trace, and a `CostModel` tells what either takes on a
+machine. What it is not: a judge of what was observed; planning and pilot are built on it and it
+knows neither.
 """
 
 from __future__ import annotations
 
+from dynoffload.profiler.costs import CostModel, Timing
 from dynoffload.profiler.idioms import Idioms, idioms_of, is_known, rule_of
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.profiling import profile
@@ -15,11 +17,14 @@ from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features, Sample, describe_sample
 from dynoffload.profiler.storage import SCHEMA_VERSION
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
+from dynoffload.profiler.work import Kind, Work
 
 __all__ = [
     "SCHEMA_VERSION",
+    "CostModel",
     "Features",
     "Idioms",
+    "Kind",
     "ModuleCall",
     "Operator",
     "Phase",
@@ -27,8 +32,10 @@ __all__ = [
     "Recorder",
     "RegionInfo",
     "Sample",
+    "Timing",
     "Trace",
     "Visit",
+    "Work",
     "describe_sample",
     "fingerprint",
     "idioms_of",
