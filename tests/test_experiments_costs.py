@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from dynoffload.experiments import costs, costs_networks
 from dynoffload.experiments.costs import run
 from dynoffload.experiments.costs_networks import NETWORKS
 from dynoffload.experiments.costs_views import told_of_machine
-from dynoffload.profiler.costs import CostModel
+from dynoffload.profiler import CostModel, Trace
+from dynoffload.profiler.cost_fitting import fit
+
+FITTED: list[list[Trace]] = []
+"""What each fit of the experiment was given."""
+
+
+def _fit(traces: Iterable[Trace], **options: Any) -> CostModel:
+    FITTED.append(list(traces))
+    return fit(FITTED[-1], **options)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     path = folder / "costs.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "NETWORKS", small)
+        patch.setattr(costs, "fit", _fit)
         patch.setattr(costs, "_EDGE", 64)
         patch.setattr(costs, "_LONG", 4096)
         return run(path, samples=1, model=folder / "model.json"), path
@@ -51,6 +62,20 @@ def test_every_held_out_step_is_compared_in_each_regime(
     assert result["residuals"]["samples"]["steps"]["bias"] == pytest.approx(biases[2])
     assert result["residuals"]["networks"]["steps"]["bias"] == pytest.approx(biases[3])
     json.dumps(result, allow_nan=False)
+
+
+def test_no_model_was_fitted_to_what_it_is_compared_with(
+    found: tuple[dict[str, Any], Path],
+) -> None:
+    """Neither to a held-out step nor to any step of a network that is held out."""
+    whole, *without = FITTED
+    held = {step[1] for step in found[0]["steps"]}
+    assert not held & {sum(op.seconds for op in trace.operators) for trace in whole}
+    assert [{trace.model for trace in fitted} for fitted in (whole, *without)] == [
+        {"TreeLSTM", "BertForMaskedLM"},
+        {"BertForMaskedLM"},
+        {"TreeLSTM"},
+    ]
 
 
 def test_the_fitted_model_is_written(found: tuple[dict[str, Any], Path]) -> None:
