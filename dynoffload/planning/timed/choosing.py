@@ -1,0 +1,169 @@
+"""Choosing which gaps are moved: first choices by rule, and steps from one choice to the next.
+
+What it is: `Choice`, one decision for all gaps with its seconds; `Chooser`, which makes choices and
+counts the work it takes. What it is not: the search over them (see `planner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from dynoffload.planning.timed.layout import Layout
+from dynoffload.planning.timed.problem import Problem
+from dynoffload.planning.timed.windows import Windows
+
+Rule = Callable[[Layout, int], float]
+"""How gladly a gap of a layout is moved: the lowest first."""
+
+
+def farthest(layout: Layout, gap: int) -> float:
+    """What is used last leaves first (Belady 1966)."""
+    return -layout.after[gap]
+
+
+def longest(layout: Layout, gap: int) -> float:
+    """What is gone for the most slots leaves first."""
+    return layout.before[gap] - layout.after[gap]
+
+
+def cheapest(layout: Layout, gap: int) -> float:
+    """What takes the least of the link for each slot leaves first, whatever its bytes."""
+    seconds = layout.read_s[gap] * layout.fetch[gap]
+    if layout.content[gap] >= 0:
+        seconds += layout.write_s[gap]
+    return seconds / (layout.size[gap] * (layout.after[gap] - layout.before[gap]))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which gaps of a layout are moved, and the seconds of the step.
+
+    Attributes:
+        layout: what is computed again.
+        moved: for each gap of the layout.
+        writes_first: which sweep of `Windows` goes first.
+        seconds: of the step; infinite if it does not fit.
+    """
+
+    layout: Layout
+    moved: tuple[bool, ...]
+    writes_first: bool
+    seconds: float
+
+    def windows(self, *, pieces: bool = False) -> Windows:
+        """Return where its transfers run."""
+        return Windows(self.layout, self.moved, writes_first=self.writes_first, pieces=pieces)
+
+
+class Chooser:
+    """Makes choices for one problem.
+
+    Attributes:
+        problem: what is planned.
+        spent: slots and gaps that were gone through so far; a measure of time that no clock is
+            needed for, so that plans are the same on every machine.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.spent = 0
+        self._layouts: dict[frozenset[int], Layout] = {}
+
+    def layout(self, active: Collection[int]) -> Layout:
+        """Return the layout in which ``active`` calls are computed again."""
+        key = frozenset(active)
+        found = self._layouts.get(key)
+        if found is None:
+            found = Layout(self.problem, key)
+            self.spent += found.slots + len(found)
+            if len(self._layouts) * len(found) > 1_000_000:
+                self._layouts.clear()
+            self._layouts[key] = found
+        return found
+
+    def rated(self, layout: Layout, moved: Sequence[bool], *, orders: int = 2) -> Choice:
+        """Return the choice with its seconds, under the better of the first ``orders`` orders."""
+        best = Choice(layout, tuple(moved), False, float("inf"))
+        for writes_first in (False, True)[:orders]:
+            windows = Windows(layout, moved, writes_first=writes_first)
+            self.spent += layout.slots + len(layout)
+            seconds = self.problem.compute_s + layout.again_s + windows.exposed_s
+            if seconds < best.seconds:
+                best = Choice(layout, tuple(moved), writes_first, seconds)
+        return best
+
+    def filled(
+        self,
+        layout: Layout,
+        moved: Sequence[bool],
+        limit: int,
+        rule: Rule = farthest,
+        keep: Iterable[int] = (),
+    ) -> list[bool] | None:
+        """Return ``moved`` with more gaps moved, so that what is kept takes at most ``limit`` bytes.
+
+        Where what a slot touches leaves less than that, nothing is kept there, except ``keep``.
+
+        Returns:
+            None if more than the capacity is taken somewhere even so.
+        """
+        moved = list(moved)
+        self.spent += layout.slots + len(layout)
+        spared = set(keep)
+        starting: list[list[int]] = [[] for _ in range(layout.slots + 1)]
+        ending = [0] * (layout.slots + 1)
+        after, before, sizes = layout.after, layout.before, layout.size
+        for gap, moves in enumerate(moved):
+            if not moves:
+                starting[before[gap] + 1].append(gap)
+                ending[after[gap]] += sizes[gap]
+        heap: list[tuple[float, int]] = []
+        kept, capacity = 0, self.problem.capacity
+        for slot, need in enumerate(layout.need):
+            kept -= ending[slot]
+            for gap in starting[slot]:
+                kept += sizes[gap]
+                if gap not in spared:
+                    heappush(heap, (rule(layout, gap), gap))
+            while need + kept > limit and heap:
+                gap = heappop(heap)[1]
+                if after[gap] > slot:
+                    moved[gap] = True
+                    kept -= sizes[gap]
+                    ending[after[gap]] -= sizes[gap]
+            if need + kept > capacity:
+                return None
+        return moved
+
+    def spared(self, choice: Choice) -> Choice:
+        """Return the choice with those gaps kept for which the transfers left room."""
+        layout, windows = choice.layout, choice.windows()
+        self.spent += layout.slots + len(layout)
+        if not windows.feasible:
+            return choice
+        room, start, stop = windows.room, windows.start, windows.stop
+        moved = list(choice.moved)
+        gaps = [gap for gap, moves in enumerate(moved) if moves and not layout.absent[gap]]
+        gaps.sort(key=lambda gap: (-windows.left[gap], layout.after[gap] - layout.before[gap]))
+        for gap in gaps:
+            first, last, size = stop[gap], start[gap], layout.size[gap]
+            if first >= last or min(room[first:last]) >= size:
+                for slot in range(first, last):
+                    room[slot] -= size
+                moved[gap] = False
+        return min(choice, self.rated(layout, moved), key=lambda one: one.seconds)
+
+    def carried(self, choice: Choice, active: Collection[int]) -> list[bool]:
+        """Return the decisions of ``choice`` for another layout, new gaps being kept."""
+        old, new = choice.layout, self.layout(active)
+        known = {
+            (old.region[gap], old.before[gap], old.after[gap])
+            for gap, moves in enumerate(choice.moved)
+            if moves
+        }
+        return [
+            new.absent[gap] or (new.region[gap], new.before[gap], new.after[gap]) in known
+            for gap in range(len(new))
+        ]

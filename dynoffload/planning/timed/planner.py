@@ -1,0 +1,294 @@
+"""The planner: keep, move or compute again, for each region and the times of a step.
+
+What it is: `plan`, which searches a bounded number of choices, always in the same order, and
+returns the best. What it is not: exact (compare ``dynoffload experiment planner-optimality``), nor
+the runtime's planner, which has no times and follows a prediction (see `planning.lookahead`).
+
+[Note: how it searches]
+
+1. *First choices*, without anything computed again: whatever does not fit leaves by one of the
+   rules of `choosing`, under the capacity less a share for look-ahead; what the transfers left room
+   for is kept after all. And the opposite: as many calls computed again as it takes to move nothing.
+2. *Calls.* One by one, calls whose regions wait longest on the link are computed again, or no more.
+3. *Steps*: one gap changes sides; what then does not fit leaves, what then has room stays; or a
+   call changes sides. Whatever is better is taken. When no step is, a few decisions are turned
+   over and it goes on from there.
+
+Large steps come to an end of the allowance early: a choice takes time in proportion to n log n, and
+the allowance is in slots and gaps gone through.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+
+from dynoffload.errors import BudgetError
+from dynoffload.planning.timed.choosing import (
+    Choice,
+    Chooser,
+    cheapest,
+    farthest,
+    longest,
+)
+from dynoffload.planning.timed.plan import Plan, plan_of
+from dynoffload.planning.timed.problem import Problem
+
+ALLOWANCE = 400_000
+"""Slots and gaps that a search may go through, beyond its first choices."""
+SHARES = (0.0, 0.15, 0.4, 0.7)
+_BETTER = 1e-9  # relative: less is rounding
+
+
+def plan(
+    problem: Problem, *, allowance: int = ALLOWANCE, move: bool = True, again: bool = True
+) -> Plan:
+    """Return a plan for ``problem``; the same for the same problem on every machine.
+
+    Args:
+        problem: the step, the budget and the link.
+        allowance: how far to search; see `ALLOWANCE`.
+        move: whether what is there to begin with may leave; without it regions are only dropped to
+            be computed again.
+        again: whether anything may be computed again.
+
+    Raises:
+        BudgetError: without ``move``, if what has to be there at one time does not fit.
+    """
+    return plan_of(_Search(problem, allowance, move, again).best())
+
+
+class _Search:
+    def __init__(self, problem: Problem, allowance: int, move: bool, again: bool) -> None:
+        self._problem = problem
+        self._chooser = Chooser(problem)
+        self._allowance = allowance
+        self._move, self._again = move, again
+        self._best: Choice | None = None
+        self._floor = problem.compute_s
+
+    def best(self) -> Choice:
+        if self._again and self._problem.again:
+            self._offer(self._recomputed())
+        if self._move:
+            self._offer(self._first(()))
+        if self._best is None:
+            raise BudgetError(
+                "with nothing moved, more must be in fast memory at one time than there is room "
+                f"for ({self._problem.capacity} bytes), whatever is computed again: raise the "
+                "budget, or let regions be moved"
+            )
+        if self._move:
+            self._climb()
+            for _ in range(4):  # a gap whose two transfers meet is kept
+                self._offer(self._chooser.spared(self._best))
+        return self._best
+
+    def _offer(self, choice: Choice | None) -> bool:
+        """Take note of a choice; return whether it is the best so far."""
+        if choice is None or choice.seconds == float("inf"):
+            return False
+        best = self._best
+        if best is not None and choice.seconds >= best.seconds * (1 - _BETTER):
+            return False
+        self._best = choice
+        return True
+
+    @property
+    def _over(self) -> bool:
+        assert self._best is not None
+        return (
+            self._chooser.spent >= self._allowance
+            or self._best.seconds <= self._floor * (1 + _BETTER)
+        )
+
+    # First choices
+
+    def _first(self, active: Collection[int]) -> Choice | None:
+        """Return the best choice by rule."""
+        chooser = self._chooser
+        layout = chooser.layout(active)
+        if not layout.feasible:
+            return None
+        capacity = self._problem.capacity
+        best: Choice | None = None
+        small = (layout.slots + len(layout)) * 60 < self._allowance
+        for rule in (farthest, longest, cheapest) if small else (farthest,):
+            for share in SHARES if small else SHARES[1:2]:
+                limit = capacity - int(share * capacity)
+                moved = chooser.filled(layout, layout.absent, limit, rule)
+                if moved is None:
+                    continue
+                choice = chooser.spared(chooser.rated(layout, moved, orders=2 if small else 1))
+                if best is None or choice.seconds < best.seconds:
+                    best = choice
+        return best
+
+    def _recomputed(self) -> Choice | None:
+        """Return a choice that moves nothing but what is absent, with few seconds of recomputation.
+
+        Calls are taken in the order of the bytes that they free in the fullest slots, for each
+        second that they take.
+        """
+        chooser, problem = self._chooser, self._problem
+        active: set[int] = set()
+        for _ in range(len(problem.again) + 1):
+            layout = chooser.layout(active)
+            choice = chooser.rated(layout, layout.absent)
+            if choice.seconds < float("inf"):
+                return choice
+            if chooser.spent > self._allowance // 2:
+                return None
+            room = choice.windows().room
+            over = [slot for slot, left in enumerate(room) if left < 0]
+            best, highest = -1, 0.0
+            for number, call in enumerate(problem.again):
+                if number in active or any(problem.again[n].overlaps(call) for n in active):
+                    continue
+                first, last = problem.slot_of_use[call.stop - 1], problem.slot_of_again[number]
+                slots = sum(first < slot < last for slot in over)
+                gain = slots * sum(problem.sizes[region] for region in call.makes)
+                if gain / max(call.seconds, 1e-12) > highest:
+                    best, highest = number, gain / max(call.seconds, 1e-12)
+            if best < 0:
+                return None
+            active.add(best)
+        return None
+
+    # Steps
+
+    def _climb(self) -> None:
+        """Go from choice to choice until the allowance is used up."""
+        assert self._best is not None
+        chance = random.Random(0)
+        current = self._descend(self._best)
+        while not self._over:
+            turned = self._turned(current, chance)
+            if turned is None:
+                return
+            found = self._descend(turned)
+            assert self._best is not None
+            current = found if found.seconds <= self._best.seconds * 1.02 else self._best
+
+    def _descend(self, current: Choice) -> Choice:
+        """Return the choice from which no step is better."""
+        better = True
+        while better and not self._over:
+            better = False
+            for step in (self._calls, self._gaps):
+                found = step(current)
+                if found.seconds < current.seconds * (1 - _BETTER):
+                    current, better = found, True
+                    self._offer(current)
+        return current
+
+    def _calls(self, current: Choice) -> Choice:
+        """Turn calls over, the most promising first, as long as that is better."""
+        if not (self._again and self._problem.again):
+            return current
+        problem = self._problem
+        for number in self._promising(current):
+            if self._over:
+                break
+            active = set(current.layout.active)
+            if number in active:
+                active.remove(number)
+            else:
+                call = problem.again[number]
+                active = {n for n in active if not problem.again[n].overlaps(call)} | {number}
+            choice = self._with(current, active)
+            if choice is not None and choice.seconds < current.seconds * (1 - _BETTER):
+                current = choice
+                self._offer(current)
+        return current
+
+    def _with(self, current: Choice, active: Collection[int]) -> Choice | None:
+        """Return ``current`` with other calls computed again."""
+        chooser = self._chooser
+        layout = chooser.layout(active)
+        if not layout.feasible:
+            return None
+        moved = chooser.filled(layout, chooser.carried(current, active), self._problem.capacity)
+        return None if moved is None else chooser.spared(chooser.rated(layout, moved))
+
+    def _promising(self, current: Choice) -> list[int]:
+        """Return the calls in the order of what they could save."""
+        windows = current.windows()
+        layout, problem = current.layout, self._problem
+        waits: dict[int, float] = {}
+        for gap, left in enumerate(windows.left):
+            waits[layout.region[gap]] = waits.get(layout.region[gap], 0.0) + left
+        for content, left in enumerate(windows.unsaved):
+            if left:
+                region = layout.region[layout.gaps_of[content][0]]
+                waits[region] = waits.get(region, 0.0) + left
+        def saving(number: int) -> float:
+            call = problem.again[number]
+            saved = sum(waits.get(region, 0.0) for region in call.makes) - call.seconds
+            return -saved if number in layout.active else saved
+        order = sorted(range(len(problem.again)), key=lambda n: (-saving(n), n))
+        return order
+
+    def _gaps(self, current: Choice) -> Choice:
+        """Move gaps that are kept and keep those that are moved, as long as that is better."""
+        windows = current.windows()
+        layout = current.layout
+        def rank(gap: int) -> tuple[float, int]:
+            exposed = windows.left[gap]
+            if layout.content[gap] >= 0:
+                exposed += windows.unsaved[layout.content[gap]]
+            return (-exposed, gap)
+        for gap in sorted((g for g in range(len(layout)) if not layout.absent[g]), key=rank):
+            if self._over:
+                break
+            for choice in self._turn(current, gap):
+                if choice.seconds < current.seconds * (1 - _BETTER):
+                    current = choice
+                    self._offer(current)
+                    break
+        return current
+
+    def _turn(self, current: Choice, gap: int) -> list[Choice]:
+        chooser, layout = self._chooser, current.layout
+        moved = list(current.moved)
+        moved[gap] = not moved[gap]
+        if moved[gap]:
+            choice = chooser.rated(layout, moved)
+            return [choice, chooser.spared(choice)]
+        found = []
+        for rule in (farthest, cheapest):
+            filled = chooser.filled(layout, moved, self._problem.capacity, rule, keep=(gap,))
+            if filled is not None:
+                choice = chooser.rated(layout, filled)
+                found += [choice, chooser.spared(choice)]
+        return found
+
+    def _turned(self, current: Choice, chance: random.Random) -> Choice | None:
+        """Return ``current`` with a few decisions turned over at random."""
+        chooser, problem = self._chooser, self._problem
+        active = set(current.layout.active)
+        if self._again and problem.again and chance.random() < 0.4:
+            number = chance.randrange(len(problem.again))
+            if number in active:
+                active.remove(number)
+            else:
+                call = problem.again[number]
+                active = {n for n in active if not problem.again[n].overlaps(call)} | {number}
+        layout = chooser.layout(active)
+        if not layout.feasible:
+            layout = current.layout
+        free = [gap for gap in range(len(layout)) if not layout.absent[gap]]
+        if not free:
+            return None
+        moved = chooser.carried(current, layout.active)
+        turned = chance.sample(free, min(len(free), 1 + chance.randrange(4)))
+        for gap in turned:
+            moved[gap] = not moved[gap]
+        keep = [gap for gap in turned if not moved[gap]]
+        filled = chooser.filled(layout, moved, problem.capacity, farthest, keep=keep)
+        if filled is None:
+            filled = chooser.filled(layout, moved, problem.capacity)
+        if filled is None:
+            chooser.spent += 1
+            return current
+        return chooser.rated(layout, filled)

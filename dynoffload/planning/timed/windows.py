@@ -1,0 +1,148 @@
+"""When transfers run, once it is settled which gaps are moved: as much as can be beside compute.
+
+What it is: `Windows`, two sweeps over the slots. The one from the end to the start gives fetches
+the latest seconds before they are due; the one from the start to the end gives writes the earliest
+after their content was made. Whatever a transfer takes in slots beyond those in which its region is
+there anyway, it must find room for. What finds no place is exposed. What it is not: the choice of
+gaps (see `planner`), nor always the best placing for one; which sweep goes first is up to the
+caller, as what it takes of link and room the other cannot have.
+
+Each sweep serves in the order of deadlines, which hides most where there is room for all (Horn
+1974), in O((slots + gaps) log gaps) and a step for each slot in which a region waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from dynoffload.planning.timed.layout import Layout
+
+_EPS = 1e-12
+Piece = tuple[int, float]
+"""A slot, and seconds of the link in it."""
+
+
+class Windows:
+    """Where the transfers of the moved gaps run.
+
+    Attributes:
+        feasible: whether what is kept fits.
+        exposed_s: seconds of transfers that run in pauses.
+        room: bytes left in each slot.
+        start: for each moved gap with a fetch, the first slot of its room.
+        stop: for each moved gap, one past the last slot in which its region still takes room.
+        left: for each gap, seconds of its fetch that are exposed.
+        unsaved: for each content, seconds of its write that are exposed.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        moved: Sequence[bool],
+        *,
+        writes_first: bool = False,
+        pieces: bool = False,
+    ) -> None:
+        self.layout, self.moved = layout, moved
+        self.room = room_of(layout, moved)
+        self.feasible = min(self.room, default=0) >= 0
+        self.exposed_s = float("inf")
+        self.start = list(layout.after)
+        self.stop = [before + 1 for before in layout.before]
+        self.left = [0.0] * len(layout)
+        self.unsaved = [0.0] * len(layout.begins)
+        self.fetch_pieces: dict[int, list[Piece]] | None = {} if pieces else None
+        self.write_pieces: dict[int, list[Piece]] | None = {} if pieces else None
+        if not self.feasible:
+            return
+        self._link = list(layout.seconds)
+        for sweep in (
+            (self._writes, self._fetches) if writes_first else (self._fetches, self._writes)
+        ):
+            sweep()
+        self.exposed_s = sum(self.left) + sum(self.unsaved)
+
+    def _fetches(self) -> None:
+        layout, room, link, start, left = self.layout, self.room, self._link, self.start, self.left
+        before, stop, sizes = layout.before, self.stop, layout.size
+        due: list[list[int]] = [[] for _ in range(layout.slots)]
+        for gap, moves in enumerate(self.moved):
+            if moves and layout.fetch[gap]:
+                left[gap] = layout.read_s[gap]
+                if layout.after[gap] > 0:
+                    due[layout.after[gap] - 1].append(gap)
+        heap: list[tuple[int, int]] = []
+        for slot in range(layout.slots - 1, -1, -1):
+            for gap in due[slot]:
+                heappush(heap, (-before[gap], gap))
+            free = link[slot]
+            while heap and free > _EPS:
+                gap = heap[0][1]
+                first, size = start[gap], sizes[gap]
+                if slot < stop[gap] or min(room[slot:first]) < size:
+                    heappop(heap)  # its region is in use, or there is no room from here to its use
+                    continue
+                for place in range(slot, first):
+                    room[place] -= size
+                start[gap] = slot
+                part = min(free, left[gap])
+                if self.fetch_pieces is not None:
+                    self.fetch_pieces.setdefault(gap, []).append((slot, part))
+                free -= part
+                left[gap] -= part
+                if left[gap] <= _EPS:
+                    left[gap] = 0.0
+                    heappop(heap)
+            link[slot] = free
+
+    def _writes(self) -> None:
+        layout, room, link, stop = self.layout, self.room, self._link, self.stop
+        sizes, start, unsaved = layout.size, self.start, self.unsaved
+        made: list[list[tuple[int, int, int]]] = [[] for _ in range(layout.slots)]
+        for content, gaps in enumerate(layout.gaps_of):
+            first = next((gap for gap in gaps if self.moved[gap]), -1)
+            if first >= 0:
+                unsaved[content] = layout.write_s[first]
+                if layout.begins[content] + 1 < layout.slots:
+                    entry = (layout.before[first], content, first)
+                    made[layout.begins[content] + 1].append(entry)
+        heap: list[tuple[int, int, int]] = []
+        for slot, entries in enumerate(made):
+            for entry in entries:
+                heappush(heap, entry)
+            free = link[slot]
+            while heap and free > _EPS:
+                _, content, gap = heap[0]
+                last, size = stop[gap], sizes[gap]
+                if slot >= last:
+                    if slot >= start[gap] or min(room[last : slot + 1]) < size:
+                        heappop(heap)
+                        continue
+                    for place in range(last, slot + 1):
+                        room[place] -= size
+                    stop[gap] = slot + 1
+                part = min(free, unsaved[content])
+                if self.write_pieces is not None:
+                    self.write_pieces.setdefault(content, []).append((slot, part))
+                free -= part
+                unsaved[content] -= part
+                if unsaved[content] <= _EPS:
+                    unsaved[content] = 0.0
+                    heappop(heap)
+            link[slot] = free
+
+
+def room_of(layout: Layout, moved: Sequence[bool]) -> list[int]:
+    """Return the bytes left in each slot by what is touched and kept; below 0 it does not fit."""
+    change = [0] * (layout.slots + 2)
+    before, after, sizes = layout.before, layout.after, layout.size
+    for gap, moves in enumerate(moved):
+        if not moves:
+            change[before[gap] + 1] += sizes[gap]
+            change[after[gap]] -= sizes[gap]
+    room, kept, capacity = [], 0, layout.problem.capacity
+    for slot, need in enumerate(layout.need):
+        kept += change[slot]
+        room.append(capacity - need - kept)
+    return room

@@ -1,0 +1,251 @@
+"""Small problems for the planner: drawn at random, and read from recorded steps.
+
+What it is: `drawn`, a training step of a network of some shape under some budget and link. Sizes
+and seconds are drawn too. What it is not: the planner, nor what it is compared with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from dynoffload.planning.schedule import Use
+from dynoffload.planning.timed import Problem, computed_again
+
+STEP_S = 1.0
+"""Seconds that the uses of a drawn step take together, about."""
+
+
+@dataclass
+class _Net:
+    """Layers in the order of forward: the parameters and the earlier results that each reads."""
+
+    weights: list[int] = field(default_factory=list)
+    reads: list[tuple[int, ...]] = field(default_factory=list)
+    blocks: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def add(self, weight: int, *reads: int) -> int:
+        self.weights.append(weight)
+        self.reads.append(reads)
+        return len(self.weights) - 1
+
+
+def _chain(chance: random.Random) -> _Net:
+    net = _Net()
+    for layer in range(chance.randint(3, 7)):
+        net.add(layer, *([layer - 1] if layer else []))
+    return net
+
+
+def _u_net(chance: random.Random) -> _Net:
+    net = _Net()
+    depth = chance.randint(2, 3)
+    for level in range(depth):
+        net.add(level, *([level - 1] if level else []))
+    below = net.add(depth, depth - 1)
+    for level in reversed(range(depth)):
+        below = net.add(len(net.weights), below, level)
+    return net
+
+
+def _branches(chance: random.Random) -> _Net:
+    net = _Net()
+    last = net.add(0)
+    for _ in range(chance.randint(1, 2)):
+        arms = [net.add(len(net.weights), last) for _ in range(chance.randint(2, 3))]
+        last = net.add(len(net.weights), *arms)
+    return net
+
+
+def _tied(chance: random.Random) -> _Net:
+    net = _Net()
+    count = chance.randint(2, 3)
+    for layer in range(chance.randint(4, 6)):
+        net.add(layer % count, *([layer - 1] if layer else []))
+    return net
+
+
+def _nested(chance: random.Random) -> _Net:
+    net = _Net()
+    for block in range(chance.randint(2, 3)):
+        start = len(net.weights)
+        for _ in range(2):
+            layer = len(net.weights)
+            net.add(layer, *([layer - 1] if layer else []))
+        net.blocks.append((f"block {block}", start, len(net.weights)))
+    return net
+
+
+SHAPES: dict[str, Callable[[random.Random], _Net]] = {
+    "chain": _chain,
+    "U-net": _u_net,
+    "branches": _branches,
+    "tied": _tied,
+    "nested": _nested,
+}
+BUDGETS = {"tight": 0.0, "middle": 0.35, "loose": 0.7}
+"""How far the budget lies between the least that runs and all that is ever alive."""
+LINKS = {"slow": 0.3, "even": 1.0, "fast": 4.0}
+"""How often the link could move all that is ever alive while the step computes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and where it is from."""
+
+    name: str
+    family: str
+    budget: str
+    link: str
+    problem: Problem
+
+
+def drawn(seed: int) -> Case:
+    """Return the problem of a seed; shapes, budgets, links and phases alternate with it."""
+    chance = random.Random(seed)
+    shape = list(SHAPES)[seed % len(SHAPES)]
+    budget = list(BUDGETS)[seed // len(SHAPES) % len(BUDGETS)]
+    link = list(LINKS)[seed // (len(SHAPES) * len(BUDGETS)) % len(LINKS)]
+    net = SHAPES[shape](chance)
+    step = _step(net, chance, optimizer=len(net.weights) <= 5 and chance.random() < 0.6)
+    problem = squeezed(step, chance.uniform(0.8, 1.2) * LINKS[link], BUDGETS[budget], chance)
+    return Case(f"{shape} {seed}", shape, budget, link, problem)
+
+
+def squeezed(step: Problem, ratio: float, share: float, chance: random.Random) -> Problem:
+    """Return ``step`` under a budget and on a link.
+
+    Args:
+        step: with room for everything.
+        ratio: how often the link moves all that is ever alive while the step computes.
+        share: of what lies between the least that runs and all that is ever alive.
+        chance: decides what is in fast memory to begin with, and the bandwidths of both directions.
+    """
+    least, most = _extent(step)
+    capacity = least + int(share * (most - least))
+    bandwidth = ratio * most / step.compute_s
+    skew = chance.choice((1.0, 1.0, 1.6))
+    resident: set[int] = set()
+    dirty: set[int] = set()
+    if chance.random() < 0.5:
+        left = capacity
+        for life in step.lives:
+            size = step.sizes[life.region]
+            if not life.born and size <= left and chance.random() < 0.7:
+                resident.add(life.region)
+                left -= size
+                if chance.random() < 0.3:
+                    dirty.add(life.region)
+    return replace(
+        step,
+        capacity=capacity,
+        read_bps=bandwidth * skew,
+        write_bps=bandwidth / skew,
+        resident=frozenset(resident),
+        dirty=frozenset(dirty),
+    )
+
+
+def _extent(step: Problem) -> tuple[int, int]:
+    """Return the bytes of the largest use, and the most that is alive at one time."""
+    least = max(sum(step.sizes[r] for r in {*use.regions, *use.creates}) for use in step.uses)
+    alive = sum(step.sizes[life.region] for life in step.lives if not life.born)
+    most = alive
+    for use in step.uses:
+        alive += sum(step.sizes[region] for region in use.creates)
+        most = max(most, alive)
+        alive -= sum(step.sizes[region] for region in use.frees)
+    return least, max(most, least)
+
+
+def _step(net: _Net, chance: random.Random, *, optimizer: bool) -> Problem:
+    """Return the training step of ``net`` with room for everything."""
+    sizes: list[int] = []
+
+    def region(low: int, high: int) -> int:
+        sizes.append(chance.randint(low, high))
+        return len(sizes) - 1
+
+    heavy = chance.choice((0.5, 1.0, 3.0))  # activations against parameters
+    count = max(net.weights) + 1
+    weight = [region(10, 60) for _ in range(count)]
+    gradient = [len(sizes) + index for index in range(count)]
+    sizes += [sizes[index] for index in weight]
+    state = [len(sizes) + index for index in range(count)]
+    sizes += [2 * sizes[index] for index in weight]
+    layers = range(len(net.weights))
+    out = [region(int(10 * heavy), int(50 * heavy)) for _ in layers]
+    inner = [
+        region(int(10 * heavy), int(90 * heavy)) if chance.random() < 0.8 else -1 for _ in layers
+    ]
+    scratch = [region(5, 30) if chance.random() < 0.4 else -1 for _ in layers]
+    flows = [region(int(10 * heavy), int(50 * heavy)) for _ in layers]  # gradients of results
+    readers = {layer: [n for n in layers if layer in net.reads[n]] for layer in layers}
+    cost = [chance.uniform(0.3, 1.7) for _ in layers]
+    uses: list[Use] = []
+    for layer in layers:
+        made = [r for r in (out[layer], inner[layer], scratch[layer]) if r >= 0]
+        frees = (scratch[layer],) if scratch[layer] >= 0 else ()
+        reads = (weight[net.weights[layer]], *(out[n] for n in net.reads[layer]))
+        uses.append(Use((*reads, *made), tuple(made), frees, cost[layer]))
+    backward = len(uses)
+    begun: set[int] = set()
+    flowing: set[int] = set()
+    for layer in reversed(layers):
+        own = net.weights[layer]
+        regions = [weight[own], gradient[own], *(out[n] for n in net.reads[layer])]
+        if inner[layer] >= 0:
+            regions.append(inner[layer])
+        creates = [] if own in begun else [gradient[own]]
+        writes = [gradient[own]]
+        begun.add(own)
+        if layer not in flowing:  # the loss begins here
+            creates.append(flows[layer])
+            flowing.add(layer)
+        regions.append(flows[layer])
+        for source in net.reads[layer]:
+            regions.append(flows[source])
+            writes.append(flows[source])
+            if source not in flowing:
+                creates.append(flows[source])
+                flowing.add(source)
+        frees = [flows[layer], out[layer]] + ([inner[layer]] if inner[layer] >= 0 else [])
+        if not readers[layer]:
+            regions.append(out[layer])
+        if not optimizer and own not in net.weights[:layer]:
+            frees.append(gradient[own])
+        named = tuple(dict.fromkeys(regions))
+        # What is read last by the backward of its reader is freed there, at the latest here.
+        uses.append(
+            Use(named, tuple(creates), tuple(frees), 2 * cost[layer], tuple(dict.fromkeys(writes)))
+        )
+    if optimizer:
+        order = list(range(count))
+        if chance.random() < 0.5:
+            order.reverse()
+        uses += [
+            Use(
+                (weight[own], gradient[own], state[own]),
+                frees=(gradient[own],),
+                seconds=chance.uniform(0.05, 0.5),
+                writes=(weight[own], state[own]),
+            )
+            for own in order
+        ]
+    total = sum(use.seconds for use in uses)
+    uses = [replace(use, seconds=use.seconds * STEP_S / total) for use in uses]
+    calls = [*net.blocks, *((f"layer {layer}", layer, layer + 1) for layer in layers)]
+    return Problem(
+        uses=tuple(uses),
+        sizes=tuple(sizes),
+        capacity=sum(sizes) * 2,
+        read_bps=1.0,
+        write_bps=1.0,
+        again=computed_again(uses, sizes, calls, backward),
+    )
+
+
+def families(cases: Sequence[Case]) -> list[str]:
+    """Return the families of ``cases``, each once."""
+    return list(dict.fromkeys(case.family for case in cases))
