@@ -6,13 +6,13 @@ counts the work it takes. What it is not: the search over them (see `planner`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from dynoffload.planning.timed.layout import Layout
 from dynoffload.planning.timed.problem import Problem
-from dynoffload.planning.timed.windows import Windows
+from dynoffload.planning.timed.windows import ORDERS, Order, Windows
 
 Rule = Callable[[Layout, int], float]
 """How gladly a gap of a layout is moved: the lowest first."""
@@ -43,18 +43,20 @@ class Choice:
     Attributes:
         layout: what is computed again.
         moved: for each gap of the layout.
-        writes_first: which sweep of `Windows` goes first.
         seconds: of the step; infinite if it does not fit.
+        order: see `Windows`.
+        ranks: see `Windows`.
     """
 
     layout: Layout
     moved: tuple[bool, ...]
-    writes_first: bool
     seconds: float
+    order: Order = Order(0)
+    ranks: Mapping[int, int] = field(default_factory=dict)
 
     def windows(self, *, pieces: bool = False) -> Windows:
         """Return where its transfers run."""
-        return Windows(self.layout, self.moved, writes_first=self.writes_first, pieces=pieces)
+        return Windows(self.layout, self.moved, self.order, self.ranks, pieces=pieces)
 
 
 class Chooser:
@@ -83,15 +85,25 @@ class Chooser:
             self._layouts[key] = found
         return found
 
-    def rated(self, layout: Layout, moved: Sequence[bool], *, orders: int = 2) -> Choice:
-        """Return the choice with its seconds, under the better of the first ``orders`` orders."""
-        best = Choice(layout, tuple(moved), False, float("inf"))
-        for writes_first in (False, True)[:orders]:
-            windows = Windows(layout, moved, writes_first=writes_first)
+    def rated(
+        self,
+        layout: Layout,
+        moved: Sequence[bool],
+        orders: Iterable[Order] = ORDERS,
+        ranks: Mapping[int, int] | None = None,
+    ) -> Choice:
+        """Return the choice with its seconds, in the best of ``orders``."""
+        ranks = ranks or {}
+        moved = tuple(moved)
+        best = Choice(layout, moved, float("inf"), ranks=ranks)
+        floor = self.problem.compute_s + layout.again_s
+        for order in orders:
+            windows = Windows(layout, moved, order, ranks)
             self.spent += layout.slots + len(layout)
-            seconds = self.problem.compute_s + layout.again_s + windows.exposed_s
-            if seconds < best.seconds:
-                best = Choice(layout, tuple(moved), writes_first, seconds)
+            if not windows.feasible:
+                break
+            if floor + windows.exposed_s < best.seconds:
+                best = Choice(layout, moved, floor + windows.exposed_s, order, ranks)
         return best
 
     def filled(
@@ -153,17 +165,25 @@ class Chooser:
                 for slot in range(first, last):
                     room[slot] -= size
                 moved[gap] = False
-        return min(choice, self.rated(layout, moved), key=lambda one: one.seconds)
+        again = self.rated(layout, moved, (choice.order,), choice.ranks)
+        return min(choice, again, key=lambda one: one.seconds)
 
-    def carried(self, choice: Choice, active: Collection[int]) -> list[bool]:
-        """Return the decisions of ``choice`` for another layout, new gaps being kept."""
+    def carried(
+        self, choice: Choice, active: Collection[int]
+    ) -> tuple[list[bool], dict[int, int]]:
+        """Return moved gaps and ranks of ``choice`` for another layout, new gaps being kept."""
         old, new = choice.layout, self.layout(active)
-        known = {
-            (old.region[gap], old.before[gap], old.after[gap])
-            for gap, moves in enumerate(choice.moved)
-            if moves
+        if old is new:
+            return list(choice.moved), dict(choice.ranks)
+        place = {
+            (old.region[gap], old.before[gap], old.after[gap]): gap for gap in range(len(old))
         }
-        return [
-            new.absent[gap] or (new.region[gap], new.before[gap], new.after[gap]) in known
-            for gap in range(len(new))
-        ]
+        moved, ranks = list(new.absent), {}
+        for gap in range(len(new)):
+            was = place.get((new.region[gap], new.before[gap], new.after[gap]))
+            if was is not None:
+                moved[gap] = choice.moved[was]
+                for one, other in ((was, gap), (~was, ~gap)):
+                    if one in choice.ranks:
+                        ranks[other] = choice.ranks[one]
+        return moved, ranks

@@ -21,7 +21,7 @@ the allowance is in slots and gaps gone through.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from dynoffload.errors import BudgetError
 from dynoffload.planning.timed.choosing import (
@@ -33,11 +33,13 @@ from dynoffload.planning.timed.choosing import (
 )
 from dynoffload.planning.timed.plan import Plan, plan_of
 from dynoffload.planning.timed.problem import Problem
+from dynoffload.planning.timed.windows import FIRST, LAST, ORDERS, Order
 
 ALLOWANCE = 400_000
 """Slots and gaps that a search may go through, beyond its first choices."""
 SHARES = (0.0, 0.15, 0.4, 0.7)
 _BETTER = 1e-9  # relative: less is rounding
+_WORSE = 1.02  # times the best: what the search goes on from
 
 
 def plan(
@@ -119,7 +121,7 @@ class _Search:
                 moved = chooser.filled(layout, layout.absent, limit, rule)
                 if moved is None:
                     continue
-                choice = chooser.spared(chooser.rated(layout, moved, orders=2 if small else 1))
+                choice = chooser.spared(chooser.rated(layout, moved, ORDERS if small else ORDERS[:1]))
                 if best is None or choice.seconds < best.seconds:
                     best = choice
         return best
@@ -168,14 +170,14 @@ class _Search:
                 return
             found = self._descend(turned)
             assert self._best is not None
-            current = found if found.seconds <= self._best.seconds * 1.02 else self._best
+            current = found if found.seconds <= self._best.seconds * _WORSE else self._best
 
     def _descend(self, current: Choice) -> Choice:
-        """Return the choice from which no step is better."""
+        """Return a choice from which no step is better."""
         better = True
         while better and not self._over:
             better = False
-            for step in (self._calls, self._gaps):
+            for step in (self._gaps, self._calls):
                 found = step(current)
                 if found.seconds < current.seconds * (1 - _BETTER):
                     current, better = found, True
@@ -186,21 +188,21 @@ class _Search:
         """Turn calls over, the most promising first, as long as that is better."""
         if not (self._again and self._problem.again):
             return current
-        problem = self._problem
         for number in self._promising(current):
             if self._over:
                 break
-            active = set(current.layout.active)
-            if number in active:
-                active.remove(number)
-            else:
-                call = problem.again[number]
-                active = {n for n in active if not problem.again[n].overlaps(call)} | {number}
-            choice = self._with(current, active)
+            choice = self._with(current, self._toggled(current.layout.active, number))
             if choice is not None and choice.seconds < current.seconds * (1 - _BETTER):
                 current = choice
                 self._offer(current)
         return current
+
+    def _toggled(self, active: Collection[int], number: int) -> set[int]:
+        """Return ``active`` with one call turned over, and without those that it shuts out."""
+        again = self._problem.again
+        if number in active:
+            return set(active) - {number}
+        return {n for n in active if not again[n].overlaps(again[number])} | {number}
 
     def _with(self, current: Choice, active: Collection[int]) -> Choice | None:
         """Return ``current`` with other calls computed again."""
@@ -208,13 +210,16 @@ class _Search:
         layout = chooser.layout(active)
         if not layout.feasible:
             return None
-        moved = chooser.filled(layout, chooser.carried(current, active), self._problem.capacity)
-        return None if moved is None else chooser.spared(chooser.rated(layout, moved))
+        decided, ranks = chooser.carried(current, active)
+        moved = chooser.filled(layout, decided, self._problem.capacity)
+        if moved is None:
+            return None
+        return chooser.spared(chooser.rated(layout, moved, ranks=ranks))
 
     def _promising(self, current: Choice) -> list[int]:
         """Return the calls in the order of what they could save."""
         windows = current.windows()
-        layout, problem = current.layout, self._problem
+        layout, again = current.layout, self._problem.again
         waits: dict[int, float] = {}
         for gap, left in enumerate(windows.left):
             waits[layout.region[gap]] = waits.get(layout.region[gap], 0.0) + left
@@ -222,65 +227,91 @@ class _Search:
             if left:
                 region = layout.region[layout.gaps_of[content][0]]
                 waits[region] = waits.get(region, 0.0) + left
+
         def saving(number: int) -> float:
-            call = problem.again[number]
+            call = again[number]
             saved = sum(waits.get(region, 0.0) for region in call.makes) - call.seconds
             return -saved if number in layout.active else saved
-        order = sorted(range(len(problem.again)), key=lambda n: (-saving(n), n))
-        return order
+
+        return sorted(range(len(again)), key=lambda number: (-saving(number), number))
 
     def _gaps(self, current: Choice) -> Choice:
-        """Move gaps that are kept and keep those that are moved, as long as that is better."""
+        """Turn gaps over and rank their transfers, as long as that is better."""
         windows = current.windows()
         layout = current.layout
+
         def rank(gap: int) -> tuple[float, int]:
             exposed = windows.left[gap]
             if layout.content[gap] >= 0:
                 exposed += windows.unsaved[layout.content[gap]]
             return (-exposed, gap)
-        for gap in sorted((g for g in range(len(layout)) if not layout.absent[g]), key=rank):
-            if self._over:
-                break
-            for choice in self._turn(current, gap):
-                if choice.seconds < current.seconds * (1 - _BETTER):
-                    current = choice
-                    self._offer(current)
-                    break
+
+        for gap in sorted(range(len(layout)), key=rank):
+            for turn in (self._ranked, self._turn):
+                if self._over:
+                    return current
+                for choice in turn(current, gap):
+                    if choice.seconds < current.seconds * (1 - _BETTER):
+                        current = choice
+                        self._offer(current)
+                        break
+        for order in (*ORDERS, *(order | Order.SHARED_ANEW for order in ORDERS)):
+            choice = self._chooser.rated(layout, current.moved, (order,), current.ranks)
+            if choice.seconds < current.seconds * (1 - _BETTER):
+                current = choice
         return current
 
-    def _turn(self, current: Choice, gap: int) -> list[Choice]:
+    def _ranked(self, current: Choice, gap: int) -> Iterator[Choice]:
+        """Yield ``current`` with other ranks for the transfers of a gap."""
+        layout = current.layout
+        if not current.moved[gap]:
+            return
+        for key, has in ((gap, layout.fetch[gap]), (~gap, layout.content[gap] >= 0)):
+            if not has:
+                continue
+            rank = current.ranks.get(key, 0)
+            for other in (FIRST, LAST, 0):
+                if other != rank:
+                    ranks = {**current.ranks, key: other}
+                    yield self._chooser.rated(layout, current.moved, (current.order,), ranks)
+
+    def _turn(self, current: Choice, gap: int) -> Iterator[Choice]:
+        """Yield ``current`` with a gap turned over."""
         chooser, layout = self._chooser, current.layout
+        if layout.absent[gap]:
+            return
         moved = list(current.moved)
         moved[gap] = not moved[gap]
+        orders = (current.order,)
         if moved[gap]:
-            choice = chooser.rated(layout, moved)
-            return [choice, chooser.spared(choice)]
-        found = []
+            choice = chooser.rated(layout, moved, orders, current.ranks)
+            yield choice
+            yield chooser.spared(choice)
+            return
         for rule in (farthest, cheapest):
             filled = chooser.filled(layout, moved, self._problem.capacity, rule, keep=(gap,))
             if filled is not None:
-                choice = chooser.rated(layout, filled)
-                found += [choice, chooser.spared(choice)]
-        return found
+                choice = chooser.rated(layout, filled, orders, current.ranks)
+                yield choice
+                if filled != moved:
+                    yield chooser.spared(choice)
 
     def _turned(self, current: Choice, chance: random.Random) -> Choice | None:
         """Return ``current`` with a few decisions turned over at random."""
         chooser, problem = self._chooser, self._problem
-        active = set(current.layout.active)
-        if self._again and problem.again and chance.random() < 0.4:
-            number = chance.randrange(len(problem.again))
-            if number in active:
-                active.remove(number)
-            else:
-                call = problem.again[number]
-                active = {n for n in active if not problem.again[n].overlaps(call)} | {number}
+        active: Collection[int] = current.layout.active
+        if self._again and problem.again and chance.random() < 0.5:
+            for _ in range(chance.randint(1, 2)):
+                active = self._toggled(active, chance.randrange(len(problem.again)))
+            if not chooser.layout(active).feasible:
+                active = current.layout.active
         layout = chooser.layout(active)
-        if not layout.feasible:
-            layout = current.layout
         free = [gap for gap in range(len(layout)) if not layout.absent[gap]]
         if not free:
             return None
-        moved = chooser.carried(current, layout.active)
+        moved, ranks = chooser.carried(current, layout.active)
+        if chance.random() < 0.3:
+            ranks = {}
         turned = chance.sample(free, min(len(free), 1 + chance.randrange(4)))
         for gap in turned:
             moved[gap] = not moved[gap]
@@ -288,7 +319,5 @@ class _Search:
         filled = chooser.filled(layout, moved, problem.capacity, farthest, keep=keep)
         if filled is None:
             filled = chooser.filled(layout, moved, problem.capacity)
-        if filled is None:
-            chooser.spent += 1
-            return current
-        return chooser.rated(layout, filled)
+        chooser.spent += 1
+        return current if filled is None else chooser.rated(layout, filled, ranks=ranks)

@@ -13,7 +13,8 @@ Each sweep serves in the order of deadlines, which hides most where there is roo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Flag, auto
 from heapq import heappop, heappush
 
 from dynoffload.planning.timed.layout import Layout
@@ -23,8 +24,36 @@ Piece = tuple[int, float]
 """A slot, and seconds of the link in it."""
 
 
+class Order(Flag):
+    """How the sweeps go about it; which is best differs from case to case."""
+
+    WRITES_FIRST = auto()
+    """The sweep for writes goes before the one for fetches."""
+    NEAR = auto()
+    """Of fetches, the one that is due next to a slot is served first, as it takes room for the
+    shortest; else the one whose gap begins last, as it has the fewest other slots."""
+    SHARED_ANEW = auto()
+    """In the end the link is shared anew among the windows that were found."""
+
+
+ORDERS = tuple(
+    writes | near for writes in (Order(0), Order.WRITES_FIRST) for near in (Order(0), Order.NEAR)
+)
+"""Those to try at first."""
+FIRST, LAST = -1, 1
+"""Ranks: served before all others; takes no room beyond that of its uses."""
+
+
 class Windows:
     """Where the transfers of the moved gaps run.
+
+    Args:
+        layout: the slots and gaps.
+        moved: for each gap.
+        order: of the sweeps.
+        ranks: of fetches by their gap, and of writes by the complement ``~gap`` of the first gap
+            that is moved: `FIRST`, `LAST`, or 0.
+        pieces: keep what runs in which slot.
 
     Attributes:
         feasible: whether what is kept fits.
@@ -40,8 +69,9 @@ class Windows:
         self,
         layout: Layout,
         moved: Sequence[bool],
+        order: Order = Order(0),
+        ranks: Mapping[int, int] | None = None,
         *,
-        writes_first: bool = False,
         pieces: bool = False,
     ) -> None:
         self.layout, self.moved = layout, moved
@@ -57,10 +87,16 @@ class Windows:
         if not self.feasible:
             return
         self._link = list(layout.seconds)
-        for sweep in (
-            (self._writes, self._fetches) if writes_first else (self._fetches, self._writes)
-        ):
-            sweep()
+        self._ranks = ranks or {}
+        self._near = Order.NEAR in order
+        if Order.WRITES_FIRST in order:
+            self._writes()
+            self._fetches()
+        else:
+            self._fetches()
+            self._writes()
+        if Order.SHARED_ANEW in order:
+            self._relink()
         self.exposed_s = sum(self.left) + sum(self.unsaved)
 
     def _fetches(self) -> None:
@@ -70,12 +106,16 @@ class Windows:
         for gap, moves in enumerate(self.moved):
             if moves and layout.fetch[gap]:
                 left[gap] = layout.read_s[gap]
-                if layout.after[gap] > 0:
+                if layout.after[gap] > 0 and self._ranks.get(gap, 0) <= 0:
                     due[layout.after[gap] - 1].append(gap)
         heap: list[tuple[int, int]] = []
+        after = layout.after
+        key = list(after) if self._near else [-slot for slot in before]
+        for gap, rank in self._ranks.items():
+            key[gap] += rank * 2 * layout.slots
         for slot in range(layout.slots - 1, -1, -1):
             for gap in due[slot]:
-                heappush(heap, (-before[gap], gap))
+                heappush(heap, (key[gap], gap))
             free = link[slot]
             while heap and free > _EPS:
                 gap = heap[0][1]
@@ -105,7 +145,8 @@ class Windows:
             if first >= 0:
                 unsaved[content] = layout.write_s[first]
                 if layout.begins[content] + 1 < layout.slots:
-                    entry = (layout.before[first], content, first)
+                    rank = self._ranks.get(~first, 0)
+                    entry = (layout.before[first] + rank * 2 * layout.slots, content, first)
                     made[layout.begins[content] + 1].append(entry)
         heap: list[tuple[int, int, int]] = []
         for slot, entries in enumerate(made):
@@ -116,7 +157,7 @@ class Windows:
                 _, content, gap = heap[0]
                 last, size = stop[gap], sizes[gap]
                 if slot >= last:
-                    if slot >= start[gap] or min(room[last : slot + 1]) < size:
+                    if self._ranks.get(~gap, 0) > 0 or slot >= start[gap] or min(room[last : slot + 1]) < size:
                         heappop(heap)
                         continue
                     for place in range(last, slot + 1):
@@ -131,6 +172,53 @@ class Windows:
                     unsaved[content] = 0.0
                     heappop(heap)
             link[slot] = free
+
+
+    def _relink(self) -> None:
+        """Share the link anew among the windows that were found: the earliest deadline first."""
+        layout, left, unsaved = self.layout, self.left, self.unsaved
+        link = list(layout.seconds)
+        ready: list[list[tuple[int, int]]] = [[] for _ in range(layout.slots)]
+        count = len(layout)
+        for gap, moves in enumerate(self.moved):
+            if moves and layout.fetch[gap]:
+                left[gap] = layout.read_s[gap]
+                if self.start[gap] < layout.after[gap]:
+                    ready[self.start[gap]].append((layout.after[gap], gap))
+        for content, gaps in enumerate(layout.gaps_of):
+            first = next((gap for gap in gaps if self.moved[gap]), -1)
+            if first >= 0:
+                unsaved[content] = layout.write_s[first]
+                if layout.begins[content] + 1 < self.stop[first]:
+                    entry = (self.stop[first], count + content)
+                    ready[layout.begins[content] + 1].append(entry)
+        if self.fetch_pieces is not None:
+            self.fetch_pieces, self.write_pieces = {}, {}
+        heap: list[tuple[int, int]] = []
+        for slot, jobs in enumerate(ready):
+            for job in jobs:
+                heappush(heap, job)
+            free = link[slot]
+            while heap and free > _EPS:
+                end, job = heap[0]
+                if end <= slot:
+                    heappop(heap)
+                    continue
+                if job < count:
+                    where, pieces = left, self.fetch_pieces
+                else:
+                    where, pieces = unsaved, self.write_pieces
+                    job -= count
+                part = min(free, where[job])
+                if pieces is not None:
+                    pieces.setdefault(job, []).append((slot, part))
+                free -= part
+                where[job] -= part
+                if where[job] <= _EPS:
+                    where[job] = 0.0
+                    heappop(heap)
+            link[slot] = free
+        self._link = link
 
 
 def room_of(layout: Layout, moved: Sequence[bool]) -> list[int]:
