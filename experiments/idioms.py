@@ -51,7 +51,7 @@ def run(
     with progress_bar(True) as report:
         for done, name in enumerate(names):
             report(name, done, len(names))
-            traces = _train(ARCHITECTURES[name], steps)
+            traces = trained(ARCHITECTURES[name], steps)
             executed = [operator.name for trace in traces for operator in trace.operators]
             for operator in executed:
                 seen.setdefault(operator, set()).add(name)
@@ -79,7 +79,7 @@ def run(
     return result
 
 
-def _train(architecture: Architecture, steps: int) -> list[Trace]:
+def trained(architecture: Architecture, steps: int) -> list[Trace]:
     """Return the traces of a few steps."""
     torch.manual_seed(_SEED)
     model = architecture.build()

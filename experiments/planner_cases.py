@@ -1,17 +1,19 @@
 """Small problems for the planner: drawn at random, and read from recorded steps.
 
-What it is: `drawn`, a training step of a network of some shape under some budget and link. Sizes
-and seconds are drawn too. What it is not: the planner, nor what it is compared with.
+What it is: `drawn`, a training step of a network of some shape under some budget and link, with
+sizes and seconds drawn too; `recorded` and `read`, a step of a real network in execution blocks. What it is not: the planner, nor what it is compared with.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from dynoffload.experiments.zoo import NETWORKS, build, samples
 from dynoffload.planning.schedule import Use
-from dynoffload.planning.timed import Problem, computed_again
+from dynoffload.planning.timed import Problem, Step, computed_again, partition, step_of
+from dynoffload.profiler import Trace
 
 STEP_S = 1.0
 """Seconds that the uses of a drawn step take together, about."""
@@ -33,14 +35,14 @@ class _Net:
 
 def _chain(chance: random.Random) -> _Net:
     net = _Net()
-    for layer in range(chance.randint(3, 7)):
+    for layer in range(chance.randint(3, 6)):
         net.add(layer, *([layer - 1] if layer else []))
     return net
 
 
 def _u_net(chance: random.Random) -> _Net:
     net = _Net()
-    depth = chance.randint(2, 3)
+    depth = 2
     for level in range(depth):
         net.add(level, *([level - 1] if level else []))
     below = net.add(depth, depth - 1)
@@ -53,7 +55,7 @@ def _branches(chance: random.Random) -> _Net:
     net = _Net()
     last = net.add(0)
     for _ in range(chance.randint(1, 2)):
-        arms = [net.add(len(net.weights), last) for _ in range(chance.randint(2, 3))]
+        arms = [net.add(len(net.weights), last) for _ in range(2)]
         last = net.add(len(net.weights), *arms)
     return net
 
@@ -61,14 +63,14 @@ def _branches(chance: random.Random) -> _Net:
 def _tied(chance: random.Random) -> _Net:
     net = _Net()
     count = chance.randint(2, 3)
-    for layer in range(chance.randint(4, 6)):
+    for layer in range(chance.randint(4, 5)):
         net.add(layer % count, *([layer - 1] if layer else []))
     return net
 
 
 def _nested(chance: random.Random) -> _Net:
     net = _Net()
-    for block in range(chance.randint(2, 3)):
+    for block in range(2):
         start = len(net.weights)
         for _ in range(2):
             layer = len(net.weights)
@@ -108,9 +110,9 @@ def drawn(seed: int) -> Case:
     budget = list(BUDGETS)[seed // len(SHAPES) % len(BUDGETS)]
     link = list(LINKS)[seed // (len(SHAPES) * len(BUDGETS)) % len(LINKS)]
     net = SHAPES[shape](chance)
-    step = _step(net, chance, optimizer=len(net.weights) <= 5 and chance.random() < 0.6)
+    step = _step(net, chance, optimizer=len(net.weights) <= 4 and chance.random() < 0.7)
     problem = squeezed(step, chance.uniform(0.8, 1.2) * LINKS[link], BUDGETS[budget], chance)
-    return Case(f"{shape} {seed}", shape, budget, link, problem)
+    return Case(f"drawn {seed}", shape, budget, link, problem)
 
 
 def squeezed(step: Problem, ratio: float, share: float, chance: random.Random) -> Problem:
@@ -246,6 +248,45 @@ def _step(net: _Net, chance: random.Random, *, optimizer: bool) -> Problem:
     )
 
 
-def families(cases: Sequence[Case]) -> list[str]:
-    """Return the families of ``cases``, each once."""
-    return list(dict.fromkeys(case.family for case in cases))
+def recorded(name: str) -> Step:
+    """Return a step of a network as its visits: one of `NETWORKS` or of `ARCHITECTURES`."""
+    from dynoffload.experiments.architectures import ARCHITECTURES
+    from dynoffload.experiments.idioms import trained
+
+    if name in NETWORKS:
+        return step_of(_of_the_zoo(name)).at_visits()
+    return step_of(trained(ARCHITECTURES[name], 2)[-1]).at_visits()
+
+
+def _of_the_zoo(name: str) -> Trace:
+    import torch
+
+    from dynoffload.profiler import Recorder
+
+    model = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shape: dict[str, int] = {"min_nodes": 4, "max_nodes": 9} if name == "tree" else {"rows": 1, "length": 16}
+    drawn_samples = samples(name, **shape)
+    traces: list[Trace] = []
+    with Recorder(model, optimizer, on_step=traces.append):
+        for _ in range(2):
+            model(*next(drawn_samples).args).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return traces[-1]
+
+
+def read(name: str, step: Step, budget: str, link: str) -> Case:
+    """Return the problem of a recorded step in execution blocks, with nothing resident at first.
+
+    The blocks are those for a loose budget, as a program for the exact optimum has to be small.
+    """
+    least, most = step.extent()
+    seconds = sum(use.seconds for use in step.uses)
+    bandwidth = LINKS[link] * most / seconds
+    roomy = step.on(least + int(BUDGETS["loose"] * (most - least)), bandwidth, bandwidth)
+    blocks = step.fused(partition(roomy, (step.backward,)).stops)
+    least, most = blocks.extent()
+    capacity = least + int(BUDGETS[budget] * (most - least))
+    problem = blocks.on(capacity, bandwidth, bandwidth)
+    return Case(f"{name} {budget} {link}", "recorded", budget, link, problem)

@@ -99,7 +99,7 @@ class Chooser:
         floor = self.problem.compute_s + layout.again_s
         for order in orders:
             windows = Windows(layout, moved, order, ranks)
-            self.spent += layout.slots + len(layout)
+            self.spent += layout.slots + len(layout) + windows.work
             if not windows.feasible:
                 break
             if floor + windows.exposed_s < best.seconds:
@@ -150,21 +150,38 @@ class Chooser:
         return moved
 
     def spared(self, choice: Choice) -> Choice:
-        """Return the choice with those gaps kept for which the transfers left room."""
+        """Return the choice with those gaps kept for which the transfers left room.
+
+        All are taken back at first. Where that is too much, those go whose transfers are hidden,
+        then those that are wanted last.
+        """
         layout, windows = choice.layout, choice.windows()
-        self.spent += layout.slots + len(layout)
+        self.spent += layout.slots + len(layout) + windows.work
         if not windows.feasible:
             return choice
-        room, start, stop = windows.room, windows.start, windows.stop
+        start, stop, sizes = windows.start, windows.stop, layout.size
         moved = list(choice.moved)
-        gaps = [gap for gap, moves in enumerate(moved) if moves and not layout.absent[gap]]
-        gaps.sort(key=lambda gap: (-windows.left[gap], layout.after[gap] - layout.before[gap]))
-        for gap in gaps:
-            first, last, size = stop[gap], start[gap], layout.size[gap]
-            if first >= last or min(room[first:last]) >= size:
-                for slot in range(first, last):
-                    room[slot] -= size
+        starting: list[list[int]] = [[] for _ in range(layout.slots + 1)]
+        ending = [0] * (layout.slots + 1)
+        for gap, moves in enumerate(choice.moved):
+            if moves and not layout.absent[gap]:
                 moved[gap] = False
+                if stop[gap] < start[gap]:
+                    starting[stop[gap]].append(gap)
+                    ending[start[gap]] += sizes[gap]
+        heap: list[tuple[float, int, int]] = []
+        kept = 0
+        for slot, room in enumerate(windows.room):
+            kept -= ending[slot]
+            for gap in starting[slot]:
+                kept += sizes[gap]
+                heappush(heap, (windows.left[gap], -start[gap], gap))
+            while kept > room:
+                _, end, gap = heappop(heap)
+                if -end > slot:
+                    moved[gap] = True
+                    kept -= sizes[gap]
+                    ending[-end] -= sizes[gap]
         again = self.rated(layout, moved, (choice.order,), choice.ranks)
         return min(choice, again, key=lambda one: one.seconds)
 

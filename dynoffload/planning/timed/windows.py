@@ -40,6 +40,8 @@ ORDERS = tuple(
     writes | near for writes in (Order(0), Order.WRITES_FIRST) for near in (Order(0), Order.NEAR)
 )
 """Those to try at first."""
+_SLOTS, _REACH = 400_000, 64
+"""A window reaches over so many slots in all steps together, but not over fewer than that."""
 FIRST, LAST = -1, 1
 """Ranks: served before all others; takes no room beyond that of its uses."""
 
@@ -63,6 +65,7 @@ class Windows:
         stop: for each moved gap, one past the last slot in which its region still takes room.
         left: for each gap, seconds of its fetch that are exposed.
         unsaved: for each content, seconds of its write that are exposed.
+        work: slots that were looked at for room.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class Windows:
         self.exposed_s = float("inf")
         self.start = list(layout.after)
         self.stop = [before + 1 for before in layout.before]
+        self.work = 0
+        self._reach = max(_REACH, _SLOTS // max(1, layout.slots))
         self.left = [0.0] * len(layout)
         self.unsaved = [0.0] * len(layout.begins)
         self.fetch_pieces: dict[int, list[Piece]] | None = {} if pieces else None
@@ -120,8 +125,12 @@ class Windows:
             while heap and free > _EPS:
                 gap = heap[0][1]
                 first, size = start[gap], sizes[gap]
-                if slot < stop[gap] or min(room[slot:first]) < size:
-                    heappop(heap)  # its region is in use, or there is no room from here to its use
+                if slot < max(stop[gap], after[gap] - self._reach):
+                    heappop(heap)
+                    continue
+                self.work += first - slot
+                if first > slot and min(room[slot:first]) < size:
+                    heappop(heap)  # there is no room from here to its use
                     continue
                 for place in range(slot, first):
                     room[place] -= size
@@ -157,7 +166,12 @@ class Windows:
                 _, content, gap = heap[0]
                 last, size = stop[gap], sizes[gap]
                 if slot >= last:
-                    if self._ranks.get(~gap, 0) > 0 or slot >= start[gap] or min(room[last : slot + 1]) < size:
+                    end = min(start[gap], layout.before[gap] + self._reach)
+                    if self._ranks.get(~gap, 0) > 0 or slot >= end:
+                        heappop(heap)
+                        continue
+                    self.work += slot + 1 - last
+                    if min(room[last : slot + 1]) < size:
                         heappop(heap)
                         continue
                     for place in range(last, slot + 1):

@@ -1,0 +1,181 @@
+"""How far the planner is from the exact optimum, and how long it takes for 10,000 operators.
+
+What it is: `dynoffload.planning.timed.plan` on small problems, drawn ones and recorded ones, each
+also solved as a mixed-integer program (see `planner_exact`); what plans without recomputation and
+without transfers of activations would take; and the seconds of processor time for large steps. What
+it is not: a measurement of training; the times are those of the model.
+
+A problem that the solver does not prove optimal within its time is reported and not counted. With
+``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``; the numbers
+are written as they come, and ``--resume`` goes on from those that are there.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.experiments import write_json
+from dynoffload.experiments.planner_cases import BUDGETS, LINKS, Case, drawn, read, recorded
+from dynoffload.experiments.planner_exact import optimum
+from dynoffload.experiments.planner_scaling import scaling
+from dynoffload.experiments.planner_views import draw, show
+from dynoffload.pilot.progress import progress_bar
+from dynoffload.planning.timed import Problem, check, plan
+
+RECORDED = (
+    "moe",
+    "tree",
+    "gpt2",
+    "opt",
+    "llama",
+    "bert",
+    "t5",
+    "mixtral",
+    "vit",
+    "mamba",
+)
+"""Networks whose steps are read, in every budget and on every link."""
+
+
+def run(
+    json_path: Path | None = None,
+    *,
+    seeds: int = 180,
+    networks: tuple[str, ...] = RECORDED,
+    time_limit: float = 15.0,
+    operators: tuple[int, ...] = (2_500, 5_000, 10_000),
+    resume: bool = False,
+    figure: bool = True,
+) -> dict[str, Any]:
+    """Compare, and time.
+
+    Args:
+        json_path: numbers so far are written here.
+        seeds: how many problems are drawn.
+        networks: whose steps are read; of the zoo, or of `ARCHITECTURES`.
+        time_limit: seconds that the solver has for one problem.
+        operators: of the steps that planning is timed on.
+        resume: leave out what ``json_path`` has already.
+        figure: whether to draw.
+
+    Raises:
+        ConfigError: nothing is to be compared, or there is nothing to resume.
+    """
+    rows: list[dict[str, Any]] = []
+    if resume:
+        if json_path is None or not json_path.exists():
+            raise ConfigError("--resume goes on from the file that --json names: there is none")
+        rows = json.loads(json_path.read_text(encoding="utf-8"))["rows"]
+    done = {row["case"] for row in rows}
+    todo = [(name, make) for name, make in _cases(seeds, networks) if name not in done]
+    with progress_bar(True) as report:
+        for number, (name, make) in enumerate(todo):
+            report(name, number, len(todo))
+            rows.append(compared(make(), time_limit))
+            if json_path is not None and number % 20 == 19:
+                write_json(json_path, {"rows": rows})
+    if not rows:
+        raise ConfigError("no problem to compare on: give --seeds or --networks")
+    result = {**summary(rows), "time_limit_s": time_limit, "scaling": scaling(operators)}
+    result["rows"] = rows
+    show(result)
+    if json_path is not None and figure:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        draw(result, json_path.with_suffix(".svg"))
+    return result
+
+
+def _cases(seeds: int, networks: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Case]]]:
+    for seed in range(seeds):
+        yield f"drawn {seed}", lambda seed=seed: drawn(seed)  # type: ignore[misc]
+    for name in networks:
+        steps: list[Any] = []
+        for budget in BUDGETS:
+            for link in LINKS:
+
+                def case(name: str = name, budget: str = budget, link: str = link) -> Case:
+                    if not steps:
+                        steps.append(recorded(name))
+                    return read(name, steps[0], budget, link)
+
+                yield f"{name} {budget} {link}", case
+
+
+def compared(case: Case, time_limit: float) -> dict[str, Any]:
+    """Return what the planner and the solver found for one problem."""
+    problem = case.problem
+    began = time.process_time()
+    found = plan(problem)
+    planned = time.process_time() - began
+    check(found)
+    best = optimum(problem, time_limit)
+    return {
+        "case": case.name,
+        "family": case.family,
+        "budget": case.budget,
+        "link": case.link,
+        "uses": len(problem.uses),
+        "regions": len(problem.sizes),
+        "again": len(problem.again),
+        "compute_s": problem.compute_s,
+        "planned_s": found.seconds,
+        "optimum_s": best.seconds if best.seconds < float("inf") else None,
+        "bound_s": best.bound,
+        "proven": best.proven,
+        "gap": found.seconds / best.bound - 1,
+        "recomputed": len(found.again),
+        "moved": len(found.transfers),
+        "moving_only_s": _seconds(problem, again=False),
+        "recomputing_only_s": _seconds(problem, move=False),
+        "cpu_s": planned,
+    }
+
+
+def _seconds(problem: Problem, **without: bool) -> float | None:
+    """Return the seconds of a plan without one of its means, None if there is none."""
+    try:
+        return plan(problem, **without).seconds
+    except BudgetError:
+        return None
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the gaps over all problems that were solved, and by kind of problem."""
+    counted = [row for row in rows if row["proven"]]
+    return {
+        "problems": len(rows),
+        "proven": len(counted),
+        "not_proven": [row["case"] for row in rows if not row["proven"]],
+        **_gaps(counted),
+        "not_proven_worst_gap_to_bound": max(
+            (row["gap"] for row in rows if not row["proven"]), default=None
+        ),
+        "by": {
+            key: {
+                kind: {
+                    "problems": sum(row[key] == kind for row in rows),
+                    **_gaps([row for row in counted if row[key] == kind]),
+                }
+                for kind in dict.fromkeys(row[key] for row in rows)
+            }
+            for key in ("family", "budget", "link")
+        },
+    }
+
+
+def _gaps(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    gaps = sorted(row["gap"] for row in rows)
+    if not gaps:
+        return {"counted": 0, "mean_gap": None, "worst_gap": None, "exact": 0}
+    return {
+        "counted": len(gaps),
+        "mean_gap": statistics.fmean(gaps),
+        "worst_gap": gaps[-1],
+        "exact": sum(gap < 1e-4 for gap in gaps),
+    }
