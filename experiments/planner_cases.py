@@ -15,6 +15,7 @@ from dynoffload.planning.schedule import Use
 from dynoffload.planning.timed import Problem, Step, computed_again, partition, step_of
 from dynoffload.profiler import Trace
 
+_CALL_S, _BYTE_S = 5e-6, 1e-10
 STEP_S = 1.0
 """Seconds that the uses of a drawn step take together, about."""
 
@@ -88,6 +89,8 @@ SHAPES: dict[str, Callable[[random.Random], _Net]] = {
 }
 BUDGETS = {"tight": 0.0, "middle": 0.35, "loose": 0.7}
 """How far the budget lies between the least that runs and all that is ever alive."""
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Visits of a recorded step that a block may have, so that it comes to a few blocks."""
 LINKS = {"slow": 0.3, "even": 1.0, "fast": 4.0}
 """How often the link could move all that is ever alive while the step computes."""
 
@@ -249,13 +252,23 @@ def _step(net: _Net, chance: random.Random, *, optimizer: bool) -> Problem:
 
 
 def recorded(name: str) -> Step:
-    """Return a step of a network as its visits: one of `NETWORKS` or of `ARCHITECTURES`."""
+    """Return a step of a network as its visits: one of `NETWORKS` or of `ARCHITECTURES`.
+
+    Operators take the seconds that their bytes would at a fixed rate, and not those recorded, so
+    that it is the same step on every machine.
+    """
     from dynoffload.experiments.architectures import ARCHITECTURES
     from dynoffload.experiments.idioms import trained
 
     if name in NETWORKS:
-        return step_of(_of_the_zoo(name)).at_visits()
-    return step_of(trained(ARCHITECTURES[name], 2)[-1]).at_visits()
+        trace = _of_the_zoo(name)
+    else:
+        trace = trained(ARCHITECTURES[name], 2)[-1]
+    trace.operators = [
+        replace(operator, seconds=_CALL_S + _BYTE_S * (operator.bytes_read + operator.bytes_written))
+        for operator in trace.operators
+    ]
+    return step_of(trace).at_visits()
 
 
 def _of_the_zoo(name: str) -> Trace:
@@ -285,7 +298,7 @@ def read(name: str, step: Step, budget: str, link: str) -> Case:
     seconds = sum(use.seconds for use in step.uses)
     bandwidth = LINKS[link] * most / seconds
     roomy = step.on(least + int(BUDGETS["loose"] * (most - least)), bandwidth, bandwidth)
-    blocks = step.fused(partition(roomy, (step.backward,)).stops)
+    blocks = step.fused(partition(roomy, (step.backward,), LENGTHS).stops)
     least, most = blocks.extent()
     capacity = least + int(BUDGETS[budget] * (most - least))
     problem = blocks.on(capacity, bandwidth, bandwidth)

@@ -30,13 +30,13 @@ class Optimum:
     """What the solver found.
 
     Attributes:
-        seconds: of the best plan it found; infinite if it found none.
+        seconds: of the best plan it found; None if it found none.
         bound: seconds below which no plan is.
         proven: whether they are the same, to within `TOLERANCE`.
         again: the calls that its plan computes again.
     """
 
-    seconds: float
+    seconds: float | None
     bound: float
     proven: bool
     again: tuple[int, ...]
@@ -134,7 +134,7 @@ class _Program:
         dual = getattr(result, "mip_dual_bound", None)
         bound = compute if dual is None else compute + max(0.0, dual) * self.unit
         if result.x is None:
-            return Optimum(float("inf"), bound, proven=False, again=())
+            return Optimum(None, bound, proven=False, again=())
         seconds = compute + result.fun * self.unit
         again = tuple(n for n, variable in enumerate(self.again) if result.x[variable] > 0.5)
         return Optimum(seconds, bound, seconds <= bound * (1 + TOLERANCE), again)

@@ -7,22 +7,23 @@ it is not: a measurement of training; the times are those of the model.
 
 A problem that the solver does not prove optimal within its time is reported and not counted. With
 ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``; the numbers
-are written as they come, and ``--resume`` goes on from those that are there.
+are written as they come; ``--resume`` takes the optima that are there and plans anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.experiments import write_json
 from dynoffload.experiments.planner_cases import BUDGETS, LINKS, Case, drawn, read, recorded
-from dynoffload.experiments.planner_exact import optimum
+from dynoffload.experiments.planner_exact import Optimum, optimum
 from dynoffload.experiments.planner_scaling import scaling
 from dynoffload.experiments.planner_views import draw, show
 from dynoffload.pilot.progress import progress_bar
@@ -61,24 +62,25 @@ def run(
         networks: whose steps are read; of the zoo, or of `ARCHITECTURES`.
         time_limit: seconds that the solver has for one problem.
         operators: of the steps that planning is timed on.
-        resume: leave out what ``json_path`` has already.
+        resume: take from ``json_path`` the optima of the same problems.
         figure: whether to draw.
 
     Raises:
         ConfigError: nothing is to be compared, or there is nothing to resume.
     """
-    rows: list[dict[str, Any]] = []
+    solved: dict[str, Optimum] = {}
     if resume:
         if json_path is None or not json_path.exists():
             raise ConfigError("--resume goes on from the file that --json names: there is none")
-        rows = json.loads(json_path.read_text(encoding="utf-8"))["rows"]
-    done = {row["case"] for row in rows}
-    todo = [(name, make) for name, make in _cases(seeds, networks) if name not in done]
+        for row in json.loads(json_path.read_text(encoding="utf-8"))["rows"]:
+            solved[row["digest"]] = Optimum(row["optimum_s"], row["bound_s"], row["proven"], ())
+    rows: list[dict[str, Any]] = []
+    todo = list(_cases(seeds, networks))
     with progress_bar(True) as report:
         for number, (name, make) in enumerate(todo):
             report(name, number, len(todo))
-            rows.append(compared(make(), time_limit))
-            if json_path is not None and number % 20 == 19:
+            rows.append(compared(make(), time_limit, solved))
+            if json_path is not None and not resume and number % 20 == 19:
                 write_json(json_path, {"rows": rows})
     if not rows:
         raise ConfigError("no problem to compare on: give --seeds or --networks")
@@ -107,16 +109,26 @@ def _cases(seeds: int, networks: tuple[str, ...]) -> Iterator[tuple[str, Callabl
                 yield f"{name} {budget} {link}", case
 
 
-def compared(case: Case, time_limit: float) -> dict[str, Any]:
-    """Return what the planner and the solver found for one problem."""
+def compared(
+    case: Case, time_limit: float, solved: Mapping[str, Optimum] | None = None
+) -> dict[str, Any]:
+    """Return what the planner and the solver found for one problem.
+
+    Args:
+        case: the problem.
+        time_limit: seconds that the solver has.
+        solved: optima that are known, by the digest of the problem.
+    """
     problem = case.problem
     began = time.process_time()
     found = plan(problem)
     planned = time.process_time() - began
     check(found)
-    best = optimum(problem, time_limit)
+    digest = digest_of(problem)
+    best = (solved or {}).get(digest) or optimum(problem, time_limit)
     return {
         "case": case.name,
+        "digest": digest,
         "family": case.family,
         "budget": case.budget,
         "link": case.link,
@@ -125,7 +137,7 @@ def compared(case: Case, time_limit: float) -> dict[str, Any]:
         "again": len(problem.again),
         "compute_s": problem.compute_s,
         "planned_s": found.seconds,
-        "optimum_s": best.seconds if best.seconds < float("inf") else None,
+        "optimum_s": best.seconds,
         "bound_s": best.bound,
         "proven": best.proven,
         "gap": found.seconds / best.bound - 1,
@@ -135,6 +147,11 @@ def compared(case: Case, time_limit: float) -> dict[str, Any]:
         "recomputing_only_s": _seconds(problem, move=False),
         "cpu_s": planned,
     }
+
+
+def digest_of(problem: Problem) -> str:
+    """Return what the problem is known by, in files too."""
+    return hashlib.sha256(repr(problem).encode()).hexdigest()[:16]
 
 
 def _seconds(problem: Problem, **without: bool) -> float | None:

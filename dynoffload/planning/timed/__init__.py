@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynoffload.planning.timed.again import computed_again
 from dynoffload.planning.timed.check import PlanError, check
-from dynoffload.planning.timed.partition import Partition, decision_cuts, partition
+from dynoffload.planning.timed.partition import Partition, decision_cuts, partition, plan_blocks
 from dynoffload.planning.timed.plan import Decision, Plan, Stay, Transfer
 from dynoffload.planning.timed.planner import ALLOWANCE, plan
 from dynoffload.planning.timed.problem import Again, Life, Problem
@@ -27,5 +27,6 @@ __all__ = [
     "decision_cuts",
     "partition",
     "plan",
+    "plan_blocks",
     "step_of",
 ]

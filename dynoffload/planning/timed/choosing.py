@@ -14,6 +14,7 @@ from dynoffload.planning.timed.layout import Layout
 from dynoffload.planning.timed.problem import Problem
 from dynoffload.planning.timed.windows import ORDERS, Order, Windows
 
+_LAYING = 3  # times as long as going through it
 Rule = Callable[[Layout, int], float]
 """How gladly a gap of a layout is moved: the lowest first."""
 
@@ -79,7 +80,7 @@ class Chooser:
         found = self._layouts.get(key)
         if found is None:
             found = Layout(self.problem, key)
-            self.spent += found.slots + len(found)
+            self.spent += _LAYING * (found.slots + len(found))
             if len(self._layouts) * len(found) > 1_000_000:
                 self._layouts.clear()
             self._layouts[key] = found

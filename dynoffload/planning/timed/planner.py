@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator
+from itertools import accumulate
 
 from dynoffload.errors import BudgetError
 from dynoffload.planning.timed.choosing import (
@@ -33,9 +34,9 @@ from dynoffload.planning.timed.choosing import (
 )
 from dynoffload.planning.timed.plan import Plan, plan_of
 from dynoffload.planning.timed.problem import Problem
-from dynoffload.planning.timed.windows import FIRST, LAST, ORDERS, Order
+from dynoffload.planning.timed.windows import FIRST, LAST, ORDERS, Order, room_of
 
-ALLOWANCE = 400_000
+ALLOWANCE = 250_000
 """Slots and gaps that a search may go through, beyond its first choices."""
 SHARES = (0.0, 0.15, 0.4, 0.7)
 _BETTER = 1e-9  # relative: less is rounding
@@ -114,7 +115,7 @@ class _Search:
             return None
         capacity = self._problem.capacity
         best: Choice | None = None
-        small = (layout.slots + len(layout)) * 60 < self._allowance
+        small = (layout.slots + len(layout)) * 100 < self._allowance
         for rule in (farthest, longest, cheapest) if small else (farthest,):
             for share in SHARES if small else SHARES[1:2]:
                 limit = capacity - int(share * capacity)
@@ -133,29 +134,31 @@ class _Search:
         second that they take.
         """
         chooser, problem = self._chooser, self._problem
+        again = problem.again
+        gone = [sum(problem.sizes[region] for region in call.makes) for call in again]
+        at_once = 1 + len(again) // 16
         active: set[int] = set()
-        for _ in range(len(problem.again) + 1):
+        while True:
             layout = chooser.layout(active)
-            choice = chooser.rated(layout, layout.absent)
-            if choice.seconds < float("inf"):
-                return choice
-            if chooser.spent > self._allowance // 2:
-                return None
-            room = choice.windows().room
-            over = [slot for slot, left in enumerate(room) if left < 0]
-            best, highest = -1, 0.0
-            for number, call in enumerate(problem.again):
-                if number in active or any(problem.again[n].overlaps(call) for n in active):
-                    continue
+            room = room_of(layout, layout.absent)
+            if min(room, default=0) >= 0:
+                return chooser.rated(layout, layout.absent)
+            over = list(accumulate((left < 0 for left in room), initial=0))
+            gains: list[tuple[float, int]] = []
+            for number, call in enumerate(again):
                 first, last = problem.slot_of_use[call.stop - 1], problem.slot_of_again[number]
-                slots = sum(first < slot < last for slot in over)
-                gain = slots * sum(problem.sizes[region] for region in call.makes)
-                if gain / max(call.seconds, 1e-12) > highest:
-                    best, highest = number, gain / max(call.seconds, 1e-12)
-            if best < 0:
+                gain = (over[last] - over[first + 1]) * gone[number]
+                if gain and number not in active:
+                    gains.append((-gain / max(call.seconds, 1e-12), number))
+            added = 0
+            for _, number in sorted(gains):
+                if not any(again[other].overlaps(again[number]) for other in active):
+                    active.add(number)
+                    added += 1
+                    if added == at_once:
+                        break
+            if not added:
                 return None
-            active.add(best)
-        return None
 
     # Steps
 
