@@ -97,8 +97,8 @@ class Plan:
         """Return the uses of the step as planned, and the sizes of the regions that they name.
 
         Each call that is computed again is one use. Its temporaries are one region, beyond those of
-        the problem, in the order of ``again``. What is made again is freed after its last use
-        before that, and what a call that is computed again reads lives on until then.
+        the problem, in the order of ``again``. What does not survive the step is freed with its
+        last use; what is made again, with its last use before that too.
         """
         return _expanded(self)[0], (
             *self.problem.sizes,
@@ -112,13 +112,24 @@ class Plan:
         """
         uses, positions = _expanded(self)
         sizes = self.problem.sizes
-        actions: list[Action] = []
+        comes = {(stay.region, stay.first) for stay in self.stays}
+        actions = [
+            Action(0, Kind.EVICT, region)
+            for region in sorted(self.problem.resident)
+            if (region, 0) not in comes and sizes[region]
+        ]
         freed = {(region, use) for use, one in enumerate(uses) for region in one.frees}
         for stay in self.stays:
             position = positions[stay.last]
             if stay.last < self.problem.slots and (stay.region, position - 1) not in freed:
                 actions.append(Action(position, Kind.EVICT, stay.region))
-        fetches = [transfer for transfer in self.transfers if transfer.kind is Kind.FETCH]
+        fetches = [
+            transfer
+            for transfer in self.transfers
+            if transfer.kind is Kind.FETCH
+            and (transfer.region, transfer.first) in comes
+            and not (transfer.first == 0 and transfer.region in self.problem.resident)
+        ]
         fetches.sort(key=lambda transfer: transfer.last)
         actions += [Action(positions[t.first], Kind.FETCH, t.region) for t in fetches]
         actions.sort(key=lambda action: action.position)
@@ -224,28 +235,18 @@ def _joined(stays: Iterable[Stay]) -> tuple[Stay, ...]:
 def _expanded(plan: Plan) -> tuple[tuple[Use, ...], list[int]]:
     """Return the uses of a plan, and for each slot the position of the first use from it on."""
     problem = plan.problem
-    frees: dict[int, set[int]] = {
-        slot: set(use.frees) for use, slot in zip(problem.uses, problem.slot_of_use, strict=True)
-    }
+    frees: dict[int, set[int]] = {slot: set() for slot in range(problem.slots)}
     scratch = {number: len(problem.sizes) + place for place, number in enumerate(plan.again)}
     for number in plan.again:
-        frees[problem.slot_of_again[number]] = {scratch[number]}
+        frees[problem.slot_of_again[number]].add(scratch[number])
     for life in problem.lives:
         taking = [entry for entry in life.again if entry[0] in scratch]
-        if not taking:
-            continue
-        slot = life.slots[-1]
-        if not life.survives and taking[-1][1] > slot:  # it lives on for what is computed again
-            frees[slot].discard(life.region)
-            frees[taking[-1][1]].add(life.region)
+        slots = sorted({*life.slots, *(slot for _, slot, _ in taking)})
         for _, made, makes in taking:
             if makes:
-                last = max(
-                    *(slot for slot in life.slots if slot < made),
-                    *(slot for _, slot, makes in taking if not makes and slot < made),
-                    -1,
-                )
-                frees[last].add(life.region)
+                frees[max(slot for slot in slots if slot < made)].add(life.region)
+        if not life.survives:
+            frees[slots[-1]].add(life.region)
     by_slot = dict(zip(problem.slot_of_use, problem.uses, strict=True))
     number_of = {problem.slot_of_again[number]: number for number in plan.again}
     uses: list[Use] = []
