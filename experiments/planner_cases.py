@@ -1,7 +1,8 @@
 """Small problems for the planner: drawn at random, and read from recorded steps.
 
 What it is: `drawn`, a training step of a network of some shape under some budget and link, with
-sizes and seconds drawn too; `recorded` and `read`, a step of a real network in execution blocks. What it is not: the planner, nor what it is compared with.
+sizes and seconds drawn too; `recorded` and `read`, a step of a real network in execution blocks.
+What it is not: the planner, nor what it is compared with.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dynoffload.experiments.zoo import NETWORKS, build, samples
 from dynoffload.planning.schedule import Use
@@ -215,15 +217,15 @@ def _step(net: _Net, chance: random.Random, *, optimizer: bool) -> Problem:
             if source not in flowing:
                 creates.append(flows[source])
                 flowing.add(source)
-        frees = [flows[layer], out[layer]] + ([inner[layer]] if inner[layer] >= 0 else [])
+        dead = [flows[layer], out[layer]] + ([inner[layer]] if inner[layer] >= 0 else [])
         if not readers[layer]:
             regions.append(out[layer])
         if not optimizer and own not in net.weights[:layer]:
-            frees.append(gradient[own])
+            dead.append(gradient[own])
         named = tuple(dict.fromkeys(regions))
         # What is read last by the backward of its reader is freed there, at the latest here.
         uses.append(
-            Use(named, tuple(creates), tuple(frees), 2 * cost[layer], tuple(dict.fromkeys(writes)))
+            Use(named, tuple(creates), tuple(dead), 2 * cost[layer], tuple(dict.fromkeys(writes)))
         )
     if optimizer:
         order = list(range(count))
@@ -260,12 +262,12 @@ def recorded(name: str) -> Step:
     from dynoffload.experiments.architectures import ARCHITECTURES
     from dynoffload.experiments.idioms import trained
 
-    if name in NETWORKS:
-        trace = _of_the_zoo(name)
-    else:
-        trace = trained(ARCHITECTURES[name], 2)[-1]
+    zoo = name in NETWORKS
+    trace = _of_the_zoo(name) if zoo else trained(ARCHITECTURES[name], 2)[-1]
     trace.operators = [
-        replace(operator, seconds=_CALL_S + _BYTE_S * (operator.bytes_read + operator.bytes_written))
+        replace(
+            operator, seconds=_CALL_S + _BYTE_S * (operator.bytes_read + operator.bytes_written)
+        )
         for operator in trace.operators
     ]
     return step_of(trace).at_visits()
@@ -278,7 +280,9 @@ def _of_the_zoo(name: str) -> Trace:
 
     model = build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    shape: dict[str, int] = {"min_nodes": 4, "max_nodes": 9} if name == "tree" else {"rows": 1, "length": 16}
+    shape: dict[str, Any] = (
+        {"min_nodes": 4, "max_nodes": 9} if name == "tree" else {"rows": 1, "length": 16}
+    )
     drawn_samples = samples(name, **shape)
     traces: list[Trace] = []
     with Recorder(model, optimizer, on_step=traces.append):

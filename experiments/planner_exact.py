@@ -5,14 +5,14 @@ planner; its time grows beyond all bounds with the number of slots.
 
 [Note: why it is exact]  For each life of a region and each slot there is one binary variable that
 says whether the region is wholly there, and one for each later touch that says whether it is on its
-way in for it; room is the sum of both. Only at a touch need a fetch be over: ending it earlier frees
-no room. Which part of a transfer is hidden in which slot is a continuous variable, limited by the
-slots in which the region is there (a write, since the content was made) or on its way in (a fetch).
-The rest is exposed, and where it lies does not matter: a write's rest fits in the pause in which its
-region is released, a fetch's in the one before its first slot of room, and a pause needs no more
-room than the slots beside it. So each feasible plan of [Note: the model] in
-`dynoffload.planning.timed.problem` is a solution with its own seconds as value, and each solution is
-such a plan. A call that is computed again is one binary variable: it gives its slot seconds and
+way in for it; room is the sum of both. Only at a touch need a fetch be over: ending it earlier
+frees no room. Which part of a transfer is hidden in which slot is a continuous variable, limited by
+the slots in which the region is there (a write, since the content was made) or on its way in
+(fetch). The rest is exposed, and where it lies does not matter: a write's rest fits in the pause in
+which its region is released, a fetch's in the one before its first slot of room, and a pause needs
+no more room than the slots beside it. So each feasible plan of [Note: the model] in
+`dynoffload.planning.timed.problem` is a solution with its own seconds as value, and each solution
+is such a plan. A call that is computed again is one binary variable: it gives its slot seconds and
 needs, and cuts what it makes into two contents.
 """
 

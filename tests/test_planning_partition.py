@@ -1,4 +1,4 @@
-"""Execution blocks: cut where samples decide and where least is exposed; what is read from traces."""
+"""Execution blocks: cut where samples decide and where least is exposed; steps read from traces."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_no_other_cuts_expose_less(seed: int, cuts: set[int]) -> None:
         starts = (0, *chosen[:-1])
         blocks = list(zip(starts, chosen, strict=True))
         parted = all(not any(a < cut < b for cut in cuts) for a, b in blocks)
-        fit = all(
-            b - a == 1 or costs.need[a, b - a - 1] <= problem.capacity for a, b in blocks
-        )
+        fit = all(b - a == 1 or costs.need[a, b - a - 1] <= problem.capacity for a, b in blocks)
         if parted and fit:
             assert found.exposed_s <= cost(problem, chosen, 3) + 1e-6 * count
 
@@ -158,9 +156,8 @@ def test_cuts_at_decision_points() -> None:
     cuts = set(decision_cuts(program, vocabulary))
     for number in range(1, len(program.visits)):
         one, other = program.visits[number - 1], program.visits[number]
-        if one.phase is not other.phase:
-            assert number in cuts
-        elif (one.path in optional) != (other.path in optional):
+        phase = one.phase is not other.phase
+        if phase or (one.path in optional) != (other.path in optional):
             assert number in cuts
     assert len(cuts) < len(program.visits) - 1
 

@@ -175,7 +175,10 @@ def broken(found: Plan) -> list[tuple[str, Plan]]:
         ("bytes in slot", replace(found, stays=crowd)),
         ("and says", replace(found, seconds=found.seconds * 0.9)),
         ("of the", replace(found, transfers=(*others, replace(fetch, exposed_s=1e9)))),
-        ("outside|of the", replace(found, transfers=(*others, replace(fetch, pieces=((99, 1.0),))))),
+        (
+            "outside|of the",
+            replace(found, transfers=(*others, replace(fetch, pieces=((99, 1.0),)))),
+        ),
     ]
 
 

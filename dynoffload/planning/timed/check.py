@@ -137,7 +137,8 @@ class _Run:
             total += transfer.exposed_s
         for slot, busy in enumerate(link):
             self._must(
-                busy <= seconds[slot] + _EPS, f"moves for {busy} s in slot {slot} of {seconds[slot]}"
+                busy <= seconds[slot] + _EPS,
+                f"moves for {busy} s in slot {slot} of {seconds[slot]}",
             )
         self._must(
             abs(total - plan.seconds) <= 1e-6 * max(total, 1e-9),
@@ -167,9 +168,7 @@ class _Run:
 
     def _made(self, region: int, slot: int) -> None:
         if self.problem.sizes[region]:
-            self._must(
-                self._since(region, slot) is not None, f"makes region {region} without room"
-            )
+            self._must(self._since(region, slot) is not None, f"makes region {region} without room")
         self.version[region] += 1
         self.created[region] = slot
 
@@ -196,7 +195,9 @@ class _Run:
             for use, slot in zip(problem.uses, problem.slot_of_use, strict=True)
             if region in use.writes or region in use.creates
         ]
-        slots += [problem.slot_of_again[n] for n in self.plan.again if region in problem.again[n].makes]
+        slots += [
+            problem.slot_of_again[n] for n in self.plan.again if region in problem.again[n].makes
+        ]
         return any(first <= slot < last for slot in slots)
 
     def _must(self, holds: bool, what: str) -> None:

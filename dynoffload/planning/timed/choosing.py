@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from dynoffload.planning.timed.layout import Layout
 from dynoffload.planning.timed.problem import Problem
-from dynoffload.planning.timed.windows import ORDERS, Order, Windows
+from dynoffload.planning.timed.windows import ORDERS, PLAIN, Order, Windows
 
 _LAYING = 3  # times as long as going through it
 Rule = Callable[[Layout, int], float]
@@ -52,7 +52,7 @@ class Choice:
     layout: Layout
     moved: tuple[bool, ...]
     seconds: float
-    order: Order = Order(0)
+    order: Order = PLAIN
     ranks: Mapping[int, int] = field(default_factory=dict)
 
     def windows(self, *, pieces: bool = False) -> Windows:
@@ -115,7 +115,7 @@ class Chooser:
         rule: Rule = farthest,
         keep: Iterable[int] = (),
     ) -> list[bool] | None:
-        """Return ``moved`` with more gaps moved, so that what is kept takes at most ``limit`` bytes.
+        """Return ``moved`` with more gaps moved, so that all takes at most ``limit`` bytes.
 
         Where what a slot touches leaves less than that, nothing is kept there, except ``keep``.
 
@@ -186,16 +186,12 @@ class Chooser:
         again = self.rated(layout, moved, (choice.order,), choice.ranks)
         return min(choice, again, key=lambda one: one.seconds)
 
-    def carried(
-        self, choice: Choice, active: Collection[int]
-    ) -> tuple[list[bool], dict[int, int]]:
+    def carried(self, choice: Choice, active: Collection[int]) -> tuple[list[bool], dict[int, int]]:
         """Return moved gaps and ranks of ``choice`` for another layout, new gaps being kept."""
         old, new = choice.layout, self.layout(active)
         if old is new:
             return list(choice.moved), dict(choice.ranks)
-        place = {
-            (old.region[gap], old.before[gap], old.after[gap]): gap for gap in range(len(old))
-        }
+        place = {(old.region[gap], old.before[gap], old.after[gap]): gap for gap in range(len(old))}
         moved, ranks = list(new.absent), {}
         for gap in range(len(new)):
             was = place.get((new.region[gap], new.before[gap], new.after[gap]))

@@ -1,7 +1,7 @@
 """A plan: what is computed again, what moves in which slots, and the seconds of the step.
 
-What it is: `Plan`, made of a `Choice` (`plan_of`). What it is not: the search (see `planner`), nor the
-proof that it holds (see `check`).
+What it is: `Plan`, made of a `Choice` by `plan_of`. What it is not: the search (see `planner`),
+nor the proof that it holds (see `check`).
 """
 
 from __future__ import annotations
@@ -175,9 +175,7 @@ def plan_of(choice: Choice) -> Plan:
             if first < after:
                 stays.append(Stay(region, first, after))
             pieces = tuple(reversed(windows.fetch_pieces.get(gap, ())))
-            transfers.append(
-                Transfer(region, Kind.FETCH, first, after, pieces, windows.left[gap])
-            )
+            transfers.append(Transfer(region, Kind.FETCH, first, after, pieces, windows.left[gap]))
     for content, gaps in enumerate(layout.gaps_of):
         first_moved = next((gap for gap in gaps if choice.moved[gap]), -1)
         if first_moved >= 0:

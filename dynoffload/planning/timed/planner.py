@@ -6,9 +6,9 @@ the runtime's planner, which has no times and follows a prediction (see `plannin
 
 [Note: how it searches]
 
-1. *First choices*, without anything computed again: whatever does not fit leaves by one of the
+1. *First choices*, with nothing computed again: what does not fit leaves by one of the
    rules of `choosing`, under the capacity less a share for look-ahead; what the transfers left room
-   for is kept after all. And the opposite: as many calls computed again as it takes to move nothing.
+   for is kept after all. And the opposite: as many calls computed again as it takes to move none.
 2. *Calls.* One by one, calls whose regions wait longest on the link are computed again, or no more.
 3. *Steps*: one gap changes sides; what then does not fit leaves, what then has room stays; or a
    call changes sides. Whatever is better is taken. When no step is, a few decisions are turned
@@ -100,9 +100,8 @@ class _Search:
     @property
     def _over(self) -> bool:
         assert self._best is not None
-        return (
-            self._chooser.spent >= self._allowance
-            or self._best.seconds <= self._floor * (1 + _BETTER)
+        return self._chooser.spent >= self._allowance or self._best.seconds <= self._floor * (
+            1 + _BETTER
         )
 
     # First choices
@@ -122,7 +121,9 @@ class _Search:
                 moved = chooser.filled(layout, layout.absent, limit, rule)
                 if moved is None:
                     continue
-                choice = chooser.spared(chooser.rated(layout, moved, ORDERS if small else ORDERS[:1]))
+                choice = chooser.spared(
+                    chooser.rated(layout, moved, ORDERS if small else ORDERS[:1])
+                )
                 if best is None or choice.seconds < best.seconds:
                     best = choice
         return best

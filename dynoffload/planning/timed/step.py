@@ -4,7 +4,7 @@ What it is: `Step` and `step_of`, which reads one from a trace. What it is not: 
 is given a machine (`Step.on`), nor the choice of where to cut (see `partition`).
 
 [Note: fused]  Uses that are fused need all their regions at once. What is created and freed within
-is a temporary: all of them are one region of the most bytes that they took at one time. Regions that
+is a temporary: all are one region, of the most bytes that they took at one time. Regions that
 the fused uses touch, create, write and free alike are one region from then on.
 """
 
@@ -158,9 +158,7 @@ def step_of(trace: Trace, program: Program | None = None) -> Step:
         if regions[region].kind not in _PERSISTENT:
             ends.setdefault(number, []).append(region)
     there = {
-        region
-        for region, info in enumerate(regions)
-        if info.kind in _PERSISTENT or info.born < 0
+        region for region, info in enumerate(regions) if info.kind in _PERSISTENT or info.born < 0
     }
     uses: list[Use] = []
     spans: list[tuple[int, int]] = []

@@ -36,8 +36,9 @@ class Order(Flag):
     """In the end the link is shared anew among the windows that were found."""
 
 
+PLAIN = Order(0)
 ORDERS = tuple(
-    writes | near for writes in (Order(0), Order.WRITES_FIRST) for near in (Order(0), Order.NEAR)
+    writes | near for writes in (PLAIN, Order.WRITES_FIRST) for near in (PLAIN, Order.NEAR)
 )
 """Those to try at first."""
 _SLOTS, _REACH = 400_000, 64
@@ -72,7 +73,7 @@ class Windows:
         self,
         layout: Layout,
         moved: Sequence[bool],
-        order: Order = Order(0),
+        order: Order = PLAIN,
         ranks: Mapping[int, int] | None = None,
         *,
         pieces: bool = False,
@@ -187,7 +188,6 @@ class Windows:
                     heappop(heap)
             link[slot] = free
 
-
     def _relink(self) -> None:
         """Share the link anew among the windows that were found: the earliest deadline first."""
         layout, left, unsaved = self.layout, self.left, self.unsaved
@@ -214,22 +214,21 @@ class Windows:
                 heappush(heap, job)
             free = link[slot]
             while heap and free > _EPS:
-                end, job = heap[0]
+                end, number = heap[0]
                 if end <= slot:
                     heappop(heap)
                     continue
-                if job < count:
-                    where, pieces = left, self.fetch_pieces
-                else:
-                    where, pieces = unsaved, self.write_pieces
-                    job -= count
-                part = min(free, where[job])
+                fetch = number < count
+                where = left if fetch else unsaved
+                pieces = self.fetch_pieces if fetch else self.write_pieces
+                place = number if fetch else number - count
+                part = min(free, where[place])
                 if pieces is not None:
-                    pieces.setdefault(job, []).append((slot, part))
+                    pieces.setdefault(place, []).append((slot, part))
                 free -= part
-                where[job] -= part
-                if where[job] <= _EPS:
-                    where[job] = 0.0
+                where[place] -= part
+                if where[place] <= _EPS:
+                    where[place] = 0.0
                     heappop(heap)
             link[slot] = free
         self._link = link
