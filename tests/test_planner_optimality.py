@@ -202,6 +202,10 @@ def test_the_committed_gaps_are_within_the_aim(committed: dict[str, Any]) -> Non
     for row in committed["rows"]:
         if row["proven"]:
             assert row["planned_s"] >= row["bound_s"] * (1 - 1e-4)
+        for alone in ("moving_only_s", "recomputing_only_s"):
+            if row[alone] is not None:
+                assert row["planned_s"] <= row[alone] * (1 + 1e-9)
+    assert max(row["cpu_s"] for row in committed["scaling"]) <= 0.5
 
 
 def test_the_committed_plans_are_those_of_the_planner(committed: dict[str, Any]) -> None:

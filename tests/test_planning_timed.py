@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.errors import BudgetError, ConfigError, PlanError
 from dynoffload.experiments.planner_cases import drawn
 from dynoffload.planning import Kind, Use
 from dynoffload.planning.timed import (
     Again,
     Decision,
     Plan,
-    PlanError,
     Problem,
     check,
     computed_again,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynoffload.planning.timed.again import computed_again
-from dynoffload.planning.timed.check import PlanError, check
+from dynoffload.planning.timed.check import check
 from dynoffload.planning.timed.partition import Partition, decision_cuts, partition, plan_blocks
 from dynoffload.planning.timed.plan import Decision, Plan, Stay, Transfer
 from dynoffload.planning.timed.planner import ALLOWANCE, plan
@@ -17,7 +17,6 @@ __all__ = [
     "Life",
     "Partition",
     "Plan",
-    "PlanError",
     "Problem",
     "Stay",
     "Step",

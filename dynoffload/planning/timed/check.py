@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from dynoffload.errors import DynOffloadError
+from dynoffload.errors import PlanError
 from dynoffload.planning.schedule import Kind
 from dynoffload.planning.timed.plan import Plan, Stay, Transfer
 
 _EPS = 1e-9
-
-
-class PlanError(DynOffloadError, ValueError):
-    """A plan that cannot be carried out, or not in the time it names."""
 
 
 def check(plan: Plan) -> None:

@@ -6,22 +6,24 @@ the runtime's planner, which has no times and follows a prediction (see `plannin
 
 [Note: how it searches]
 
-1. *First choices*, with nothing computed again: what does not fit leaves by one of the
-   rules of `choosing`, under the capacity less a share for look-ahead; what the transfers left room
-   for is kept after all. And the opposite: as many calls computed again as it takes to move none.
-2. *Calls.* One by one, calls whose regions wait longest on the link are computed again, or no more.
-3. *Steps*: one gap changes sides; what then does not fit leaves, what then has room stays; or a
-   call changes sides. Whatever is better is taken. When no step is, a few decisions are turned
-   over and it goes on from there.
+1. *Moving alone*, for a third of the allowance. What does not fit leaves by one of the rules of
+   `choosing`, under the capacity less a share for look-ahead; what the transfers left room for is
+   kept after all. From the best of these it goes on by steps.
+2. *Computing again alone*: as many calls as it takes to move nothing.
+3. *Both*, from the better of the two, by steps.
 
-Large steps come to an end of the allowance early: a choice takes time in proportion to n log n, and
-the allowance is in slots and gaps gone through.
+A *step* turns one gap over, and what then does not fit leaves, what then has room stays; or it turns
+a call over; or it ranks one transfer before or after all others. Whatever is better is taken. When no
+step is, a few decisions are turned over and it goes on from there.
+
+The allowance is in slots and gaps gone through, so that large steps come to an end in time. Going
+through them once takes n log n.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 
 from dynoffload.errors import BudgetError
@@ -33,13 +35,14 @@ from dynoffload.planning.timed.choosing import (
     longest,
 )
 from dynoffload.planning.timed.plan import Plan, plan_of
-from dynoffload.planning.timed.problem import Problem
+from dynoffload.planning.timed.problem import Again, Problem
 from dynoffload.planning.timed.windows import FIRST, LAST, ORDERS, Order, room_of
 
 ALLOWANCE = 250_000
 """Slots and gaps that a search may go through, beyond its first choices."""
 SHARES = (0.0, 0.15, 0.4, 0.7)
 _BETTER = 1e-9  # relative: less is rounding
+_PARTS = 3  # of the allowance, one is for moving alone
 _WORSE = 1.02  # times the best: what the search goes on from
 
 
@@ -65,26 +68,33 @@ class _Search:
     def __init__(self, problem: Problem, allowance: int, move: bool, again: bool) -> None:
         self._problem = problem
         self._chooser = Chooser(problem)
-        self._allowance = allowance
+        self._allowance = self._limit = allowance
         self._move, self._again = move, again
         self._best: Choice | None = None
         self._floor = problem.compute_s
 
     def best(self) -> Choice:
-        if self._again and self._problem.again:
-            self._offer(self._recomputed())
+        """Return the best choice: of those that move alone first, then of all.
+
+        The first part is the same whether anything may be computed again or not, so that having
+        the choice is never a loss.
+        """
+        calls = self._again and bool(self._problem.again)
         if self._move:
             self._offer(self._first(()))
+            self._again, self._limit = False, self._allowance // _PARTS
+            self._climb()
+        if calls or not self._move:
+            self._offer(self._recomputed(self._problem.again if calls else ()))
+            self._again, self._limit = True, self._allowance
+            if self._move:
+                self._climb()
         if self._best is None:
             raise BudgetError(
                 "with nothing moved, more must be in fast memory at one time than there is room "
                 f"for ({self._problem.capacity} bytes), whatever is computed again: raise the "
                 "budget, or let regions be moved"
             )
-        if self._move:
-            self._climb()
-            for _ in range(4):  # a gap whose two transfers meet is kept
-                self._offer(self._chooser.spared(self._best))
         return self._best
 
     def _offer(self, choice: Choice | None) -> bool:
@@ -100,7 +110,7 @@ class _Search:
     @property
     def _over(self) -> bool:
         assert self._best is not None
-        return self._chooser.spent >= self._allowance or self._best.seconds <= self._floor * (
+        return self._chooser.spent >= self._limit or self._best.seconds <= self._floor * (
             1 + _BETTER
         )
 
@@ -128,14 +138,13 @@ class _Search:
                     best = choice
         return best
 
-    def _recomputed(self) -> Choice | None:
+    def _recomputed(self, again: Sequence[Again]) -> Choice | None:
         """Return a choice that moves nothing but what is absent, with few seconds of recomputation.
 
         Calls are taken in the order of the bytes that they free in the fullest slots, for each
         second that they take.
         """
         chooser, problem = self._chooser, self._problem
-        again = problem.again
         gone = [sum(problem.sizes[region] for region in call.makes) for call in again]
         at_once = 1 + len(again) // 16
         active: set[int] = set()
@@ -171,10 +180,12 @@ class _Search:
         while not self._over:
             turned = self._turned(current, chance)
             if turned is None:
-                return
+                break
             found = self._descend(turned)
             assert self._best is not None
             current = found if found.seconds <= self._best.seconds * _WORSE else self._best
+        for _ in range(4):  # a gap whose two transfers meet is kept
+            self._offer(self._chooser.spared(self._best))
 
     def _descend(self, current: Choice) -> Choice:
         """Return a choice from which no step is better."""
