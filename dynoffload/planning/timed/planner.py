@@ -12,9 +12,9 @@ the runtime's planner, which has no times and follows a prediction (see `plannin
 2. *Computing again alone*: as many calls as it takes to move nothing.
 3. *Both*, from the better of the two, by steps.
 
-A *step* turns one gap over, and what then does not fit leaves, what then has room stays; or it turns
-a call over; or it ranks one transfer before or after all others. Whatever is better is taken. When no
-step is, a few decisions are turned over and it goes on from there.
+A *step* turns one gap over, and what then does not fit leaves, what then has room stays; or it
+turns a call over; or it ranks one transfer before or after all others. Whatever is better is taken.
+When no step is, a few decisions are turned over and it goes on from there.
 
 The allowance is in slots and gaps gone through, so that large steps come to an end in time. Going
 through them once takes n log n.
