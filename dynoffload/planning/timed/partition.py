@@ -24,7 +24,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.planning.blocks import UNSEEN, Vocabulary
 from dynoffload.planning.timed.choosing import Chooser
 from dynoffload.planning.timed.plan import Plan
-from dynoffload.planning.timed.planner import plan
+from dynoffload.planning.timed.planner import ALLOWANCE, plan
 from dynoffload.planning.timed.problem import Problem
 from dynoffload.planning.timed.step import Step
 from dynoffload.profiler.program import Program, Visit
@@ -140,6 +140,7 @@ def plan_blocks(
     *,
     cuts: Collection[int] = (),
     lengths: Sequence[int] = LENGTHS,
+    allowance: int = ALLOWANCE // 2,
 ) -> tuple[Step, Plan]:
     """Return a step in execution blocks, and its plan.
 
@@ -150,6 +151,7 @@ def plan_blocks(
         write_bps: bytes per second out of it.
         cuts: uses before which there must be a cut, as of `decision_cuts`.
         lengths: see `partition`.
+        allowance: of the search, see `plan`.
 
     Raises:
         BudgetError: the regions of one use are together larger than ``capacity``.
@@ -157,7 +159,7 @@ def plan_blocks(
     whole = step.on(capacity, read_bps, write_bps)
     found = partition(whole, {*cuts, step.backward}, lengths)
     blocks = step.fused(found.stops)
-    return blocks, plan(blocks.on(capacity, read_bps, write_bps))
+    return blocks, plan(blocks.on(capacity, read_bps, write_bps), allowance=allowance)
 
 
 class BlockCosts:
