@@ -175,7 +175,7 @@ def _least(
     loss: Callable[[Sequence[float]], float], starts: Sequence[tuple[float, ...]]
 ) -> tuple[float, ...]:
     """Return the positive parameters of the least loss, looked for from each start."""
-    from scipy.optimize import minimize  # type: ignore[import-untyped]
+    from scipy.optimize import minimize
 
     options = {"xatol": 1e-3, "fatol": 1e-6, "maxiter": 1000}
     results = [
