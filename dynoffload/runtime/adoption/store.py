@@ -99,6 +99,16 @@ class Slot:
     owed: int | None = None
     home: int | None = None
 
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a slice of a parameter."""
+        return self.fused is not None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the parameter has a gradient now."""
+        return self.parameter.grad is not None
+
     def update_regions(self) -> list[int]:
         """Return what an optimizer update of the parameter reads and writes."""
         gradient = [] if self.gradient is None else [self.gradient]

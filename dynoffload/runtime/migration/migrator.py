@@ -17,10 +17,10 @@ from enum import Enum
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
 from dynoffload.planning.schedule import NextUse, Policy, Schedule
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit
-from dynoffload.runtime.migration.reference import NONE, Chosen, Reference, Visit
 from dynoffload.runtime.migration.replay import Replay
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.saved import Chunk
@@ -73,10 +73,10 @@ class Migrator:
         self.missed = 0
         self.last_order: list[Unit] = []
         self._visits: list[tuple[Unit, list[int]]] = []  # of this sample's forward
-        self._outstanding: list[Visit] = []  # forwards whose backward is still to come
-        self._saved: dict[int, float] = {}  # unit index -> bytes saved per visit, smoothed
+        self._outstanding: list[Visit[Slot]] = []  # forwards whose backward is still to come
+        self._saved = Saved(activations.chunk_bytes)
         self._mark = 0
-        self._reference = Reference()
+        self._reference: Reference[Slot] = Reference()
         self._unplanned = False  # whether it was said that a step could not be planned
 
     # What the hooks report
@@ -89,7 +89,7 @@ class Migrator:
         order = self.last_order if predicted is None else list(predicted)
         if self.prefetch and order:
             visits = self._with_chunks(order)
-            reference = Reference()
+            reference: Reference[Slot] = Reference()
             reference.add_forward(visits, self._is_pending)
             self._add_backward(reference, visits, order)
             self._follow(reference)
@@ -116,12 +116,7 @@ class Migrator:
         """The sample's forward is over."""
         self._close_visit()
         self.last_order = [unit for unit, _ in self._visits]
-        reach: list[int] = []
-        for unit, opened in self._visits:
-            # A visit also saves into the chunk that was open when it began.
-            chunks = (*reach[-1:], *opened)
-            reach = list(chunks)
-            self._outstanding.append(Visit(unit, chunks))
+        self._outstanding += visits_made(self._visits)
         self.phase = Phase.IDLE
 
     def backward_use(self, region: int) -> bool:
@@ -144,7 +139,8 @@ class Migrator:
     def forget(self) -> None:
         """The model's units are others from now on."""
         self._follow(Reference())
-        self.last_order, self._visits, self._saved = [], [], {}
+        self.last_order, self._visits = [], []
+        self._saved.forget()
         if self._replay is not None:
             self._replay.forget()
 
@@ -165,7 +161,7 @@ class Migrator:
         visits, self._outstanding = self._outstanding, []
         if self.prefetch and visits:
             visits = [replace(visit, chunks=self._alive(visit.chunks)) for visit in visits]
-            reference = Reference()
+            reference: Reference[Slot] = Reference()
             self._add_backward(reference, visits, self.last_order)
             self._follow(reference)
 
@@ -175,19 +171,14 @@ class Migrator:
         return tuple(chunk for chunk in chunks if self._device.size(chunk))
 
     def _add_backward(
-        self, reference: Reference, visits: Sequence[Visit], order: Sequence[Unit]
+        self, reference: Reference[Slot], visits: Sequence[Visit[Slot]], order: Sequence[Unit]
     ) -> None:
         """Add the backward over ``visits``, and the next forward, of ``order``."""
-        drafted: Chosen = NONE
-        if self._updates is not None and self._updates.drafts is not None:
-            # A gradient is complete with the first visit of its unit, which comes last.
-            units = dict.fromkeys(visit.unit for visit in visits)
-            drafted = self._updates.drafts.choose([unit.slots for unit in reversed(units)])
-        reference.add_backward(visits, _has_gradient, drafted)
-        ahead = [Visit(unit) for unit in order]
-        reference.add_forward(ahead, _will_pend, ahead=True, drafted=drafted)
+        drafts = None if self._updates is None else self._updates.drafts
+        drafted = None if drafts is None else drafts.choose(completing(visits))
+        reference.add_return(visits, order, drafted)
 
-    def _follow(self, reference: Reference) -> None:
+    def _follow(self, reference: Reference[Slot]) -> None:
         highest = max(
             (r for use in reference.uses for r in (*use.regions, *use.creates)), default=0
         )
@@ -234,34 +225,17 @@ class Migrator:
             self._activations.saved_bytes,
         )
         if self._visits:
-            index = self._visits[-1][0].index
-            known = self._saved.get(index)
-            self._saved[index] = saved if known is None else 0.5 * (known + saved)
+            self._saved.note(self._visits[-1][0].index, saved)
 
-    def _with_chunks(self, order: Sequence[Unit]) -> list[Visit]:
+    def _with_chunks(self, order: Sequence[Unit]) -> list[Visit[Slot]]:
         """Say which chunks the visits of ``order`` will fill, as far as one can know."""
-        size = self._activations.chunk_bytes
-        total = sum(self._saved.get(unit.index, 0.0) for unit in order)
-        needed = int(total // size) + 1
+        needed = self._saved.chunks_needed(order)
         indices = self._activations.next_indices()
         while len(indices) < needed:
             self._activations.region(len(self._activations))
             indices = self._activations.next_indices()
         regions = [self._activations.region(index) for index in indices[:needed]]
-        visits, filled = [], 0.0
-        for unit in order:
-            before, filled = filled, filled + self._saved.get(unit.index, 0.0)
-            chunks = regions[int(before // size) : int(filled // size) + 1] if filled else []
-            visits.append(Visit(unit, tuple(chunks)))
-        return visits
+        return self._saved.visits(order, regions)
 
     def _is_pending(self, slot: Slot) -> bool:
         return self._updates is not None and slot in self._updates.waiting.pending
-
-
-def _has_gradient(slot: Slot) -> bool:
-    return slot.parameter.grad is not None
-
-
-def _will_pend(slot: Slot) -> bool:
-    return slot.gradient is not None

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.device import Device
+from dynoffload.planning.drafting import choose_drafts, drafted_regions
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits
 from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, offset_of, view_of
@@ -43,7 +44,6 @@ from dynoffload.runtime.updates.update import Group, Update, same, snapshot
 
 logger = logging.getLogger(__name__)
 
-_ROOM = 0.5  # of the pool that the updates of one unit may take while they are drafted
 _LONGEST_PAUSE = 1024  # steps
 
 Run = Callable[[Update, Mapping[int, torch.UntypedStorage]], tuple[dict[str, Any], dict[str, Any]]]
@@ -114,26 +114,20 @@ class Drafts:
         if self._rest or not self._share:
             return self._chosen
         self._groups = {p: g for g in self._optimizer.param_groups for p in g["params"]}
-        size = self._device.size
-        due = 0.0  # bytes to draft so that the share is kept everywhere along the way
-        for slots in order:
-            # Parameters and gradients are there in any case; then state and twins.
-            room = _ROOM * self._capacity - sum(2 * size(slot.region) for slot in slots)
-            for slot in slots:
-                if slot.gradient is None:
-                    continue
-                due += self._share * size(slot.region)
-                regions = (slot.region, *slot.states.values())
-                need = 2 * sum(map(size, regions)) - size(slot.region)
-                if due >= size(slot.region) / 2 and need <= room and self._is_eligible(slot):
-                    due -= size(slot.region)
-                    room -= need
-                    try:
-                        self._chosen[slot] = {region: self._twin(region) for region in regions}
-                    except (SpillError, BudgetError) as error:
-                        logger.warning("no more updates are made in backward: %s", str(error))
-                        self._share = 0.0
-                        return self._chosen
+        chosen = choose_drafts(
+            order,
+            share=self._share,
+            capacity=self._capacity,
+            size=self._device.size,
+            eligible=self._is_eligible,
+        )
+        for slot in chosen:
+            try:
+                self._chosen[slot] = {r: self._twin(r) for r in drafted_regions(slot)}
+            except (SpillError, BudgetError) as error:
+                logger.warning("no more updates are made in backward: %s", str(error))
+                self._share = 0.0
+                break
         return self._chosen
 
     def _is_eligible(self, slot: Slot) -> bool:

@@ -1,0 +1,236 @@
+"""Reference strings: the uses of regions that a sample is expected to make, in order.
+
+What it is: the string that a plan of a training step is made of, from an order of units (predicted,
+or what ran), by the rules every training step follows: forward uses parameters and makes pending
+updates; backward meets the units in reverse, uses their parameters and saved activations, makes
+their gradients and drafts of some updates; then the next forward begins. Each use carries a key by
+which a step finds where it is. What it is not: a plan (see `lookahead`), nor bound to a network:
+the runtime's slots and units, and a simulation's, are what `Held` and `Visited` ask for, so that
+both build their strings by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from dynoffload.planning.schedule import Use
+
+
+class Held(Protocol):
+    """One parameter that moves, or one slice of it, with the regions that go with it."""
+
+    @property
+    def region(self) -> int:
+        """Holds its bytes."""
+
+    @property
+    def gradient(self) -> int | None:
+        """Holds those of its gradient; None if it is not trained."""
+
+    @property
+    def states(self) -> Mapping[str, int]:
+        """Hold its optimizer state, by the optimizer's keys."""
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a slice: the gradient that a pending update reads is `owed` then."""
+
+    @property
+    def owed(self) -> int | None:
+        """Holds the gradient that a pending update of a slice will read; None if that is zero."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient now, to which backward will add."""
+
+
+HeldT = TypeVar("HeldT", bound=Held)
+HeldT_co = TypeVar("HeldT_co", bound=Held, covariant=True)
+
+
+class Visited(Protocol[HeldT_co]):
+    """A module that owns what moves."""
+
+    @property
+    def index(self) -> int:
+        """Its place among all units."""
+
+    @property
+    def slots(self) -> Sequence[HeldT_co]:
+        """What it owns."""
+
+
+Chosen = Mapping[HeldT, Mapping[int, int]]
+"""The slots whose updates are drafted in backward, with the twins of their regions."""
+
+
+@dataclass(frozen=True)
+class Visit(Generic[HeldT]):
+    """One forward call of a unit, with the regions of the activations saved until the next."""
+
+    unit: Visited[HeldT]
+    chunks: tuple[int, ...] = ()
+
+
+@dataclass
+class Reference(Generic[HeldT]):
+    """A reference string under construction, and where its uses are.
+
+    Attributes:
+        uses: the string.
+        forward: positions of each unit's forward use, by unit index, in this sample.
+        backward: positions of the use of each parameter's region in backward.
+        ahead: positions of each unit's use in the forward after this one.
+    """
+
+    uses: list[Use] = field(default_factory=list)
+    forward: dict[int, list[int]] = field(default_factory=dict)
+    backward: dict[int, list[int]] = field(default_factory=dict)
+    ahead: dict[int, list[int]] = field(default_factory=dict)
+
+    def add_forward(
+        self,
+        visits: Sequence[Visit[HeldT]],
+        pending: Callable[[HeldT], bool],
+        *,
+        ahead: bool = False,
+        drafted: Chosen[HeldT] | None = None,
+    ) -> None:
+        """Add a forward over ``visits``; updates of ``pending`` slots are made at first use.
+
+        Args:
+            visits: in order.
+            pending: whether a slot's update waits.
+            ahead: it follows after the backward of this sample.
+            drafted: the slots whose updates that backward has made, on twins.
+        """
+        index = self.ahead if ahead else self.forward
+        drafted = drafted or {}
+        done: set[HeldT] = set()
+        born: set[int] = set()
+        for visit in visits:
+            regions: list[int] = []
+            frees: list[int] = []
+            for slot in visit.unit.slots:
+                if slot in drafted:
+                    regions.append(drafted[slot][slot.region])
+                    continue
+                regions.append(slot.region)
+                if slot not in done and pending(slot):
+                    regions += slot.states.values()
+                    gradient = slot.owed if slot.is_slice and not ahead else slot.gradient
+                    if gradient is not None:
+                        regions.append(gradient)
+                        if ahead or not slot.has_gradient:
+                            frees.append(gradient)  # else backward adds to it
+                done.add(slot)
+            creates = tuple(chunk for chunk in visit.chunks if chunk not in born)
+            born.update(creates)
+            use = tuple(regions)
+            index.setdefault(visit.unit.index, []).append(len(self.uses))
+            self.uses.append(Use(use, creates=creates, frees=tuple(frees), writes=use))
+
+    def add_backward(
+        self, visits: Sequence[Visit[HeldT]], drafted: Chosen[HeldT] | None = None
+    ) -> None:
+        """Add the backward of a forward over ``visits``, with the updates of ``drafted`` slots."""
+        drafted = drafted or {}
+        last: dict[int, int] = {}  # chunk -> the visit, in reverse, that uses it last
+        final: dict[HeldT, int] = {}  # slot -> the visit after which its gradient is complete
+        for number, visit in enumerate(reversed(visits)):
+            for chunk in visit.chunks:
+                last[chunk] = number
+            for slot in visit.unit.slots:
+                final[slot] = number
+        for number, visit in enumerate(reversed(visits)):
+            regions = list(visit.chunks)
+            creates: list[int] = []
+            frees: list[int] = []
+            for slot in visit.unit.slots:
+                regions.append(slot.region)
+                self.backward.setdefault(slot.region, []).append(len(self.uses))
+                # Autograd sums the contributions of all visits before it hands the gradient over.
+                if slot.gradient is None or final[slot] != number:
+                    continue
+                if slot.has_gradient:
+                    regions.append(slot.gradient)
+                else:
+                    creates.append(slot.gradient)
+                if slot in drafted:  # the state's pages become its twins'
+                    regions += slot.states.values()
+                    frees += slot.states.values()
+                    creates += drafted[slot].values()
+            frees += [chunk for chunk in visit.chunks if last[chunk] == number]
+            use = tuple(dict.fromkeys(regions))
+            self.uses.append(Use(use, creates=tuple(creates), frees=tuple(frees), writes=use))
+
+    def add_return(
+        self,
+        visits: Sequence[Visit[HeldT]],
+        order: Sequence[Visited[HeldT]],
+        drafted: Chosen[HeldT] | None = None,
+    ) -> None:
+        """Add the backward over ``visits``, and the next forward, over ``order``."""
+        self.add_backward(visits, drafted)
+        ahead = [Visit(unit) for unit in order]
+        self.add_forward(ahead, _will_pend, ahead=True, drafted=drafted)
+
+
+def _will_pend(slot: Held) -> bool:
+    return slot.gradient is not None
+
+
+def completing(visits: Sequence[Visit[HeldT]]) -> list[Sequence[HeldT]]:
+    """Return the slots of each unit in the order in which backward completes their gradients: with
+    the first visit of the unit, which comes last."""
+    units = dict.fromkeys(visit.unit for visit in visits)
+    return [unit.slots for unit in reversed(units)]
+
+
+class Saved:
+    """How much each unit's visit saves for backward, as seen so far, and what that fills.
+
+    Args:
+        chunk_bytes: of a chunk.
+    """
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._size = chunk_bytes
+        self._bytes: dict[int, float] = {}  # unit index -> bytes per visit, smoothed
+
+    def note(self, unit: int, nbytes: int) -> None:
+        """A visit of the unit with this index has saved so many bytes."""
+        known = self._bytes.get(unit)
+        self._bytes[unit] = nbytes if known is None else 0.5 * (known + nbytes)
+
+    def forget(self) -> None:
+        """The units are others from now on."""
+        self._bytes.clear()
+
+    def chunks_needed(self, order: Sequence[Visited[HeldT]]) -> int:
+        """Return how many chunks a forward over ``order`` will probably fill."""
+        return int(sum(self._bytes.get(unit.index, 0.0) for unit in order) // self._size) + 1
+
+    def visits(self, order: Sequence[Visited[HeldT]], regions: Sequence[int]) -> list[Visit[HeldT]]:
+        """Say which of the chunks ``regions``, filled in order, the visits of ``order`` fill."""
+        visits, filled = [], 0.0
+        for unit in order:
+            before, filled = filled, filled + self._bytes.get(unit.index, 0.0)
+            first, last = int(before // self._size), int(filled // self._size)
+            visits.append(Visit(unit, tuple(regions[first : last + 1] if filled else ())))
+        return visits
+
+
+def visits_made(
+    visited: Iterable[tuple[Visited[HeldT], Sequence[int]]],
+) -> list[Visit[HeldT]]:
+    """Return the visits of a forward, given each with the chunks that were opened in it."""
+    made: list[Visit[HeldT]] = []
+    reach: tuple[int, ...] = ()
+    for unit, opened in visited:
+        # A visit also saves into the chunk that was open when it began.
+        reach = (*reach[-1:], *opened)
+        made.append(Visit(unit, reach))
+    return made
