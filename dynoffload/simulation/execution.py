@@ -107,6 +107,8 @@ class Execution:
         victims: chooses what leaves; None: what is used last by the plan, then longest ago.
         drops: whether regions may be dropped; see [Note: recomputing].
         record: keep `spans`.
+        reserve: bytes that plans leave free, for what nobody predicted; idle workers make room for
+            it of what is not used now.
     """
 
     sizes: list[int]
@@ -114,6 +116,7 @@ class Execution:
     victims: Victims | None = None
     drops: bool = False
     record: bool = False
+    reserve: int = 0
     now: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
@@ -481,9 +484,11 @@ class Execution:
         """
         while len(self._traffic.under_way) < self.machine.workers:
             if self._urgent:
-                if not self._serve_urgent():
-                    return
-            elif not self._serve_plan():
+                if self._serve_urgent():
+                    continue
+            elif self._serve_plan():
+                continue
+            if not self._serve_reserve():
                 return
 
     def _room(self) -> int:
@@ -543,11 +548,12 @@ class Execution:
             if self.state[region] is not State.ABSENT or useless:
                 plan.done()
                 continue
-            if self._room() >= self.sizes[region]:
+            wanted = self.sizes[region] + self.reserve
+            if self._room() >= wanted:
                 plan.done()
                 self._bring(region, planned=True)
                 return True
-            coming = self._room() + self._leaving >= self.sizes[region]
+            coming = self._room() + self._leaving >= wanted
             if coming or following > plan.position + 1:
                 return False  # room is on its way, or there is time to wait for it
             victim = self._last_used(following)
@@ -556,6 +562,15 @@ class Execution:
             self._evict(victim)
             return True
         return False
+
+    def _serve_reserve(self) -> bool:
+        if self._room() + self._leaving >= self.reserve:
+            return False
+        victim = self._last_used(self._plan.position)
+        if victim < 0:
+            return False
+        self._evict(victim)
+        return True
 
     def _bring(self, region: int, *, planned: bool) -> None:
         size = self.sizes[region]

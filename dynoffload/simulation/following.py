@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from dynoffload.planning.schedule import Action, Schedule, Use
 
@@ -81,13 +82,35 @@ class Following:
         return places[index] if index < len(places) else -1
 
     def advance(self, position: int) -> Iterator[int]:
-        """Progress has reached ``position``; yield the regions whose next use is another now."""
+        """Progress has reached ``position``; yield the regions whose next use is another now.
+
+        Where that lies before, as where a fault seemed to prove a use past, it counts from there.
+        """
+        if position < self.position:
+            yield from self._go_back(position)
+            return
         self.position = position
         while self._used < len(self._uses) and self._uses[self._used][0] < position:
             _, region, following = self._uses[self._used]
             self._next[region] = following
             self._used += 1
             yield region
+
+    def _go_back(self, position: int) -> Iterator[int]:
+        self.position = position
+        for place in range(len(self._uses) - 1, -1, -1):
+            at, region, _ = self._uses[place]
+            if at < position:
+                break
+            self._next[region] = at
+            yield region
+        self._used = bisect_left(self._uses, position, key=itemgetter(0))
+        self._acted = bisect_left(self._actions, position, key=itemgetter(0))
+
+    def trade(self, one: int, other: int) -> None:
+        """The next uses of two regions are each other's from now on."""
+        first, second = self.next_use(one), self.next_use(other)
+        self._next[one], self._next[other] = second, first
 
     def drops(self) -> Iterator[int]:
         """Yield the regions that are to be dropped by now."""

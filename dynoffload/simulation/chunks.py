@@ -1,0 +1,183 @@
+"""What a simulated step saves for backward: in chunks filled in order, as the runtime's.
+
+What it is: `Chunks`, the books of `dynoffload.runtime.passes.activations` by sizes alone: which
+chunk a storage lies in, when a chunk ends, which number the next one has. What it is not: a store
+of anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynoffload.simulation.pager import SimulatedPager
+
+ALIGNMENT = 64
+"""Bytes to which what lies in a chunk is aligned."""
+
+
+class Sizes(Protocol):
+    """The part of a divided budget that concerns what is saved; in bytes."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a chunk; a larger storage gets one of its own."""
+
+    @property
+    def min_moved_bytes(self) -> int:
+        """Smaller storages stay in place, while `kept_bytes` lasts."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much those may take."""
+
+
+@dataclass(eq=False)
+class _Chunk:
+    index: int  # -1 for one of its own
+    region: int
+    size: int
+    filled: int = 0
+    live: int = 0
+    open: bool = True
+
+
+class Chunks:
+    """The chunks of one training.
+
+    Args:
+        pager: holds them.
+        sizes: of them.
+        on_open: called with the region of a chunk that is opened.
+    """
+
+    def __init__(
+        self, pager: SimulatedPager, sizes: Sizes, on_open: Callable[[int], None]
+    ) -> None:
+        self._pager, self._sizes, self._on_open = pager, sizes, on_open
+        self._regions: list[int] = []
+        self._free: list[int] = []  # indices, highest first
+        self._current: _Chunk | None = None
+        self._where: dict[int, _Chunk | None] = {}  # storage -> its chunk, None if it stays
+        self._nbytes: dict[int, int] = {}
+        self._ended: list[int] = []
+        self._kept = 0
+        self._taken = 0
+        self._last = -1
+
+    def next_regions(self, count: int) -> list[int]:
+        """Return the regions of the chunks that are opened next."""
+        self.settle()
+        while len(self._free) < count:
+            self._make()
+        return [self._regions[index] for index in self._free[::-1][:count]]
+
+    def _make(self) -> None:
+        self._free.insert(0, len(self._regions))
+        self._regions.append(self._pager.allocate(self._sizes.chunk_bytes))
+
+    def take_saved(self) -> int:
+        """Return the bytes moved into chunks since the last call."""
+        taken, self._taken = self._taken, 0
+        return taken
+
+    def save(self, storage: int, nbytes: int, *, own: bool = False) -> int:
+        """A storage is saved; return the bytes that are copied.
+
+        Args:
+            storage: its number.
+            nbytes: of it.
+            own: it is the model's, and counted with that where it stays.
+        """
+        self.settle()
+        more = self._nbytes[storage] = 0 if own else nbytes
+        small = nbytes < self._sizes.min_moved_bytes
+        if not nbytes or (small and self._kept + more <= self._sizes.kept_bytes):
+            self._where[storage] = None
+            self._kept += more
+            return 0
+        chunk = self._place(nbytes)
+        chunk.live += 1
+        self._where[storage] = chunk
+        self._taken += nbytes
+        self._pager.access([chunk.region])
+        if chunk.index < 0:
+            self._shut(chunk)
+        return nbytes
+
+    def _place(self, nbytes: int) -> _Chunk:
+        whole = self._sizes.chunk_bytes
+        if nbytes > whole:
+            if self._pager.padded(nbytes) + whole > self._pager.machine.fast_bytes:
+                self._shut_current()
+            return self._open(nbytes)
+        chunk = self._current
+        if chunk is None or chunk.filled + nbytes > chunk.size:
+            self._shut_current()
+            chunk = self._current = self._open(nbytes)
+        chunk.filled += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return chunk
+
+    def _open(self, nbytes: int) -> _Chunk:
+        self.settle()
+        if nbytes > self._sizes.chunk_bytes:
+            chunk = _Chunk(-1, self._pager.allocate(nbytes), nbytes)
+        else:
+            if not self._free:
+                self._make()
+            index = self._free.pop()
+            chunk = _Chunk(index, self._regions[index], self._sizes.chunk_bytes)
+        self._on_open(chunk.region)
+        self._pager.acquire([chunk.region], pin=True)
+        return chunk
+
+    def _shut_current(self) -> None:
+        if self._current is not None:
+            chunk, self._current = self._current, None
+            self._shut(chunk)
+
+    def _shut(self, chunk: _Chunk) -> None:
+        chunk.open = False
+        self._pager.unpin([chunk.region])
+        if not chunk.live:
+            self._drop(chunk)
+
+    def end_forward(self) -> None:
+        """The next forward begins a chunk of its own."""
+        self._shut_current()
+
+    def ask(self, storage: int) -> int | None:
+        """Backward asks for a storage: return its region, None if it stays in place."""
+        chunk = self._where.get(storage)
+        if chunk is None:
+            return None
+        if chunk.region != self._last:
+            self.settle()
+            self._last = chunk.region
+            self._pager.touch([chunk.region])
+        return chunk.region
+
+    def end(self, storage: int) -> None:
+        """Nobody will ask for it any more; this is counted when the books are next settled."""
+        self._ended.append(storage)
+
+    def settle(self) -> None:
+        """Count what has ended, and drop the chunks of which that was all."""
+        ended, self._ended = self._ended, []
+        for storage in ended:
+            chunk = self._where.pop(storage, None)
+            if chunk is None:
+                self._kept -= self._nbytes.pop(storage, 0)
+                continue
+            chunk.live -= 1
+            if not chunk.live and not chunk.open:
+                self._drop(chunk)
+
+    def _drop(self, chunk: _Chunk) -> None:
+        if chunk.index < 0:
+            self._pager.release(chunk.region)
+        else:
+            self._pager.discard(chunk.region)
+            self._free.append(chunk.index)
+            self._free.sort(reverse=True)

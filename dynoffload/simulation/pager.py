@@ -1,0 +1,277 @@
+"""The runtime's device, simulated: the verbs of `dynoffload.memory.device.Device`, and their time.
+
+What it is: `SimulatedPager`, an `Execution` that is driven verb by verb, as the runtime drives its
+pager, and keeps the pager's rules: what was only staged is clean and what was at its address is
+not; the stamp of a region is renewed by verbs, not by accesses; whoever touches an absent region
+waits for it; regions have twins. What it is not: the runtime, which is `training`.
+
+[Note: places]  A region that is here either rests in slots ("staged") or lies at its address
+("placed"), where anybody may write it. Only what is placed can be accessed; putting it there moves
+no byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dynoffload.planning.schedule import Schedule, Use
+from dynoffload.simulation.execution import Execution, State, StepResult
+from dynoffload.simulation.following import NEVER, Following, Plan
+from dynoffload.simulation.machine import Machine
+from dynoffload.simulation.traffic import Transfer
+
+FAULT_LOOKAHEAD = 8
+"""Uses of the plan that a fault may prove past."""
+_REPEATS = 4  # times that one operator asks again for what has left while it waited for the rest
+
+
+class SimulatedPager(Execution):
+    """A pool of pages and the regions that move in and out of it.
+
+    Args:
+        machine: what it runs on; its ``fast_bytes`` are the pool's.
+        page_bytes: regions are padded to this.
+        reserve: bytes of the pool that plans leave free.
+    """
+
+    def __init__(self, machine: Machine, page_bytes: int, reserve: int) -> None:
+        self._page = page_bytes
+        self._contents: list[int] = []
+        self._placed: list[bool] = []
+        self._locked: list[bool] = []
+        self._free: list[int] = []  # numbers of regions that were released, the latest last
+        self._twins: dict[int, int] = {}
+        super().__init__([], machine, reserve=reserve)
+
+    # Regions
+
+    def padded(self, nbytes: int) -> int:
+        """Return the bytes of the pool that a region of ``nbytes`` takes."""
+        return max(1, -(-nbytes // self._page)) * self._page
+
+    def allocate(self, nbytes: int) -> int:
+        """Return a new region, without content; the number that was given back last comes first."""
+        if self._free:
+            region = self._free.pop()
+            self.sizes[region], self._contents[region] = self.padded(nbytes), nbytes
+            return region
+        self.sizes.append(self.padded(nbytes))
+        self._contents.append(nbytes)
+        self._placed.append(False)
+        self._locked.append(False)
+        self.extend()
+        return len(self.sizes) - 1
+
+    def release(self, region: int) -> None:
+        """End a region."""
+        self.discard(region)
+        self.sizes[region] = self._contents[region] = 0
+        self._free.append(region)
+
+    def twin(self, region: int) -> int:
+        """Return the region that may trade contents with ``region``."""
+        other = self._twins.get(region)
+        if other is None:
+            other = self._twins[region] = self.allocate(self._contents[region])
+        return other
+
+    def size(self, region: int) -> int:
+        """Return the bytes of the pool that a region takes; 0 if it does not exist."""
+        return self.sizes[region]
+
+    def discard(self, region: int) -> None:
+        """Forget a region's bytes; it stays, without content."""
+        self._settle(region)
+        self._locked[region] = False
+        self._forget(region)
+
+    # Time
+
+    def begin_step(self) -> StepResult:
+        """Return the numbers of the step that begins, to be filled."""
+        self._result = StepResult(peak_bytes=self._taken)
+        return self._result
+
+    def work(self, seconds: float, what: str = "compute") -> None:
+        """Let the step work, beside transfers."""
+        if seconds > 0:
+            self._compute(seconds, what, self._plan.position)
+            if what == "compute":
+                self._result.compute_s += seconds
+
+    # Residency
+
+    def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
+        """Wait until all are at their addresses; hold them there if ``pin``."""
+        for region in regions:
+            self._pins[region] += 1
+            self._renew(region)
+            new = self.state[region] is State.ABSENT and not self._copied[region]
+            if new and self._room() >= self.sizes[region]:
+                self._bring(region, planned=False)
+        self._get(regions)
+        if not pin:
+            self.unpin(regions)
+
+    def unpin(self, regions: Iterable[int]) -> None:
+        """Let go of pinned regions."""
+        for region in regions:
+            self._pins[region] -= 1
+            if self._may_leave(region):
+                self._offer(region)
+        self._dispatch()
+
+    def touch(self, regions: Iterable[int]) -> None:
+        """The regions are about to be used: place what is staged, wait for nothing."""
+        for region in regions:
+            self._renew(region)
+            if self.state[region] is State.HERE:
+                if not self._placed[region] and not self._locked[region]:
+                    self._place(region)
+                elif self._may_leave(region):
+                    self._offer(region)
+
+    def access(self, regions: Sequence[int]) -> None:
+        """An operator reads or writes the regions: whatever is not placed is waited for."""
+        for _ in range(_REPEATS):
+            away = [region for region in regions if not self._placed[region]]
+            if not away:
+                return
+            for region in away:
+                self._fault(region)
+
+    def _fault(self, region: int) -> None:
+        if self._placed[region]:
+            return
+        plan, self._result.faults = self._plan, self._result.faults + 1
+        following = plan.next_use(region)
+        if plan.position < following <= plan.position + FAULT_LOOKAHEAD:
+            self.advance(following)
+        if self.state[region] is State.HERE:
+            self.work(self.machine.link.fault_s, "fault")
+        self._get([region])
+
+    def _get(self, regions: Sequence[int]) -> None:
+        """Wait until all are placed."""
+        absent = [region for region in regions if self.state[region] is not State.HERE]
+        began = self.now
+        for region in absent:
+            self._wanted[region] = True
+            if self.state[region] is State.ABSENT:
+                self._urgent.append(region)
+        if absent:
+            self._wait(lambda: all(self.state[r] is State.HERE for r in absent))
+            self._result.stall_s += self.now - began
+        for region in regions:
+            if not self._placed[region]:
+                self._place(region)
+
+    def _place(self, region: int) -> None:
+        """See [Note: places]."""
+        self._placed[region] = self.dirty[region] = True
+        self._prefetched[region] = self._wanted[region] = False
+        self._renew(region)
+        if self._may_leave(region):
+            self._offer(region)
+
+    def _renew(self, region: int) -> None:
+        self._clock += 1
+        self._stamp[region] = self._clock
+
+    def _settle(self, region: int) -> None:
+        """Wait until it is not on its way."""
+        self._wait(lambda: self.state[region] in (State.ABSENT, State.HERE))
+
+    # Locks and twins
+
+    def lock(self, regions: Iterable[int]) -> None:
+        """Take regions from their addresses: an update of them is put off."""
+        for region in regions:
+            self._settle(region)
+            self._placed[region] = False
+            self._locked[region] = True
+
+    def unlock(self, regions: Iterable[int]) -> None:
+        """The update is about to be made."""
+        for region in regions:
+            self._locked[region] = False
+
+    def withdraw(self, regions: Iterable[int]) -> None:
+        """Take regions from their addresses."""
+        for region in regions:
+            self._settle(region)
+            self._placed[region] = False
+
+    def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
+        """Give the pages of each region to its twin; False, and nothing is done, if one is not
+        staged and unmodified."""
+        pairs = list(zip(regions, twins, strict=True))
+        if not all(self._may_lend(region) for region in regions):
+            return False
+        for region, twin in pairs:
+            self._prefetched[region] = False
+            self.state[region], self.state[twin] = State.ABSENT, State.HERE
+            self.dirty[twin] = True
+            self._renew(twin)
+            self._offer(twin)
+        return True
+
+    def _may_lend(self, region: int) -> bool:
+        staged = self.state[region] is State.HERE and not self._placed[region]
+        clean = self._copied[region] and not self.dirty[region]
+        return staged and clean and not self._pins[region] and not self._locked[region]
+
+    def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
+        """Let each region and its twin trade contents."""
+        resting = (State.ABSENT, State.HERE)
+        self._wait(lambda: all(self.state[r] in resting for r in (*regions, *twins)))
+        self.withdraw((*regions, *twins))
+        for one, other in zip(regions, twins, strict=True):
+            for flags in (self.dirty, self._copied, self._prefetched):
+                flags[one], flags[other] = flags[other], flags[one]
+            self.state[one], self.state[other] = self.state[other], self.state[one]
+            self._stamp[one], self._stamp[other] = self._stamp[other], self._stamp[one]
+            self._plan.trade(one, other)
+            for region in (one, other):
+                if self._may_leave(region):
+                    self._offer(region)
+
+    # The plan
+
+    def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
+        """Follow another plan, from its begin."""
+        self._follow(Plan((), uses, schedule))
+        self._dispatch()
+
+    def advance(self, position: int) -> None:
+        """Progress in the plan has reached ``position``."""
+        for region in self._plan.advance(position):
+            if self._may_leave(region):
+                self._offer(region)
+        self._dispatch()
+
+    # What differs from regions that are used operator by operator
+
+    def _leave(self, region: int) -> None:
+        super()._leave(region)
+        self._placed[region] = False
+
+    def _arrive(self, transfer: Transfer) -> None:
+        region = transfer.region
+        super()._arrive(transfer)
+        padding = transfer.nbytes - self._contents[region]
+        if transfer.reading:
+            self._result.bytes_in -= padding
+            self._result.prefetched_bytes -= padding * transfer.planned
+            self._renew(region)
+        else:
+            self._result.bytes_out -= padding
+        if self.state[region] is State.HERE and self._wanted[region] and not self._locked[region]:
+            self._place(region)
+
+    def _evict(self, region: int) -> None:
+        self._placed[region] = False
+        super()._evict(region)
+
+
+__all__ = ["FAULT_LOOKAHEAD", "NEVER", "Following", "SimulatedPager"]

@@ -1,0 +1,339 @@
+"""A recorded step as the runtime meets it: visits of units, what is saved, what backward asks for.
+
+What it is: `Network`, the parameters and the modules that own them, and `Recorded`, made of a trace
+of a plain step by `recorded`. What it is not: regions, or anything that a budget decides; see
+`training`.
+
+[Note: what is saved]  A trace does not tell what autograd saved; it tells which storages forward
+made or read that backward reads again. Such a storage was saved in the module call whose backward
+reads it, there by the operator that has most in common with the one that reads it; where several
+have as much, by the first to read it, or, for what goes by its result, by the one that made it. It
+ends with the storage itself, or with its last use in backward. What backward never reads, as where
+only a shape is asked for, was saved by its first reader if it ends while backward runs.
+
+[Note: nodes]  Before a node of the graph runs, all that it saved is asked for. Operators of one
+module call that follow one another in backward count as one node where they read parameters, which
+is so for modules that own some.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from dynoffload.errors import TraceError
+from dynoffload.profiler.trace import Operator, Phase, Trace
+from dynoffload.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_OF_RESULTS = frozenset(
+    "_softmax_backward_data _log_softmax_backward_data sigmoid_backward tanh_backward"
+    " threshold_backward elu_backward native_dropout_backward".split()
+)
+"""Operators of backward that go by the result of forward's."""
+_OWN = ("parameter", "buffer")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+        name: in the model; the first, if it is tied.
+        nbytes: of it.
+        trained: whether it gets gradients.
+    """
+
+    name: str
+    nbytes: int
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class Network:
+    """What of a network moves.
+
+    Attributes:
+        parameters: in the order of the model.
+        owners: module path -> the parameters that it owns, in the order of the modules.
+    """
+
+    parameters: tuple[Parameter, ...]
+    owners: Mapping[str, tuple[int, ...]]
+
+
+def network_of(model: nn.Module) -> Network:
+    """Return what moves of ``model``."""
+    numbers = {}
+    parameters = []
+    for name, parameter in model.named_parameters():
+        numbers[parameter] = len(parameters)
+        parameters.append(Parameter(name, parameter.nbytes, parameter.requires_grad))
+    owners = {}
+    for path, module in model.named_modules():
+        own = dict.fromkeys(p for p in module._parameters.values() if p is not None)
+        if own:
+            owners[path] = tuple(numbers[p] for p in own)
+    return Network(tuple(parameters), owners)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One operator, and what happens right before and after it.
+
+    Attributes:
+        seconds: it takes.
+        parameters: those that it reads.
+        visits: paths of owners whose forward begins before it.
+        saves: storages that autograd saves before it; in forward.
+        borrows: parameters that backward asks for before it, as they were saved.
+        reads: saved storages that it reads; in backward.
+        ends: saved storages that nobody asks for any more after it.
+        completes: parameters whose gradients are complete after it.
+    """
+
+    seconds: float
+    parameters: tuple[int, ...] = ()
+    visits: tuple[str, ...] = ()
+    saves: tuple[int, ...] = ()
+    borrows: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    completes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One step.
+
+    Attributes:
+        forward: its operators, up to the loss.
+        backward: its operators.
+        saved: bytes of the storages that are saved, by their numbers.
+        owned: those of the model's own: of a parameter its number, of a buffer -1.
+        update_s: seconds of the optimizer's step.
+        states: bytes of the optimizer's tensors for each parameter, by the optimizer's keys.
+    """
+
+    forward: tuple[Piece, ...]
+    backward: tuple[Piece, ...]
+    saved: Mapping[int, int]
+    owned: Mapping[int, int]
+    update_s: float
+    states: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+
+    def order(self) -> list[str]:
+        """Return the owners that forward visits."""
+        return [path for piece in self.forward for path in piece.visits]
+
+    def timed(self, forward_s: float, backward_s: float, update_s: float) -> Recorded:
+        """Return the same step, its phases as long as given: what lies between operators is spread
+        over them evenly, and what operators took longer when they were recorded is taken off."""
+
+        def spread(pieces: tuple[Piece, ...], whole: float) -> tuple[Piece, ...]:
+            between = (whole - sum(piece.seconds for piece in pieces)) / max(1, len(pieces))
+            if between < 0:
+                factor = whole / sum(piece.seconds for piece in pieces)
+                return tuple(replace(p, seconds=p.seconds * factor) for p in pieces)
+            return tuple(replace(p, seconds=p.seconds + between) for p in pieces)
+
+        return replace(
+            self,
+            forward=spread(self.forward, forward_s),
+            backward=spread(self.backward, backward_s),
+            update_s=update_s,
+        )
+
+
+def recorded(trace: Trace, network: Network) -> Recorded:
+    """Return the step of ``trace`` as the runtime meets it.
+
+    Raises:
+        TraceError: the trace is of another network.
+    """
+    return _Reading(trace, network).step()
+
+
+class _Reading:
+    def __init__(self, trace: Trace, network: Network) -> None:
+        self._trace, self._network = trace, network
+        numbers = {one.name: number for number, one in enumerate(network.parameters)}
+        self._parameter: dict[int, int] = {}  # region of the trace -> parameter
+        self._gradient: dict[int, int] = {}
+        self._states: dict[int, dict[str, int]] = {}
+        for region, info in enumerate(trace.regions):
+            name, _, key = info.name.partition(":")
+            number = numbers.get(name, -1)
+            if info.kind in ("parameter", "gradient", "state") and number < 0:
+                raise TraceError(
+                    f"step {trace.step} of {trace.source!r} has {info.kind} {info.name!r} of "
+                    f"{format_bytes(info.nbytes)}, which the network does not have: record it anew"
+                )
+            if info.kind == "parameter":
+                self._parameter[region] = number
+            elif info.kind == "gradient":
+                self._gradient[region] = number
+            elif info.kind == "state":
+                self._states.setdefault(number, {})[key] = info.nbytes
+
+    def step(self) -> Recorded:
+        operators = list(enumerate(self._trace.operators))
+        forward = [(n, one) for n, one in operators if one.phase is Phase.FORWARD]
+        backward = [(n, one) for n, one in operators if one.phase is Phase.BACKWARD]
+        saves, last = self._saved(forward, backward)
+        infos = self._trace.regions
+        saved = {r: infos[r].nbytes for regions in saves.values() for r in regions}
+        return Recorded(
+            forward=self._forward(forward, saves),
+            backward=self._backward(backward, set(saved), last),
+            saved=saved,
+            owned={r: self._parameter.get(r, -1) for r in saved if infos[r].kind in _OWN},
+            update_s=sum(o.seconds for _, o in operators if o.phase is Phase.OPTIMIZER),
+            states=self._states,
+        )
+
+    def _saved(
+        self, forward: list[tuple[int, Operator]], backward: list[tuple[int, Operator]]
+    ) -> tuple[dict[int, list[int]], dict[int, int]]:
+        """Return what is saved by each operator of forward, and the last use of it in backward."""
+        by_call: dict[int, list[tuple[int, Operator]]] = defaultdict(list)
+        begun: dict[int, int] = {}  # region -> the operator that used it first
+        reader: dict[int, int] = {}  # region -> the operator that read it first
+        for number, one in forward:
+            by_call[one.call].append((number, one))
+            for region in (*one.reads, *one.writes):
+                if region not in self._gradient:
+                    begun.setdefault(region, number)
+            for region in one.reads:
+                reader.setdefault(region, number)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for number, one in backward:
+            read = {region for region in one.reads if region in begun}
+            for region in read:
+                last[region] = number
+                at = _saver(region, read, one, by_call[one.call], begun[region])
+                first[region] = min(first.get(region, at), at)
+        span = range(backward[0][0], backward[-1][0]) if backward else range(0)
+        for region, at in begun.items():
+            died = self._trace.regions[region].died
+            if died in span:
+                first.setdefault(region, reader.get(region, at))
+                last[region] = max(died, last.get(region, died))
+        saves: dict[int, list[int]] = defaultdict(list)
+        for region, number in first.items():
+            saves[number].append(region)
+        return saves, last
+
+    def _forward(
+        self, operators: list[tuple[int, Operator]], saves: Mapping[int, list[int]]
+    ) -> tuple[Piece, ...]:
+        owners = self._network.owners
+        begins = [(call.start, call.path) for call in self._trace.calls if call.path in owners]
+        place, pieces = 0, []
+        for number, one in operators:
+            visits = []
+            while place < len(begins) and begins[place][0] <= number:
+                visits.append(begins[place][1])
+                place += 1
+            pieces.append(
+                Piece(
+                    one.seconds,
+                    parameters=self._parameters(one),
+                    visits=tuple(visits),
+                    saves=tuple(saves.get(number, ())),
+                )
+            )
+        pieces.append(Piece(0.0, visits=tuple(path for _, path in begins[place:])))
+        return tuple(pieces)
+
+    def _backward(
+        self, operators: list[tuple[int, Operator]], saved: set[int], last: Mapping[int, int]
+    ) -> tuple[Piece, ...]:
+        borrowed = self._borrowed(operators)
+        complete = self._completed(operators)
+        ended: dict[int, list[int]] = defaultdict(list)
+        for region in saved:
+            ended[last[region]].append(region)
+        pieces = []
+        for number, one in operators:
+            reads = tuple(dict.fromkeys(r for r in one.reads if r in saved))
+            pieces.append(
+                Piece(
+                    one.seconds,
+                    parameters=self._parameters(one),
+                    borrows=tuple(borrowed.get(number, ())),
+                    reads=reads,
+                    ends=tuple(ended.get(number, ())),
+                    completes=tuple(complete.get(number, ())),
+                )
+            )
+        return tuple(pieces)
+
+    def _parameters(self, one: Operator) -> tuple[int, ...]:
+        regions = dict.fromkeys((*one.reads, *one.writes))
+        return tuple(self._parameter[r] for r in regions if r in self._parameter)
+
+    def _borrowed(self, operators: Iterable[tuple[int, Operator]]) -> dict[int, list[int]]:
+        """Return the parameters that are asked for before each operator; see [Note: nodes]."""
+        owners = self._network.owners
+        found: dict[int, list[int]] = {}
+        node, call = -1, -2
+        for number, one in operators:
+            path = self._trace.calls[one.call].path if one.call >= 0 else ""
+            is_sum = one.name.startswith("aten.detach")  # the gradient is handed over
+            if one.call != call or path not in owners or is_sum:
+                node, call = number, -2 if is_sum else one.call
+            read = self._parameters(one)
+            if read:
+                found.setdefault(node, []).extend(read)
+                if path in owners:  # the next to read some is another node
+                    call = -2
+        return found
+
+    def _completed(self, operators: list[tuple[int, Operator]]) -> dict[int, list[int]]:
+        """Return the parameters whose gradients are handed over after each operator."""
+        infos, written = self._trace.regions, {}
+        for number, one in operators:
+            for region in one.writes:
+                if region in self._gradient:
+                    written[region] = number
+        made = sorted((written.get(r, infos[r].born), r) for r in self._gradient)
+        handed: dict[str, list[int]] = defaultdict(list)  # owner -> where gradients are handed over
+        for number, one in operators:
+            if one.name.startswith("aten.detach") and one.call >= 0:
+                handed[self._trace.calls[one.call].path].append(number)
+        found: dict[int, list[int]] = defaultdict(list)
+        for at, region in made:
+            parameter = self._gradient[region]
+            path = self._network.parameters[parameter].name.rpartition(".")[0]
+            places = [number for number in handed[path] if number > at]
+            if places:
+                handed[path].remove(places[0])
+                at = places[0]
+            found[at].append(parameter)
+        return found
+
+
+def _saver(
+    region: int,
+    read: Collection[int],
+    reader: Operator,
+    call: Iterable[tuple[int, Operator]],
+    otherwise: int,
+) -> int:
+    """Return which operator of ``call`` saved ``region``; see [Note: what is saved]."""
+    wants_result = reader.name.split(".")[1] in _OF_RESULTS
+    best, most = otherwise, (0, False)
+    for number, one in call:
+        if region in one.reads or region in one.writes:
+            common = len(read.intersection((*one.reads, *one.writes)))
+            made = region in one.writes and region not in one.reads
+            score = (common, made is wants_result)
+            if score > most:
+                best, most = number, score
+    return best

@@ -1,0 +1,417 @@
+"""Training under a budget as the runtime does it, simulated: from plain steps to what it would move.
+
+What it is: `Training`, which makes the steps of a `Network` on a `SimulatedPager` as the runtime
+makes them: parameters, gradients and optimizer state in regions of whole pages, what is saved for
+backward in chunks filled in order, updates put off to their parameter's next use or drafted in
+backward, and plans made at the begin of forward and of backward, from reference strings built by
+the runtime's own code (`dynoffload.planning.reference`). What it is not: a model of loops that do
+more than forward, backward, step and dropping gradients; nor of parameters that are paged by
+slices, or that something else holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.planning.drafting import choose_drafts, drafted_regions
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
+from dynoffload.planning.schedule import NextUse, Policy, Schedule
+from dynoffload.simulation.chunks import Chunks
+from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.machine import Machine
+from dynoffload.simulation.pager import SimulatedPager
+from dynoffload.simulation.recorded import Network, Piece, Recorded
+from dynoffload.units import KiB
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a budget is divided, in bytes; the runtime's sizing says it.
+
+    Attributes:
+        pool_bytes: of the pool.
+        page_bytes: of its pages.
+        reserve_bytes: part of the pool that plans leave free.
+        chunk_bytes: of a chunk of saved activations.
+        min_paged_bytes: parameters and state below this stay in memory.
+        min_moved_bytes: saved tensors below this stay in place, while `kept_bytes` lasts.
+        kept_bytes: how much those may take.
+        draft_share: share of the parameters' bytes whose updates are drafted in backward.
+    """
+
+    pool_bytes: int
+    page_bytes: int
+    reserve_bytes: int
+    chunk_bytes: int
+    min_paged_bytes: int
+    min_moved_bytes: int
+    kept_bytes: int
+    draft_share: float = 0.5
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the runtime itself takes, beside the network's own work; seconds.
+
+    Attributes:
+        visit_s: of a unit's visit.
+        save_s: of a tensor that is saved, or asked for.
+        gradient_s: of a gradient that is handed over.
+        update_s: of an update that is made by itself, beside its arithmetic.
+        plan_s: of one use of a string that is planned.
+        copy_bps: bytes per second that are copied into chunks, gradients' regions and twins.
+    """
+
+    visit_s: float = 0.0
+    save_s: float = 0.0
+    gradient_s: float = 0.0
+    update_s: float = 0.0
+    plan_s: float = 0.0
+    copy_bps: float = float("inf")
+
+
+@dataclass(eq=False)
+class Slot:
+    """One paged parameter, and the regions that go with it; a `dynoffload.planning.reference.Held`.
+
+    Attributes:
+        number: of the parameter.
+        region: holds its bytes.
+        nbytes: of it.
+        gradient: region of its gradient.
+        states: regions of its optimizer state.
+        has_gradient: there is one now.
+    """
+
+    number: int
+    region: int
+    nbytes: int
+    gradient: int | None = None
+    states: dict[str, int] = field(default_factory=dict)
+    has_gradient: bool = False
+    is_slice: bool = False
+    owed: int | None = None
+
+    def update_regions(self) -> list[int]:
+        """Return what an update reads and writes."""
+        gradient = [] if self.gradient is None else [self.gradient]
+        return [self.region, *gradient, *self.states.values()]
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A module that owns paged parameters."""
+
+    index: int
+    path: str
+    slots: tuple[Slot, ...]
+
+
+class Training:
+    """A network that trains under a budget.
+
+    Args:
+        network: what moves of it.
+        division: of the budget.
+        machine: its link, workers and interference; the pool is the division's.
+        prefetch: plan ahead; else everything is on demand.
+        work: what the runtime itself takes.
+        policy: plans.
+
+    Attributes:
+        pager: where regions are.
+        units: modules that own paged parameters, by path.
+        reference: the string that is followed.
+        strings: called with each string that is planned.
+
+    Raises:
+        ConfigError: nothing of the network is paged.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        division: Division,
+        machine: Machine,
+        *,
+        prefetch: bool,
+        work: Work | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self.division, self.work = division, work or Work()
+        self._prefetch, self._policy = prefetch, policy or LookAhead()
+        self._capacity = division.pool_bytes - division.reserve_bytes
+        machine = machine.with_fast(division.pool_bytes)
+        self.pager = SimulatedPager(machine, division.page_bytes, division.reserve_bytes)
+        self.strings: list[Reference[Slot]] = []
+        self.record_strings = False
+        self._slots: dict[int, Slot] = {}
+        for number, one in enumerate(network.parameters):
+            if one.nbytes >= division.min_paged_bytes:
+                self._adopt(number, one.nbytes, trained=one.trained)
+        if not self._slots:
+            raise ConfigError(
+                f"no parameter has {division.min_paged_bytes} bytes, so none is paged: there is "
+                "nothing to simulate; lower min_paged_bytes"
+            )
+        self.units: dict[str, Unit] = {}
+        for path, owned in network.owners.items():
+            own = tuple(self._slots[number] for number in owned if number in self._slots)
+            if own:
+                self.units[path] = Unit(len(self.units), path, own)
+        self._chunks = Chunks(self.pager, division, self._open_chunk)
+        self._saved = Saved(division.chunk_bytes)
+        self.reference: Reference[Slot] = Reference()
+        self._position = 0
+        self._pending: dict[Slot, Recorded] = {}
+        self._drafted: dict[Slot, None] = {}
+        self._spent: list[Slot] = []
+        self._chosen: dict[Slot, dict[int, int]] = {}
+        self._tried = False  # whether a draft has shown that gradients are not written
+        self._visits: list[tuple[Unit, list[int]]] = []
+        self._order: list[Unit] = []
+        self._outstanding: list[Visit[Slot]] = []
+        self._in_backward = False
+        self._update_rate = 0.0  # seconds per byte of a parameter
+        self._step: Recorded | None = None
+
+    def _adopt(self, number: int, nbytes: int, *, trained: bool) -> None:
+        region = self.pager.allocate(nbytes)
+        self.pager.acquire([region])
+        slot = self._slots[number] = Slot(number, region, nbytes)
+        if trained:
+            slot.gradient = self.pager.allocate(nbytes)
+
+    # A step
+
+    def step(self, step: Recorded, predicted: Sequence[str] | None = None) -> StepResult:
+        """Make a step, and return what it cost.
+
+        Args:
+            step: what happens.
+            predicted: paths of the units that forward is expected to visit; None: as the last one.
+        """
+        began, result = self.pager.now, self.pager.begin_step()
+        self._step = step
+        trained = sum(s.nbytes for s in self._slots.values() if s.gradient is not None)
+        self._update_rate = step.update_s / max(1, trained)
+        self._begin_forward(predicted)
+        for piece in step.forward:
+            self._forward(step, piece)
+        self._end_forward()
+        for piece in step.backward:
+            self._backward(step, piece)
+        self._end_backward(step)
+        result.seconds = self.pager.now - began
+        return result
+
+    def _begin_forward(self, predicted: Sequence[str] | None) -> None:
+        self._drafted.clear()
+        self._chosen = {}
+        while self._spent:
+            slot = self._spent.pop()
+            assert slot.gradient is not None
+            self.pager.discard(slot.gradient)
+        self._visits, self._in_backward = [], False
+        order = self._order
+        if predicted is not None:
+            order = [self.units[path] for path in predicted if path in self.units]
+        if self._prefetch and order:
+            regions = self._chunks.next_regions(self._saved.chunks_needed(order))
+            visits = self._saved.visits(order, regions)
+            reference: Reference[Slot] = Reference()
+            reference.add_forward(visits, lambda slot: slot in self._pending)
+            reference.add_return(visits, order, self._choose(visits))
+            self._follow(reference)
+
+    def _forward(self, step: Recorded, piece: Piece) -> None:
+        for path in piece.visits:
+            unit = self.units.get(path)
+            if unit is not None:
+                self._visit(unit)
+        for storage in piece.saves:
+            owner = step.owned.get(storage)
+            if owner in self._slots:
+                continue  # what is paged is borrowed
+            copied = self._chunks.save(storage, step.saved[storage], own=owner is not None)
+            self.pager.work(self.work.save_s + copied / self.work.copy_bps, "save")
+        self._access(piece.parameters, ())
+        self.pager.work(piece.seconds)
+
+    def _visit(self, unit: Unit) -> None:
+        self._close_visit()
+        self._visits.append((unit, []))
+        self._anchor(self.reference.forward.get(unit.index))
+        self.pager.work(self.work.visit_s, "visit")
+        for slot in unit.slots:
+            if slot in self._pending:
+                self._update(slot)
+        self.pager.touch([slot.region for slot in unit.slots])
+
+    def _close_visit(self) -> None:
+        saved = self._chunks.take_saved()
+        if self._visits:
+            self._saved.note(self._visits[-1][0].index, saved)
+
+    def _open_chunk(self, region: int) -> None:
+        if self._visits:
+            self._visits[-1][1].append(region)
+
+    def _end_forward(self) -> None:
+        self._chunks.end_forward()
+        self._close_visit()
+        self._order = [unit for unit, _ in self._visits]
+        self._outstanding += visits_made(self._visits)
+
+    def _backward(self, step: Recorded, piece: Piece) -> None:
+        for number in piece.borrows:
+            slot = self._slots.get(number)
+            if slot is not None:
+                self._borrow(slot)
+        chunks = []
+        for storage in piece.reads:
+            region = self._chunks.ask(storage)
+            self.pager.work(self.work.save_s, "unpack")
+            if region is not None:
+                chunks.append(region)
+        self._access(piece.parameters, tuple(dict.fromkeys(chunks)))
+        self.pager.work(piece.seconds)
+        for storage in piece.ends:
+            self._chunks.end(storage)
+        for number in piece.completes:
+            slot = self._slots.get(number)
+            if slot is not None:
+                self._collect(slot)
+
+    def _borrow(self, slot: Slot) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            visits, self._outstanding = self._outstanding, []
+            if self._prefetch and visits:
+                reference: Reference[Slot] = Reference()
+                reference.add_return(visits, self._order, self._choose(visits))
+                self._follow(reference)
+        self._anchor(self.reference.backward.get(slot.region))
+        self.pager.touch([slot.region])
+        self.pager.work(self.work.save_s, "unpack")
+
+    def _collect(self, slot: Slot) -> None:
+        """The gradient is complete: it moves into its region, and the update may be drafted."""
+        assert slot.gradient is not None
+        self._chunks.settle()
+        self.pager.acquire([slot.gradient])
+        slot.has_gradient = True
+        self.pager.work(self.work.gradient_s + slot.nbytes / self.work.copy_bps, "gradient")
+        if slot in self._chosen and slot not in self._pending:
+            self._draft(slot)
+
+    def _end_backward(self, step: Recorded) -> None:
+        paged = 0
+        for slot in self._slots.values():
+            if not slot.has_gradient:
+                continue
+            slot.has_gradient = False
+            paged += slot.nbytes
+            if slot in self._drafted:
+                regions = drafted_regions(slot)
+                twins = [self.pager.twin(region) for region in regions]
+                self.pager.exchange(regions, twins)
+                for twin in twins:
+                    self.pager.discard(twin)
+                self._spent.append(slot)
+            else:
+                self.pager.lock(slot.update_regions())
+                self._pending[slot] = step
+        self._chunks.settle()
+        self._outstanding.clear()
+
+    # Updates
+
+    def _update(self, slot: Slot) -> None:
+        """Make the update that waits."""
+        step, pager = self._pending.pop(slot), self.pager
+        regions = slot.update_regions()
+        pager.unlock(regions)
+        pager.acquire(regions, pin=True)
+        pager.work(self.work.update_s + slot.nbytes * self._update_rate, "update")
+        pager.unpin(regions)
+        for key, nbytes in step.states.get(slot.number, {}).items():
+            if key not in slot.states and nbytes >= min(self.division.min_paged_bytes, slot.nbytes):
+                slot.states[key] = pager.allocate(nbytes)
+                pager.acquire([slot.states[key]])
+                pager.work(nbytes / self.work.copy_bps, "state")
+        assert slot.gradient is not None
+        pager.discard(slot.gradient)
+
+    def _choose(self, visits: Sequence[Visit[Slot]]) -> dict[Slot, dict[int, int]]:
+        self._chosen = {}
+        if self.division.draft_share:
+            chosen = choose_drafts(
+                completing(visits),
+                share=self.division.draft_share,
+                capacity=self._capacity,
+                size=self.pager.size,
+                eligible=lambda slot: bool(slot.states),
+            )
+            for slot in chosen:
+                self._chosen[slot] = {r: self.pager.twin(r) for r in drafted_regions(slot)}
+        return self._chosen
+
+    def _draft(self, slot: Slot) -> None:
+        """Make the update on twins, if all it needs is at hand."""
+        pager, states, twins = self.pager, list(slot.states.values()), self._chosen[slot]
+        assert slot.gradient is not None
+        copied = [slot.region]
+        if not pager.lend(states, [twins[region] for region in states]):
+            if not set(states) <= set(pager.resident()):
+                return
+            copied += states
+        made = [*twins.values()]
+        trial = None
+        if not self._tried:  # on a copy of the gradient, to see whether it is written
+            trial = pager.twin(slot.gradient)
+            made.append(trial)
+            copied.append(slot.gradient)
+        pinned = list({*copied, slot.gradient, *made})
+        pager.acquire(pinned, pin=True)
+        moved = sum(map(pager.size, copied))
+        arithmetic = slot.nbytes * self._update_rate
+        pager.work(self.work.update_s + arithmetic + moved / self.work.copy_bps, "update")
+        pager.unpin(pinned)
+        if trial is not None:
+            pager.discard(trial)
+        self._tried = True
+        pager.withdraw([slot.region, *states, slot.gradient])
+        self._drafted[slot] = None
+
+    # Plans
+
+    def _follow(self, reference: Reference[Slot]) -> None:
+        if self.record_strings:
+            self.strings.append(reference)
+        resident = self.pager.resident()
+        used = (r for use in reference.uses for r in (*use.regions, *use.creates))
+        count = 1 + max(max(used, default=0), max(resident, default=0))
+        sizes = [self.pager.size(region) for region in range(count)]
+        try:
+            schedule = self._policy.plan(
+                reference.uses, sizes, self._capacity, resident, resident
+            )
+        except (BudgetError, ValueError):  # a plan is advice: such a step runs on demand
+            schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))
+        self.pager.work(self.work.plan_s * len(reference.uses), "plan")
+        self.pager.follow(reference.uses, schedule)
+        self.reference, self._position = reference, 0
+
+    def _anchor(self, positions: Sequence[int] | None) -> None:
+        following = [p for p in positions or () if p >= self._position][:1]
+        if following and following[0] != self._position:
+            self._position = following[0]
+            self.pager.advance(self._position)
+
+    def _access(self, parameters: Sequence[int], chunks: Sequence[int]) -> None:
+        slots = [self._slots[number] for number in parameters if number in self._slots]
+        self.pager.access([*chunks, *(slot.region for slot in slots)])
