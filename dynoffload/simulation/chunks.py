@@ -52,9 +52,7 @@ class Chunks:
         on_open: called with the region of a chunk that is opened.
     """
 
-    def __init__(
-        self, pager: SimulatedPager, sizes: Sizes, on_open: Callable[[int], None]
-    ) -> None:
+    def __init__(self, pager: SimulatedPager, sizes: Sizes, on_open: Callable[[int], None]) -> None:
         self._pager, self._sizes, self._on_open = pager, sizes, on_open
         self._regions: list[int] = []
         self._free: list[int] = []  # indices, highest first

@@ -75,6 +75,7 @@ class StepResult:
         compute_s: of the uses themselves, on this machine.
         recompute_s: of uses that were made again.
         stall_s: waited for regions or for room.
+        beside_s: worked while transfers were under way.
         bytes_in: read from the tier below.
         bytes_out: written to it.
         prefetched_bytes: of those read, by plan.
@@ -88,6 +89,7 @@ class StepResult:
     compute_s: float = 0.0
     recompute_s: float = 0.0
     stall_s: float = 0.0
+    beside_s: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
     prefetched_bytes: int = 0
@@ -416,8 +418,10 @@ class Execution:
             left = 0.0
         while left > 0:
             self._dispatch()
-            rate = 1.0 - self.machine.interference if self._traffic.under_way else 1.0
+            beside = bool(self._traffic.under_way)
+            rate = 1.0 - self.machine.interference if beside else 1.0
             passed = min(left / rate, self._traffic.soonest())
+            self._result.beside_s += passed if beside else 0.0
             self._pass(passed)
             left -= passed * rate
             if left < 1e-12:

@@ -19,7 +19,7 @@ is so for modules that own some.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -68,8 +68,8 @@ class Network:
 
 def network_of(model: nn.Module) -> Network:
     """Return what moves of ``model``."""
-    numbers = {}
-    parameters = []
+    numbers: dict[nn.Parameter, int] = {}
+    parameters: list[Parameter] = []
     for name, parameter in model.named_parameters():
         numbers[parameter] = len(parameters)
         parameters.append(Parameter(name, parameter.nbytes, parameter.requires_grad))
@@ -321,7 +321,7 @@ class _Reading:
 
 def _saver(
     region: int,
-    read: Collection[int],
+    read: set[int],
     reader: Operator,
     call: Iterable[tuple[int, Operator]],
     otherwise: int,

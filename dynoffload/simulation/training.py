@@ -1,4 +1,4 @@
-"""Training under a budget as the runtime does it, simulated: from plain steps to what it would move.
+"""Training under a budget as the runtime does it, simulated from plain steps.
 
 What it is: `Training`, which makes the steps of a `Network` on a `SimulatedPager` as the runtime
 makes them: parameters, gradients and optimizer state in regions of whole pages, what is saved for
@@ -24,53 +24,7 @@ from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Piece, Recorded
-from dynoffload.units import KiB
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a budget is divided, in bytes; the runtime's sizing says it.
-
-    Attributes:
-        pool_bytes: of the pool.
-        page_bytes: of its pages.
-        reserve_bytes: part of the pool that plans leave free.
-        chunk_bytes: of a chunk of saved activations.
-        min_paged_bytes: parameters and state below this stay in memory.
-        min_moved_bytes: saved tensors below this stay in place, while `kept_bytes` lasts.
-        kept_bytes: how much those may take.
-        draft_share: share of the parameters' bytes whose updates are drafted in backward.
-    """
-
-    pool_bytes: int
-    page_bytes: int
-    reserve_bytes: int
-    chunk_bytes: int
-    min_paged_bytes: int
-    min_moved_bytes: int
-    kept_bytes: int
-    draft_share: float = 0.5
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the runtime itself takes, beside the network's own work; seconds.
-
-    Attributes:
-        visit_s: of a unit's visit.
-        save_s: of a tensor that is saved, or asked for.
-        gradient_s: of a gradient that is handed over.
-        update_s: of an update that is made by itself, beside its arithmetic.
-        plan_s: of one use of a string that is planned.
-        copy_bps: bytes per second that are copied into chunks, gradients' regions and twins.
-    """
-
-    visit_s: float = 0.0
-    save_s: float = 0.0
-    gradient_s: float = 0.0
-    update_s: float = 0.0
-    plan_s: float = 0.0
-    copy_bps: float = float("inf")
+from dynoffload.simulation.own_work import Counts, Division, Work
 
 
 @dataclass(eq=False)
@@ -120,12 +74,14 @@ class Training:
         prefetch: plan ahead; else everything is on demand.
         work: what the runtime itself takes.
         policy: plans.
+        record: keep the strings.
 
     Attributes:
         pager: where regions are.
         units: modules that own paged parameters, by path.
         reference: the string that is followed.
-        strings: called with each string that is planned.
+        strings: all that were planned, if ``record`` was asked for.
+        counts: of the last step.
 
     Raises:
         ConfigError: nothing of the network is paged.
@@ -140,6 +96,7 @@ class Training:
         prefetch: bool,
         work: Work | None = None,
         policy: Policy | None = None,
+        record: bool = False,
     ) -> None:
         self.division, self.work = division, work or Work()
         self._prefetch, self._policy = prefetch, policy or LookAhead()
@@ -147,7 +104,7 @@ class Training:
         machine = machine.with_fast(division.pool_bytes)
         self.pager = SimulatedPager(machine, division.page_bytes, division.reserve_bytes)
         self.strings: list[Reference[Slot]] = []
-        self.record_strings = False
+        self._record = record
         self._slots: dict[int, Slot] = {}
         for number, one in enumerate(network.parameters):
             if one.nbytes >= division.min_paged_bytes:
@@ -176,7 +133,7 @@ class Training:
         self._outstanding: list[Visit[Slot]] = []
         self._in_backward = False
         self._update_rate = 0.0  # seconds per byte of a parameter
-        self._step: Recorded | None = None
+        self.counts = Counts()
 
     def _adopt(self, number: int, nbytes: int, *, trained: bool) -> None:
         region = self.pager.allocate(nbytes)
@@ -195,7 +152,7 @@ class Training:
             predicted: paths of the units that forward is expected to visit; None: as the last one.
         """
         began, result = self.pager.now, self.pager.begin_step()
-        self._step = step
+        self.counts = Counts()
         trained = sum(s.nbytes for s in self._slots.values() if s.gradient is not None)
         self._update_rate = step.update_s / max(1, trained)
         self._begin_forward(predicted)
@@ -237,7 +194,7 @@ class Training:
             if owner in self._slots:
                 continue  # what is paged is borrowed
             copied = self._chunks.save(storage, step.saved[storage], own=owner is not None)
-            self.pager.work(self.work.save_s + copied / self.work.copy_bps, "save")
+            self._work(Counts(saves=1, copied=copied))
         self._access(piece.parameters, ())
         self.pager.work(piece.seconds)
 
@@ -245,7 +202,7 @@ class Training:
         self._close_visit()
         self._visits.append((unit, []))
         self._anchor(self.reference.forward.get(unit.index))
-        self.pager.work(self.work.visit_s, "visit")
+        self._work(Counts(visits=1))
         for slot in unit.slots:
             if slot in self._pending:
                 self._update(slot)
@@ -274,7 +231,7 @@ class Training:
         chunks = []
         for storage in piece.reads:
             region = self._chunks.ask(storage)
-            self.pager.work(self.work.save_s, "unpack")
+            self._work(Counts(saves=1))
             if region is not None:
                 chunks.append(region)
         self._access(piece.parameters, tuple(dict.fromkeys(chunks)))
@@ -296,7 +253,7 @@ class Training:
                 self._follow(reference)
         self._anchor(self.reference.backward.get(slot.region))
         self.pager.touch([slot.region])
-        self.pager.work(self.work.save_s, "unpack")
+        self._work(Counts(saves=1))
 
     def _collect(self, slot: Slot) -> None:
         """The gradient is complete: it moves into its region, and the update may be drafted."""
@@ -304,17 +261,15 @@ class Training:
         self._chunks.settle()
         self.pager.acquire([slot.gradient])
         slot.has_gradient = True
-        self.pager.work(self.work.gradient_s + slot.nbytes / self.work.copy_bps, "gradient")
+        self._work(Counts(copied=slot.nbytes))
         if slot in self._chosen and slot not in self._pending:
             self._draft(slot)
 
     def _end_backward(self, step: Recorded) -> None:
-        paged = 0
         for slot in self._slots.values():
             if not slot.has_gradient:
                 continue
             slot.has_gradient = False
-            paged += slot.nbytes
             if slot in self._drafted:
                 regions = drafted_regions(slot)
                 twins = [self.pager.twin(region) for region in regions]
@@ -336,13 +291,14 @@ class Training:
         regions = slot.update_regions()
         pager.unlock(regions)
         pager.acquire(regions, pin=True)
-        pager.work(self.work.update_s + slot.nbytes * self._update_rate, "update")
+        self._work(Counts(updates=1))
+        pager.work(slot.nbytes * self._update_rate)
         pager.unpin(regions)
         for key, nbytes in step.states.get(slot.number, {}).items():
             if key not in slot.states and nbytes >= min(self.division.min_paged_bytes, slot.nbytes):
                 slot.states[key] = pager.allocate(nbytes)
                 pager.acquire([slot.states[key]])
-                pager.work(nbytes / self.work.copy_bps, "state")
+                self._work(Counts(copied=nbytes))
         assert slot.gradient is not None
         pager.discard(slot.gradient)
 
@@ -377,9 +333,8 @@ class Training:
             copied.append(slot.gradient)
         pinned = list({*copied, slot.gradient, *made})
         pager.acquire(pinned, pin=True)
-        moved = sum(map(pager.size, copied))
-        arithmetic = slot.nbytes * self._update_rate
-        pager.work(self.work.update_s + arithmetic + moved / self.work.copy_bps, "update")
+        self._work(Counts(updates=1, copied=sum(map(pager.size, copied))))
+        pager.work(slot.nbytes * self._update_rate)
         pager.unpin(pinned)
         if trial is not None:
             pager.discard(trial)
@@ -387,22 +342,25 @@ class Training:
         pager.withdraw([slot.region, *states, slot.gradient])
         self._drafted[slot] = None
 
+    def _work(self, done: Counts) -> None:
+        """Do work of the runtime's own."""
+        self.counts.add(done)
+        self.pager.work(self.work.seconds(done), "runtime")
+
     # Plans
 
     def _follow(self, reference: Reference[Slot]) -> None:
-        if self.record_strings:
+        if self._record:
             self.strings.append(reference)
         resident = self.pager.resident()
         used = (r for use in reference.uses for r in (*use.regions, *use.creates))
         count = 1 + max(max(used, default=0), max(resident, default=0))
         sizes = [self.pager.size(region) for region in range(count)]
         try:
-            schedule = self._policy.plan(
-                reference.uses, sizes, self._capacity, resident, resident
-            )
+            schedule = self._policy.plan(reference.uses, sizes, self._capacity, resident, resident)
         except (BudgetError, ValueError):  # a plan is advice: such a step runs on demand
             schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))
-        self.pager.work(self.work.plan_s * len(reference.uses), "plan")
+        self._work(Counts(planned=len(reference.uses)))
         self.pager.follow(reference.uses, schedule)
         self.reference, self._position = reference, 0
 

@@ -1,0 +1,79 @@
+"""What a simulated runtime is given, and what it takes itself: a divided budget, and its own work.
+
+What it is: plain numbers. What it is not: how a budget is divided, which the runtime decides before
+anything is simulated, nor how its own work is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a budget is divided, in bytes; the runtime's sizing says it.
+
+    Attributes:
+        pool_bytes: of the pool.
+        page_bytes: of its pages.
+        reserve_bytes: part of the pool that plans leave free.
+        chunk_bytes: of a chunk of saved activations.
+        min_paged_bytes: parameters and state below this stay in memory.
+        min_moved_bytes: saved tensors below this stay in place, while `kept_bytes` lasts.
+        kept_bytes: how much those may take.
+        draft_share: share of the parameters' bytes whose updates are drafted in backward.
+    """
+
+    pool_bytes: int
+    page_bytes: int
+    reserve_bytes: int
+    chunk_bytes: int
+    min_paged_bytes: int
+    min_moved_bytes: int
+    kept_bytes: int
+    draft_share: float = 0.5
+
+
+@dataclass
+class Counts:
+    """How much of its own work the runtime has done in a step; see `Work`."""
+
+    visits: int = 0
+    saves: int = 0
+    updates: int = 0
+    planned: int = 0
+    copied: int = 0
+
+    def add(self, more: Counts) -> None:
+        """Count ``more`` too."""
+        for name, value in vars(more).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the runtime itself takes, beside the network's own work; seconds.
+
+    Attributes:
+        visit_s: of a unit's visit.
+        save_s: of a tensor that is saved, or asked for.
+        update_s: of an update that is made by itself, beside its arithmetic.
+        plan_s: of one use of a string that is planned.
+        copy_s: of a byte that is copied, into chunks, gradients' regions and twins.
+    """
+
+    visit_s: float = 0.0
+    save_s: float = 0.0
+    update_s: float = 0.0
+    plan_s: float = 0.0
+    copy_s: float = 0.0
+
+    def seconds(self, done: Counts) -> float:
+        """Return what ``done`` takes."""
+        return (
+            done.visits * self.visit_s
+            + done.saves * self.save_s
+            + done.updates * self.update_s
+            + done.planned * self.plan_s
+            + done.copied * self.copy_s
+        )
