@@ -30,6 +30,7 @@ EXPERIMENTS: dict[str, str] = {
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:run",
     "pilot-stalls": "dynoffload.experiments.pilot_stalls:run",
     "memory-expansion": "dynoffload.experiments.memory_expansion:run",
+    "simulation": "dynoffload.experiments.simulation:run",
     "whatif": "dynoffload.experiments.whatif:run",
     "planner-optimality": "dynoffload.experiments.planner_optimality:run",
     "idioms": "dynoffload.experiments.idioms:run",

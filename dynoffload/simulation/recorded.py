@@ -11,6 +11,10 @@ have as much, by the first to read it, or, for what goes by its result, by the o
 ends with the storage itself, or with its last use in backward. What backward never reads, as where
 only a shape is asked for, was saved by its first reader if it ends while backward runs.
 
+[Note: parts]  Of a storage of which an operator saves less than half, such as a row of a table,
+that part is saved by itself. It is seen where an operator reads nothing else but parameters: what
+it read beyond those is the part.
+
 [Note: nodes]  Before a node of the graph runs, all that it saved is asked for. Operators of one
 module call that follow one another in backward count as one node where they read parameters, which
 is so for modules that own some.
@@ -126,6 +130,11 @@ class Recorded:
     update_s: float
     states: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of what is saved, beside the model's own."""
+        return sum(n for storage, n in self.saved.items() if storage not in self.owned)
+
     def order(self) -> list[str]:
         """Return the owners that forward visits."""
         return [path for piece in self.forward for path in piece.visits]
@@ -165,6 +174,10 @@ class _Reading:
         self._parameter: dict[int, int] = {}  # region of the trace -> parameter
         self._gradient: dict[int, int] = {}
         self._states: dict[int, dict[str, int]] = {}
+        self._asked: dict[int, list[int]] = defaultdict(list)  # by operators of backward
+        self._parts: dict[tuple[int, int], int] = {}  # of a region, by an operator -> number
+        self._part_bytes: dict[int, int] = {}
+        self._split: set[int] = set()  # regions of which parts are saved
         for region, info in enumerate(trace.regions):
             name, _, key = info.name.partition(":")
             number = numbers.get(name, -1)
@@ -186,12 +199,20 @@ class _Reading:
         backward = [(n, one) for n, one in operators if one.phase is Phase.BACKWARD]
         saves, last = self._saved(forward, backward)
         infos = self._trace.regions
-        saved = {r: infos[r].nbytes for regions in saves.values() for r in regions}
+        saved = {
+            storage: infos[storage].nbytes if storage < len(infos) else self._part_bytes[storage]
+            for storages in saves.values()
+            for storage in storages
+        }
         return Recorded(
             forward=self._forward(forward, saves),
             backward=self._backward(backward, set(saved), last),
             saved=saved,
-            owned={r: self._parameter.get(r, -1) for r in saved if infos[r].kind in _OWN},
+            owned={
+                storage: self._parameter.get(storage, -1)
+                for storage in saved
+                if storage < len(infos) and infos[storage].kind in _OWN
+            },
             update_s=sum(o.seconds for _, o in operators if o.phase is Phase.OPTIMIZER),
             states=self._states,
         )
@@ -215,19 +236,35 @@ class _Reading:
         for number, one in backward:
             read = {region for region in one.reads if region in begun}
             for region in read:
-                last[region] = number
                 at = _saver(region, read, one, by_call[one.call], begun[region])
-                first[region] = min(first.get(region, at), at)
+                storage = self._part(region, at)
+                self._asked[number].append(storage)
+                last[storage] = number
+                first[storage] = min(first.get(storage, at), at)
         span = range(backward[0][0], backward[-1][0]) if backward else range(0)
         for region, at in begun.items():
             died = self._trace.regions[region].died
-            if died in span:
+            if died in span and region not in self._split:
                 first.setdefault(region, reader.get(region, at))
                 last[region] = max(died, last.get(region, died))
         saves: dict[int, list[int]] = defaultdict(list)
-        for region, number in first.items():
-            saves[number].append(region)
+        for storage, number in first.items():
+            saves[number].append(storage)
         return saves, last
+
+    def _part(self, region: int, number: int) -> int:
+        """Return the number of what an operator saves of a region: see [Note: parts]."""
+        one, infos = self._trace.operators[number], self._trace.regions
+        others = [other for other in dict.fromkeys(one.reads) if other != region]
+        if region not in one.reads or not all(other in self._parameter for other in others):
+            return region
+        shown = one.bytes_read - sum(infos[other].nbytes for other in others)
+        if not 0 < 2 * shown < infos[region].nbytes:
+            return region
+        self._split.add(region)
+        storage = self._parts.setdefault((region, number), len(infos) + len(self._parts))
+        self._part_bytes[storage] = shown
+        return storage
 
     def _forward(
         self, operators: list[tuple[int, Operator]], saves: Mapping[int, list[int]]
@@ -261,7 +298,7 @@ class _Reading:
             ended[last[region]].append(region)
         pieces = []
         for number, one in operators:
-            reads = tuple(dict.fromkeys(r for r in one.reads if r in saved))
+            reads = tuple(dict.fromkeys(self._asked[number]))
             pieces.append(
                 Piece(
                     one.seconds,

@@ -22,9 +22,9 @@ from dynoffload.planning.schedule import NextUse, Policy, Schedule
 from dynoffload.simulation.chunks import Chunks
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.machine import Machine
+from dynoffload.simulation.own_work import Counts, Division, Work
 from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Piece, Recorded
-from dynoffload.simulation.own_work import Counts, Division, Work
 
 
 @dataclass(eq=False)

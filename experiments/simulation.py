@@ -1,0 +1,351 @@
+"""Simulated steps beside real ones: step time and bytes moved, setting by setting.
+
+What it is: networks trained under budgets by the runtime, each in a process of its own, and the
+same steps simulated (`dynoffload.simulation.training`) from traces of plain training; a table of
+both with its misses. What it is not: a fit to what it validates: the link is measured by
+`dynoffload.doctor`, the network's own work by plain steps, and what the runtime itself takes is
+fitted on other networks under other budgets (`dynoffload.experiments.simulation_fit`).
+
+Processes compute with one thread, so that transfers have a core of their own where there are two.
+With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import ConfigError
+from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, Task
+from dynoffload.experiments.workers import WorkerError
+from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.simulation import Machine, StepResult
+from dynoffload.simulation.own_work import Counts, Division, Work
+from dynoffload.simulation.recorded import Network, Parameter, Recorded, recorded
+from dynoffload.simulation.training import Training
+
+STEP_MEDIAN, STEP_WORST, BYTES_WORST = 0.10, 0.20, 0.02
+"""Relative errors that are asked for."""
+_MOST_STEPS = 10  # from the eleventh on a session may try what waits without prefetch
+_SAID = 1_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training: a network, the share of its footprint that is its budget, and a policy."""
+
+    network: str
+    share: float
+    policy: str
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"{self.network}, {self.share:.3g}, {self.policy}"
+
+
+SETTINGS = (
+    *(Setting("moe", share, "pilot") for share in (0.5, 0.25, 0.125)),
+    Setting("moe", 0.25, "repeat"),
+    Setting("moe", 0.25, "on-demand"),
+    Setting("moe", 0.125, "on-demand"),
+    *(Setting("tree", share, "pilot") for share in (0.5, 0.25, 0.125)),
+    Setting("tree", 0.25, "repeat"),
+    Setting("tree", 0.25, "on-demand"),
+    *(Setting("mixtral", share, "repeat") for share in (0.5, 0.25, 0.125)),
+    Setting("mixtral", 0.25, "on-demand"),
+    *(Setting("t5", share, "repeat") for share in (0.5, 0.25, 0.125)),
+    Setting("t5", 0.25, "on-demand"),
+)
+"""What is validated."""
+FIT = (
+    Setting("moe (fit)", 1.3, "repeat"),
+    Setting("moe (fit)", 0.375, "repeat"),
+    Setting("moe (fit)", 0.375, "on-demand"),
+    Setting("tree (fit)", 1.3, "repeat"),
+    Setting("tree (fit)", 0.375, "on-demand"),
+    Setting("t5 (fit)", 0.375, "repeat"),
+    Setting("t5 (fit)", 0.375, "on-demand"),
+)
+"""What the runtime's own work is fitted on."""
+_PILOTED = frozenset(one.network for one in SETTINGS if one.policy == "pilot")
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is known of a network from plain training.
+
+    Attributes:
+        network: what moves of it.
+        steps: what happens in each step, with the times of plain steps.
+        orders: the paths that are predicted for each step, or None.
+        footprint: bytes of parameters, gradients, state and what the largest step saves.
+    """
+
+    network: Network
+    steps: tuple[Recorded, ...]
+    orders: tuple[Sequence[str] | None, ...]
+    footprint: int
+
+
+@dataclass(frozen=True)
+class Real:
+    """What a setting did, run by run and step by step."""
+
+    runs: tuple[Sequence[Mapping[str, Any]], ...]
+    sizing: Mapping[str, int]
+    fetches: tuple[tuple[float, int], ...]
+    backend: str
+
+    def per_step(self, key: str) -> list[float]:
+        """Return the median over runs of one number of each step."""
+        return [median(run[step][key] for run in self.runs) for step in range(len(self.runs[0]))]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The same steps, simulated."""
+
+    steps: tuple[StepResult, ...]
+    counts: tuple[Counts, ...]
+
+
+def run(
+    json_path: Path | None = None,
+    *,
+    steps: int = _MOST_STEPS,
+    warmup: int = 4,
+    runs: int = 3,
+    only: tuple[str, ...] = (),
+    page: Path | None = None,
+    spill_dir: Path | None = None,
+) -> dict[str, Any]:
+    """Run all settings, simulate them, and compare.
+
+    Args:
+        json_path: the figure is written beside it.
+        steps: of each run, at most 10: later ones may be trials of a session without prefetch.
+        warmup: of them, those that do not count.
+        runs: of each setting.
+        only: networks to validate by; all without it.
+        page: a page whose table is written anew, between its marks.
+        spill_dir: where the spill files lie.
+    """
+    from dynoffload.doctor.tiers import measure_tiers
+    from dynoffload.experiments.simulation_fit import fitted
+    from dynoffload.experiments.simulation_views import show, write_figure, write_table
+
+    if not warmup < steps <= _MOST_STEPS:
+        raise ConfigError(
+            f"steps={steps} with warmup={warmup}: take more steps than warmup and at most "
+            f"{_MOST_STEPS}, as a session may try steps without prefetch from then on"
+        )
+    settings = [one for one in SETTINGS if not only or one.network in only]
+    if not settings:
+        known = ", ".join(dict.fromkeys(one.network for one in SETTINGS))
+        raise ConfigError(f"only={','.join(only)!r} names no network that is validated: {known}")
+    spill = "" if spill_dir is None else str(spill_dir)
+    with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
+        report("the link", 0, None)
+        tiers = measure_tiers(spill or tempfile.gettempdir(), 0.5)
+        every = [*FIT, *settings]
+        materials = {
+            name: _material(name, steps, Path(folder), spill, report)
+            for name in dict.fromkeys(one.network for one in every)
+        }
+        pilots = {name: str(Path(folder) / name / "trained.pilot") for name in _PILOTED}
+        real = {}
+        for number, one in enumerate(every):
+            report(one.name, number, len(every))
+            pilot = pilots[one.network] if one.policy == "pilot" else ""
+            real[one] = _real(one, materials[one.network], steps, runs, pilot, spill)
+        fit = fitted(
+            [(materials[one.network], real[one], one.policy) for one in FIT], tiers, warmup
+        )
+        rows = [
+            _row(one, materials[one.network], real[one], fit.machine, fit.work, warmup)
+            for one in settings
+        ]
+        fit_rows = [
+            _row(one, materials[one.network], real[one], fit.machine, fit.work, warmup)
+            for one in FIT
+        ]
+    result = {
+        "steps": steps,
+        "warmup": warmup,
+        "runs": runs,
+        "link": asdict(fit.machine.link),
+        "interference": fit.machine.interference,
+        "work": asdict(fit.work),
+        "summary": summary(rows),
+        "settings": rows,
+        "fitted_on": fit_rows,
+    }
+    show(result)
+    if json_path is not None:
+        write_figure(result, json_path.with_suffix(".svg"))
+    if page is not None:
+        write_table(result, page)
+    return result
+
+
+# Running
+
+
+def _child(task: Task) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "dynoffload.experiments.simulated_run"]
+    done = subprocess.run(
+        [*command, json.dumps(asdict(task))], capture_output=True, text=True, check=False
+    )
+    if done.returncode or not done.stdout:
+        raise WorkerError(
+            f"{task.network}, {task.mode}, ended with code {done.returncode}: "
+            f"{done.stderr.strip()[-_SAID:]}"
+        )
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _material(name: str, steps: int, folder: Path, spill: str, report: Report) -> Material:
+    from dynoffload.profiler.trace import Trace
+
+    own, traces = folder / name, folder / name / "traces"
+    traces.mkdir(parents=True)
+    pilot = ""
+    if name in _PILOTED:
+        report(f"{name}: learning a pilot", 0, None)
+        pilot = _child(Task(name, PILOT, steps, str(own)))["pilot"]
+    report(f"{name}: plain steps", 0, None)
+    found = _child(Task(name, PLAIN, steps, str(traces), pilot=pilot))
+    network = Network(
+        tuple(Parameter(**one) for one in found["network"]["parameters"]),
+        {path: tuple(numbers) for path, numbers in found["network"]["owners"].items()},
+    )
+    made = [recorded(Trace.load(path), network) for path in sorted(traces.glob("*.parquet"))]
+    # The optimizer's state appears with a parameter's first gradient: late steps have most.
+    states = {number: sizes for one in made for number, sizes in one.states.items()}
+    timed = tuple(
+        replace(one, states=states).timed(*times)
+        for one, times in zip(made, found["times"], strict=True)
+    )
+    held = sum(one.nbytes * (2 if one.trained else 1) for one in network.parameters)
+    held += sum(sum(sizes.values()) for sizes in states.values())
+    saved = max(one.saved_bytes for one in made)
+    return Material(network, timed, tuple(found["orders"]), held + saved)
+
+
+def _real(
+    setting: Setting, material: Material, steps: int, runs: int, pilot: str, spill: str
+) -> Real:
+    task = Task(
+        setting.network,
+        BUDGETED,
+        steps,
+        budget=int(setting.share * material.footprint),
+        policy=setting.policy,
+        pilot=pilot,
+        spill_dir=spill,
+    )
+    found = [_child(task) for _ in range(runs)]
+    return Real(
+        tuple(one["steps"] for one in found),
+        found[0]["sizing"],
+        tuple((seconds, nbytes) for one in found for seconds, nbytes in one["fetches"]),
+        found[0]["backend"],
+    )
+
+
+# Simulating
+
+
+def simulated(
+    material: Material, sizing: Mapping[str, int], policy: str, machine: Machine, work: Work
+) -> Simulated:
+    """Simulate the steps of ``material`` under a divided budget."""
+    keys = [key for key in Division.__dataclass_fields__ if key in sizing]
+    options = OffloadConfig()
+    division = Division(**{key: sizing[key] for key in keys}, draft_share=options.draft_share)
+    machine = replace(machine, workers=options.io_threads)
+    training = Training(
+        material.network, division, machine, prefetch=policy != "on-demand", work=work
+    )
+    results, counts = [], []
+    for step, order in zip(material.steps, material.orders, strict=True):
+        results.append(training.step(step, order if policy == "pilot" else None))
+        counts.append(training.counts)
+    return Simulated(tuple(results), tuple(counts))
+
+
+def _row(
+    setting: Setting, material: Material, real: Real, machine: Machine, work: Work, warmup: int
+) -> dict[str, Any]:
+    """Return one setting's numbers, real and simulated, and how far they are apart."""
+    made = simulated(material, real.sizing, setting.policy, machine, work).steps[warmup:]
+    own = {
+        "seconds": median(step.seconds for step in made),
+        "bytes_in": sum(step.bytes_in for step in made) / len(made),
+        "bytes_out": sum(step.bytes_out for step in made) / len(made),
+    }
+    ran = {
+        "seconds": median(real.per_step("seconds")[warmup:]),
+        **{key: median(_means(real, key, warmup)) for key in ("bytes_in", "bytes_out")},
+    }
+    moved = [own["bytes_in"] + own["bytes_out"], ran["bytes_in"] + ran["bytes_out"]]
+    totals = [a + b for a, b in zip(*(_means(real, k, warmup) for k in _BYTES), strict=True)]
+    return {
+        **asdict(setting),
+        "backend": real.backend,
+        "budget": real.sizing["budget"],
+        "plain_s": median(_plain(step) for step in material.steps[warmup:]),
+        "real": ran,
+        "simulated": own,
+        "seconds_error": own["seconds"] / ran["seconds"] - 1,
+        "bytes_error": _error(*moved),
+        "bytes_spread": (max(totals) - min(totals)) / median(totals) if moved[1] else 0.0,
+        "runs": [median(step["seconds"] for step in one[warmup:]) for one in real.runs],
+    }
+
+
+_BYTES = ("bytes_in", "bytes_out")
+
+
+def _means(real: Real, key: str, warmup: int) -> list[float]:
+    """Return what each run has of ``key`` per step; of steps one after the other the sum counts, as
+    what is under way when a step ends belongs to the next."""
+    return [sum(step[key] for step in one[warmup:]) / len(one[warmup:]) for one in real.runs]
+
+
+def _plain(step: Recorded) -> float:
+    return sum(piece.seconds for piece in (*step.forward, *step.backward)) + step.update_s
+
+
+def _error(ours: float, theirs: float) -> float:
+    return ours / theirs - 1 if theirs else float(ours > 0)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how many settings hit what is asked for, and the errors over all."""
+    seconds = [abs(row["seconds_error"]) for row in rows]
+    moved = [abs(row["bytes_error"]) for row in rows]
+    return {
+        "settings": len(rows),
+        "seconds_median": median(seconds),
+        "seconds_worst": max(seconds),
+        "bytes_median": median(moved),
+        "bytes_worst": max(moved),
+        "seconds_within": sum(error <= STEP_WORST for error in seconds),
+        "bytes_within": sum(error <= BYTES_WORST for error in moved),
+        "holds": {
+            "seconds_median": median(seconds) <= STEP_MEDIAN,
+            "seconds_worst": max(seconds) <= STEP_WORST,
+            "bytes_worst": max(moved) <= BYTES_WORST,
+        },
+    }

@@ -1,0 +1,144 @@
+"""The table and the figure of `dynoffload.experiments.simulation`.
+
+What it is: its numbers as people read them. What it is not: their computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments.simulation import BYTES_WORST, STEP_MEDIAN, STEP_WORST
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLUMNS = (
+    *("network", "budget", "policy", "real ms", "simulated ms", "error"),
+    *("real MB in", "out", "simulated MB in", "out", "error", "runs differ by"),
+)
+_WIDTH = 120  # of the table, where the output is no terminal
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+"""Marks of a page between which the table stands."""
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the table and what is to be said of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=max(Console().width, _WIDTH))
+    table = Table(title="real and simulated steps", title_justify="left", box=None)
+    for number, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="left" if number in (0, 2) else "right")
+    for row in result["settings"]:
+        table.add_row(*cells(row))
+    console.print(table)
+    for line in said(result):
+        console.print(line, highlight=False)
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """Return one setting's row; what misses what is asked for is marked."""
+    real, ours = row["real"], row["simulated"]
+    return [
+        row["network"],
+        f"{row['share']:.3g}",
+        row["policy"],
+        f"{real['seconds'] * 1e3:.0f}",
+        f"{ours['seconds'] * 1e3:.0f}",
+        _marked(row["seconds_error"], STEP_WORST),
+        *(f"{one[key] / 1e6:.1f}" for one in (real, ours) for key in ("bytes_in", "bytes_out")),
+        _marked(row["bytes_error"], BYTES_WORST),
+        f"{row['bytes_spread']:.1%}",
+    ]
+
+
+def _marked(error: float, most: float) -> str:
+    return f"{error:+.1%}{' miss' if abs(error) > most else ''}"
+
+
+def said(result: Mapping[str, Any]) -> list[str]:
+    """Return what was asked for, and whether it holds."""
+    found, holds = result["summary"], result["summary"]["holds"]
+
+    def verdict(key: str) -> str:
+        return "holds" if holds[key] else "missed"
+
+    return [
+        f"step time: median error {found['seconds_median']:.1%} (at most {STEP_MEDIAN:.0%}: "
+        f"{verdict('seconds_median')}), worst {found['seconds_worst']:.1%} (at most "
+        f"{STEP_WORST:.0%}: {verdict('seconds_worst')}), {found['seconds_within']} of "
+        f"{found['settings']} settings within {STEP_WORST:.0%}",
+        f"bytes moved: median error {found['bytes_median']:.1%}, worst {found['bytes_worst']:.1%} "
+        f"(at most {BYTES_WORST:.0%}: {verdict('bytes_worst')}), {found['bytes_within']} of "
+        f"{found['settings']} settings within {BYTES_WORST:.0%}",
+    ]
+
+
+def write_table(result: Mapping[str, Any], page: Path) -> None:
+    """Write the table of a page anew, between its marks.
+
+    Raises:
+        ConfigError: the page does not have them.
+    """
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{page} has no {BEGIN} ... {END}: put these lines where the table goes")
+    lines = [
+        f"| {' | '.join(_COLUMNS)} |",
+        f"| --- | ---: | --- |{' ---: |' * (len(_COLUMNS) - 3)}",
+        *(f"| {' | '.join(cells(row))} |" for row in result["settings"]),
+        "",
+        *(f"- {line}" for line in said(result)),
+    ]
+    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+
+
+def write_figure(result: Mapping[str, Any], path: Path) -> None:
+    """Draw simulated against real, seconds and bytes."""
+    from dynoffload.reporting.canvas import write_figure as write
+
+    write(lambda figure, color: _draw(figure, color, result), path, height=4.6)
+
+
+def _draw(figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+    shades = {"pilot": "plan", "repeat": "compute", "on-demand": "fault"}
+    panels = figure.subplots(1, 2)
+    kinds = (("ms per step", STEP_WORST, _ms), ("MB moved per step", BYTES_WORST, _moved))
+    for axes, (label, most, value) in zip(panels, kinds, strict=True):
+        points = [
+            (value(row["real"]), value(row["simulated"]), row["policy"])
+            for row in result["settings"]
+        ]
+        ends = 0.8 * min(min(p[:2]) for p in points), 1.25 * max(max(p[:2]) for p in points)
+        axes.plot(ends, ends, color=color["muted"], linewidth=1)
+        axes.fill_between(
+            ends,
+            [(1 - most) * end for end in ends],
+            [(1 + most) * end for end in ends],
+            color=color["grid"],
+            label=f"within {most:.0%}",
+        )
+        for policy, shade in shades.items():
+            mine = [(x, y) for x, y, one in points if one == policy]
+            if not mine:
+                continue
+            axes.scatter(*zip(*mine, strict=True), color=color[shade], s=22, label=policy, zorder=3)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(f"real, {label}")
+        axes.set_ylabel("simulated")
+    panels[0].legend(frameon=False)
+
+
+def _ms(one: Mapping[str, float]) -> float:
+    return one["seconds"] * 1e3
+
+
+def _moved(one: Mapping[str, float]) -> float:
+    return (one["bytes_in"] + one["bytes_out"]) / 1e6
