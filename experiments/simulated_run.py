@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +55,12 @@ class Sample:
     """The arguments of one forward."""
 
     args: tuple[Any, ...] = ()
-    kwargs: Any = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
     source: str = ""
 
     def call(self, model: nn.Module) -> Any:
         """Return the loss."""
-        return model(*self.args, **(self.kwargs or {})).loss
+        return model(*self.args, **self.kwargs).loss
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
     on_step = lambda trace: trace.save(folder / f"step-{next(count):06d}.parquet")  # noqa: E731
     with Recorder(model, optimizer, on_step=on_step):
         for sample in itertools.islice(kind.samples(0), task.steps):
-            order = forecast.begin(sample.args, sample.kwargs or {})
+            order = forecast.begin(sample.args, sample.kwargs)
             orders.append(None if order is None else [unit.path for unit in order])
             loss = sample.call(model)
             forecast.end()

@@ -204,7 +204,8 @@ def test_what_plain_steps_saved_is_what_the_runtime_moves_into_chunks() -> None:
             nbytes
             for step in steps
             for storage, nbytes in step.saved.items()
-            if nbytes >= sizing.min_moved_bytes and step.owned.get(storage) not in paged
+            if step.whole.get(storage, nbytes) >= sizing.min_moved_bytes
+            and step.owned.get(storage) not in paged
         )
         assert moved == saved, name
 

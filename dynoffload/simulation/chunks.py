@@ -80,17 +80,18 @@ class Chunks:
         taken, self._taken = self._taken, 0
         return taken
 
-    def save(self, storage: int, nbytes: int, *, own: bool = False) -> int:
+    def save(self, storage: int, nbytes: int, whole: int, *, own: bool = False) -> int:
         """A storage is saved; return the bytes that are copied.
 
         Args:
             storage: its number.
             nbytes: of it.
+            whole: bytes of the storage that it is a part of, by which it stays in place or not.
             own: it is the model's, and counted with that where it stays.
         """
         self.settle()
         more = self._nbytes[storage] = 0 if own else nbytes
-        small = nbytes < self._sizes.min_moved_bytes
+        small = whole < self._sizes.min_moved_bytes
         if not nbytes or (small and self._kept + more <= self._sizes.kept_bytes):
             self._where[storage] = None
             self._kept += more

@@ -118,6 +118,7 @@ class Recorded:
         forward: its operators, up to the loss.
         backward: its operators.
         saved: bytes of the storages that are saved, by their numbers.
+        whole: of those that are part of a storage, the bytes of all of it.
         owned: those of the model's own: of a parameter its number, of a buffer -1.
         update_s: seconds of the optimizer's step.
         states: bytes of the optimizer's tensors for each parameter, by the optimizer's keys.
@@ -126,6 +127,7 @@ class Recorded:
     forward: tuple[Piece, ...]
     backward: tuple[Piece, ...]
     saved: Mapping[int, int]
+    whole: Mapping[int, int]
     owned: Mapping[int, int]
     update_s: float
     states: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
@@ -208,6 +210,7 @@ class _Reading:
             forward=self._forward(forward, saves),
             backward=self._backward(backward, set(saved), last),
             saved=saved,
+            whole={number: infos[region].nbytes for (region, _), number in self._parts.items()},
             owned={
                 storage: self._parameter.get(storage, -1)
                 for storage in saved

@@ -193,7 +193,9 @@ class Training:
             owner = step.owned.get(storage)
             if owner in self._slots:
                 continue  # what is paged is borrowed
-            copied = self._chunks.save(storage, step.saved[storage], own=owner is not None)
+            nbytes = step.saved[storage]
+            whole = step.whole.get(storage, nbytes)
+            copied = self._chunks.save(storage, nbytes, whole, own=owner is not None)
             self._work(Counts(saves=1, copied=copied))
         self._access(piece.parameters, ())
         self.pager.work(piece.seconds)
