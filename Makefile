@@ -70,6 +70,7 @@ bench: $(STAMP)
 	$(BIN)/dynoffload experiment pilot-accuracy --json docs/results/pilot-accuracy.json
 	$(BIN)/dynoffload experiment pilot-stalls --json docs/results/pilot-stalls.json
 	$(BIN)/dynoffload experiment memory-expansion --json docs/results/memory-expansion.json
+	$(BIN)/dynoffload experiment simulation --json docs/results/simulation.json --page docs/results/simulation.md
 	$(BIN)/dynoffload experiment idioms --json docs/results/idioms.json
 	$(BIN)/dynoffload experiment costs --json docs/results/costs.json
 

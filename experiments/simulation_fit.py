@@ -7,9 +7,10 @@ second, which are measured.
 [Note: the fit]  Real seconds less simulated ones are explained, step by step and relative to the
 real ones, by how often the runtime does what it does, with no negative cost (Lawson and Hanson's
 non-negative least squares): visits, tensors saved and asked for, updates made by themselves, uses
-planned, bytes copied, faults, and seconds of work beside transfers, which slow it down. What
-transfers hide changes with it, so this is done a few times over. Before that a transfer's latency
-is taken from fetches that somebody waited for, as what they took beyond their bytes.
+planned, bytes copied, faults, and seconds of work beside transfers, which slow it down. That is
+right where no fetch hides behind work, as in a roomy budget and on demand; writes still do, so it
+is done twice. Before that a transfer's latency is taken from fetches that somebody waited for, as
+what they took beyond their bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dynoffload.simulation.own_work import Work
 if TYPE_CHECKING:
     from dynoffload.experiments.simulation import Material, Real, Simulated
 
-_ROUNDS = 3
+_ROUNDS = 2
 
 
 @dataclass(frozen=True)

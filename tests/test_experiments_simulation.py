@@ -1,0 +1,156 @@
+"""The comparison of simulated with real steps: what counts as a hit, the fit, the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynoffload.doctor import Tiers
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import simulation
+from dynoffload.experiments.simulation import (
+    FIT,
+    SETTINGS,
+    Material,
+    Real,
+    Setting,
+    simulated,
+    summary,
+)
+from dynoffload.experiments.simulation_fit import fitted
+from dynoffload.experiments.simulation_views import BEGIN, END, write_figure, write_table
+from dynoffload.simulation import Link, Machine
+from dynoffload.simulation.own_work import Work
+from dynoffload.simulation.recorded import Network, Parameter, Piece, Recorded
+
+SIZING = {
+    "budget": 40_000,
+    "pool_bytes": 40_960,
+    "page_bytes": 4096,
+    "reserve_bytes": 4096,
+    "chunk_bytes": 4096,
+    "min_paged_bytes": 1,
+    "min_moved_bytes": 1,
+    "kept_bytes": 0,
+}
+ROOMY = {**SIZING, "pool_bytes": 1 << 20}
+TIERS = Tiers("", True, 1, 1e8, 1e8, 2e8, 1e9, ())
+
+
+def material(paths: int) -> Material:
+    """A chain of modules with a parameter of 8000 bytes each, and steps of 10 ms a module."""
+    owners = {f"layer{n}": (n,) for n in range(paths)}
+    network = Network(tuple(Parameter(f"layer{n}.weight", 8000) for n in range(paths)), owners)
+    forward = tuple(Piece(0.005, (n,), visits=(f"layer{n}",), saves=(n,)) for n in range(paths))
+    backward = tuple(
+        Piece(0.005, (n,), borrows=(n,), reads=(n,), ends=(n,), completes=(n,))
+        for n in reversed(range(paths))
+    )
+    states = {n: {"exp_avg": 8000} for n in range(paths)}
+    step = Recorded(forward, backward, dict.fromkeys(range(paths), 640), {}, {}, 0.001, states)
+    return Material(network, (step,) * 6, (None,) * 6, 24_000 * paths)
+
+
+def real_of(seconds: list[float], moved: int = 0) -> Real:
+    steps = [{"seconds": s, "bytes_in": moved, "bytes_out": moved} for s in seconds]
+    return Real((steps,), SIZING, ((0.00108, 8000),), "pager")
+
+
+def test_at_least_twelve_settings_are_validated_and_none_of_them_is_fitted_on() -> None:
+    assert len(set(SETTINGS)) == len(SETTINGS) >= 12
+    assert not {one.network for one in SETTINGS} & {one.network for one in FIT}
+    assert {one.policy for one in SETTINGS} == {"pilot", "repeat", "on-demand"}
+    assert {one.share for one in SETTINGS} == {0.5, 0.25, 0.125}
+
+
+def test_the_fit_finds_what_the_runtime_takes() -> None:
+    """Steps made by known costs, of chains of several lengths, are predicted for another."""
+    true = Work(visit_s=4e-3, update_s=2e-3)
+    machine = Machine(Link(1e8, 1e8, 2e8, latency_s=1e-3), 1)
+    cases = []
+    for paths in (3, 5, 8, 12):
+        for policy in ("repeat", "on-demand"):
+            sizing = SIZING if policy == "on-demand" else ROOMY
+            made = simulated(material(paths), sizing, policy, machine, true)
+            real = replace(real_of([s.seconds for s in made.steps]), sizing=sizing)
+            cases.append((material(paths), real, policy))
+    found = fitted(cases, TIERS, warmup=2)
+    assert found.machine.link.latency_s == pytest.approx(1e-3, rel=1e-6)
+    theirs = simulated(material(9), SIZING, "repeat", machine, true).steps[-1].seconds
+    ours = simulated(material(9), SIZING, "repeat", found.machine, found.work).steps[-1].seconds
+    without = simulated(material(9), SIZING, "repeat", machine, Work()).steps[-1].seconds
+    assert without < 0.9 * theirs
+    assert ours == pytest.approx(theirs, rel=0.02)
+
+
+def row(seconds: float, moved: float, policy: str = "repeat") -> dict[str, Any]:
+    real = {"seconds": 0.2, "bytes_in": 1e8, "bytes_out": 1e8}
+    ours = {"seconds": 0.2 * (1 + seconds), "bytes_in": 1e8 * (1 + moved), "bytes_out": 1e8}
+    return {
+        "network": "moe",
+        "share": 0.25,
+        "policy": policy,
+        "real": real,
+        "simulated": ours,
+        "seconds_error": seconds,
+        "bytes_error": moved,
+        "bytes_spread": 0.01,
+    }
+
+
+def test_a_miss_is_counted_whichever_way_it_errs() -> None:
+    rows = [row(0.05, 0.0), row(-0.25, 0.01), row(0.08, -0.03)]
+    found = summary(rows)
+    assert found["seconds_median"] == pytest.approx(0.08)
+    assert found["seconds_worst"] == pytest.approx(0.25)
+    assert (found["seconds_within"], found["bytes_within"]) == (2, 2)
+    assert found["holds"] == {
+        "seconds_median": True,
+        "seconds_worst": False,
+        "bytes_worst": False,
+    }
+
+
+def test_bytes_are_compared_over_all_measured_steps() -> None:
+    real = real_of([0.2] * 6, moved=500)
+    made = simulation._row(
+        Setting("chain", 0.5, "repeat"),
+        material(5),
+        real,
+        Machine(Link(1e8, 1e8, 2e8), 1),
+        Work(),
+        2,
+    )
+    assert made["real"]["bytes_in"] == 500
+    whole = made["simulated"]["bytes_in"] + made["simulated"]["bytes_out"]
+    assert whole
+    assert made["bytes_error"] == pytest.approx(whole / 1000 - 1)
+
+
+def test_the_table_of_a_page_is_written_between_its_marks(tmp_path: Path) -> None:
+    result = {"settings": [row(0.3, 0.0), row(0.0, 0.05, "pilot")]}
+    result["summary"] = summary(result["settings"])  # type: ignore[assignment]
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    write_table(result, page)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "+30.0% miss" in text
+    assert "+5.0% miss" in text
+    write_figure(result, tmp_path / "figure.svg")
+    assert (tmp_path / "figure.svg").stat().st_size
+    page.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ConfigError, match="put these lines"):
+        write_table(result, page)
+
+
+def test_steps_of_a_trial_and_unknown_networks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 10"):
+        simulation.run(steps=11)
+    with pytest.raises(ConfigError, match="names no network"):
+        simulation.run(only=("llama",))
