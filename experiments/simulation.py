@@ -120,7 +120,7 @@ def run(
     *,
     steps: int = _MOST_STEPS,
     warmup: int = 4,
-    runs: int = 3,
+    runs: int = 2,
     only: tuple[str, ...] = (),
     page: Path | None = None,
     spill_dir: Path | None = None,

@@ -165,3 +165,14 @@ def test_a_stall_lasts_as_long_as_its_transfers() -> None:
     result = on.begin_step()
     on.access([0])
     assert result.stall_s == pytest.approx(2.0)
+
+
+def test_an_access_pays_for_its_fault_and_a_verb_does_not() -> None:
+    link = Link(100.0, 100.0, 200.0, fault_s=0.5)
+    for verb, seconds in (("access", 2.5), ("acquire", 2.0)):
+        on = SimulatedPager(Machine(link, PAGE, workers=2), PAGE, 0)
+        for _ in range(2):
+            on.acquire([on.allocate(PAGE)])
+        began = on.now
+        getattr(on, verb)([0])
+        assert on.now - began == pytest.approx(seconds)

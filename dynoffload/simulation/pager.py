@@ -13,6 +13,7 @@ no byte.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.simulation.execution import Execution, State, StepResult
@@ -41,7 +42,10 @@ class SimulatedPager(Execution):
         self._locked: list[bool] = []
         self._free: list[int] = []  # numbers of regions that were released, the latest last
         self._twins: dict[int, int] = {}
-        super().__init__([], machine, reserve=reserve)
+        # Only what an access waits for is a fault: whoever calls a verb pays its transfers alone.
+        self._fault_s = machine.link.fault_s
+        link = replace(machine.link, fault_s=0.0)
+        super().__init__([], replace(machine, link=link), reserve=reserve)
 
     # Regions
 
@@ -147,8 +151,7 @@ class SimulatedPager(Execution):
         following = plan.next_use(region)
         if plan.position < following <= plan.position + FAULT_LOOKAHEAD:
             self.advance(following)
-        if self.state[region] is State.HERE:
-            self.work(self.machine.link.fault_s, "fault")
+        self.work(self._fault_s, "fault")
         self._get([region])
 
     def _get(self, regions: Sequence[int]) -> None:
