@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.simulation.execution import Execution, State, StepResult
-from dynoffload.simulation.following import NEVER, Following, Plan
+from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Transfer
 
@@ -275,6 +275,3 @@ class SimulatedPager(Execution):
     def _evict(self, region: int) -> None:
         self._placed[region] = False
         super()._evict(region)
-
-
-__all__ = ["FAULT_LOOKAHEAD", "NEVER", "Following", "SimulatedPager"]
