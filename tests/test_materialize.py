@@ -416,34 +416,124 @@ def test_buffers_that_are_views_of_one_another() -> None:
             self.weight = nn.Parameter(torch.zeros(3))
 
         def reset_parameters(self) -> None:
-            for tensor in (self.table, self.head, self.weight):
-                tensor.fill_(3.0)
+            for number, tensor in enumerate((self.table, self.head, self.weight)):
+                tensor.data.fill_(3.0 - number)
 
     with torch.device("meta"):
         model = Views()
     with dynoffload.offload(model, budget="8MiB"):
         pass
     assert model.again is model.table
-    assert torch.equal(model.head, torch.full((2,), 3.0))
-    assert torch.equal(model.table, torch.full((8,), 3.0))
+    assert model.table.tolist() == [2.0] * 2 + [3.0] * 6
+    assert model.head.tolist() == [2.0] * 2
+    model.head.fill_(5.0)
+    assert model.table.tolist() == [5.0] * 2 + [3.0] * 6
 
 
-def test_weights_that_are_cut_off_at_the_end_are_not_left_behind() -> None:
-    """The model is on the meta device again, and another block gives it its weights."""
+@pytest.mark.parametrize("policy", ["on-demand", "dtr"])
+def test_weights_that_are_cut_off_are_not_left_behind(policy: str, tmp_path: Path) -> None:
+    """All is on the meta device again, but for what the user wrote; the next block gives the rest,
+    by what was noted before, which nobody has to say again."""
+    given = {name: torch.full_like(t, 0.25) for name, t in plain().state_dict().items()}
+    save_file({n: t.clone() for n, t in given.items()}, tmp_path / "weights.safetensors")
+    cuts = 1
 
     def interrupted(module: nn.Module) -> None:
-        raise KeyboardInterrupt
+        nonlocal cuts
+        cuts -= 1
+        if cuts >= 0:
+            raise KeyboardInterrupt
+        module.reset_parameters()
 
+    model, optimizer = on_meta()
+    model.head.weight.no_decay = True
+    dynoffload.materialize(model, (tmp_path / "weights.safetensors", interrupted))
+    options = {"budget": "1MiB", "pilot": None, "config": {**SMALL_PAGES, "policy": policy}}
+
+    def use() -> None:
+        with dynoffload.offload(model, optimizer, **options):
+            if policy == "on-demand":
+                with torch.no_grad():
+                    model.hidden[0].bias.fill_(5.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    left = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
+    expected = dict(given)
+    if policy == "on-demand":
+        assert set(left) == {"hidden.0.bias"}
+        assert torch.equal(left["hidden.0.bias"], torch.full((64,), 5.0))
+    else:
+        assert not left
+    assert model.to("cpu") is model
+    with dynoffload.offload(model, optimizer, **options):
+        model(SAMPLES[0])
+    assert_same(dict(model.state_dict()), expected, "weights")  # by the file, as was said
+    assert_same(model.angles, plain().angles, "angles")
+    assert model.head.weight.no_decay is True
+
+
+def test_what_comes_on_meta_in_the_block_is_owed_too() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    dynoffload.materialize(model, interrupted)
-    with pytest.raises(KeyboardInterrupt), dynoffload.offload(model, budget="8MiB"):
-        pass
-    assert all(parameter.is_meta for parameter in model.parameters())
+        model[0] = nn.Linear(32, 32)
+    optimizer = AdamW(model.parameters())
+    with paged(model, optimizer):
+        with torch.device("meta"):
+            model[1] = nn.Linear(32, 32)
+            model.append(nn.Linear(32, 32))
+        model(torch.ones(1, 32))
+        assert all(tensor.any() for tensor in model.parameters())
+
+
+def test_a_model_that_has_its_values_keeps_them() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     dynoffload.materialize(model)
-    with dynoffload.offload(model, budget="8MiB"):
-        pass
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    with paged(model, AdamW(model.parameters())):
+        with torch.no_grad():
+            model[0].weight.fill_(7.0)
+        model(torch.ones(1, 32))
+        expected["0.weight"].fill_(7.0)
+        assert_same(dict(model.state_dict()), expected, "weights")
+
+
+def test_weights_noted_for_a_part_are_asked_for() -> None:
+    with torch.device("meta"):
+        inner = nn.Linear(32, 32)
+    dynoffload.materialize(inner)
+    model = nn.Sequential(inner, nn.ReLU())
+    with (
+        pytest.raises(ConfigError, match="with the part '0' of this Sequential"),
+        dynoffload.offload(model, budget="8MiB"),
+    ):
+        pytest.fail("the block must not begin")
+
+
+def test_a_file_may_have_either_name_of_a_tied_tensor(tmp_path: Path) -> None:
+    state = {name: t.clone() for name, t in plain().state_dict().items()}
+    del state["embedding.weight"]  # which is head.weight
+    save_file(state, tmp_path / "weights.safetensors")
+    model, optimizer = on_meta()
+    dynoffload.materialize(model, (tmp_path / "weights.safetensors", Net.reset_parameters))
+    with paged(model, optimizer):
+        model(SAMPLES[0])
+        assert torch.equal(model.embedding.weight, state["head.weight"])
+
+
+def test_a_bad_file_in_the_block_is_not_forgotten(tmp_path: Path) -> None:
+    model, optimizer = on_meta()
+
+    def use() -> None:
+        with paged(model, optimizer):
+            with pytest.raises(ConfigError, match="nofile"):
+                dynoffload.materialize(model, tmp_path / "nofile")
+            with pytest.raises(ConfigError, match="nofile"):
+                model(SAMPLES[0])
+
+    with pytest.raises(ConfigError, match="nofile"):  # at the end, again
+        use()
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]

@@ -162,7 +162,13 @@ class MemoryGroup:
         count anew (version 2 before Linux 6.12), since the group was made."""
         name = _FILES[self.version].peak
         if self._peak is None:
-            self._peak = os.open(self.path / name, os.O_RDWR)
+            try:
+                self._peak = os.open(self.path / name, os.O_RDWR)
+            except OSError as error:
+                raise LimitError(
+                    f"cannot read {self.path / name}: {error.strerror}; version 2 of cgroups "
+                    "has it from Linux 5.19 on"
+                ) from error
         peak = int(os.pread(self._peak, 32, 0))
         with contextlib.suppress(OSError):
             os.write(self._peak, b"0")
@@ -191,7 +197,13 @@ class MemoryGroup:
         if self._peak is not None:
             os.close(self._peak)
             self._peak = None
-        for number in self.processes():
+        left = self.processes()
+        if os.getpid() in left:
+            raise LimitError(
+                f"this process is still in {self.path} and cannot leave it: it stays, and so does "
+                "its limit"
+            )
+        for number in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         until = time.monotonic() + _REMOVAL_S

@@ -58,13 +58,6 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in own if tensor is not None}
 
 
-def names_of(model: nn.Module) -> frozenset[str]:
-    """Return the names of all parameters and buffers, of tied ones every name."""
-    return frozenset(
-        join(path, name) for path, module in model.named_modules() for name in own_tensors(module)
-    )
-
-
 def join(path: str, name: str) -> str:
     """Return the full name of a module's tensor."""
     return f"{path}.{name}" if path else name

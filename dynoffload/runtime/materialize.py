@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.filling import Bring, Give, Initialiser, fill, join, names_of, own_tensors
+from dynoffload.runtime.filling import Bring, Give, Initialiser, fill, join, own_tensors
+from dynoffload.runtime.placing import put_in_place
 from dynoffload.runtime.stored import Stored
 
 Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] | None
@@ -27,14 +28,11 @@ Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] |
 _RECIPE = "_dynoffload_init"
 
 
-def check_init(init: object, model: nn.Module, empty: Collection[str]) -> None:
-    """Refuse what `materialize` cannot take, and a file that does not fit ``model``.
-
-    Args:
-        empty: names of the tensors that have no values.
+def check_kind(init: object) -> None:
+    """Refuse what says nothing of how to give weights.
 
     Raises:
-        ConfigError: says what was given and what is accepted, or what does not fit.
+        ConfigError: says what was given and what is accepted.
     """
 
     def gives(value: object) -> bool:
@@ -50,6 +48,18 @@ def check_init(init: object, model: nn.Module, empty: Collection[str]) -> None:
             "reset_parameters), a function of a module, the path of a safetensors file, or a tuple "
             "(path, function) of both"
         )
+
+
+def check_init(init: object, model: nn.Module, empty: Collection[str]) -> None:
+    """Refuse what `materialize` cannot take, and a file that does not fit ``model``.
+
+    Args:
+        empty: names of the tensors that have no values.
+
+    Raises:
+        ConfigError: says what was given and what is accepted, or what does not fit.
+    """
+    check_kind(init)
     if isinstance(init, str | Path):
         Stored(init).check(model, empty, makes=False)
     elif isinstance(init, tuple):
@@ -63,10 +73,29 @@ def remember(model: nn.Module, init: Init) -> None:
         ConfigError: ``init`` is none of what it can be, or a file that does not fit.
     """
     check_init(init, model, tensors_on_meta(model))
+    note(model, init)
+
+
+def note(model: nn.Module, init: Init) -> None:
+    """Note ``init``, which was checked."""
     model.__dict__[_RECIPE] = (init,)
     if tensors_on_meta(model):
         model.__dict__["to"] = functools.partial(_stay, model)
         model.__dict__["cpu"] = functools.partial(_stay, model, "cpu")
+
+
+def check_parts(model: nn.Module) -> None:
+    """Refuse a model of which a part has weights noted: they would not be asked for.
+
+    Raises:
+        ConfigError: names the part.
+    """
+    for path, module in model.named_modules():
+        if path and recipe_is_noted(module):
+            raise ConfigError(
+                f"materialize() was called with the part {path!r} of this {type(model).__name__}: "
+                "call it with the model that offload() is given, or inside the block"
+            )
 
 
 def _stay(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -116,7 +145,6 @@ def give_weights(
     empty: Collection[str],
     bring: Bring,
     *,
-    everything: bool = False,
     kept: Collection[str] = (),
 ) -> None:
     """Give the tensors of ``model`` that have no values theirs, one module after the other.
@@ -132,7 +160,6 @@ def give_weights(
         empty: names of the tensors that have no values; others keep what they have, except by a
             file.
         bring: called with tensors that are about to be written.
-        everything: give all tensors theirs.
         kept: names of what a file does not replace.
 
     Raises:
@@ -145,12 +172,12 @@ def give_weights(
         Stored(init).copy_to(model, kept, bring)
     elif isinstance(init, tuple):
         stored = Stored(init[0])
-        lacking = frozenset(name for name in empty if name not in stored)
+        lacking = stored.lacks(model, empty)
         # Before the file is read: it may write into what the file has, too.
-        fill(model, init[1], lacking, {name for name in empty if name in stored}, bring)
+        fill(model, init[1], lacking, frozenset(empty) - lacking, bring)
         stored.copy_to(model, kept, bring)
     else:
-        wanted = names_of(model) if everything else frozenset(empty)
+        wanted = frozenset(empty)
         if init is blank:
             fill(model, init, wanted & {name for name, _ in model.named_buffers()}, wanted, bring)
         else:
@@ -158,21 +185,31 @@ def give_weights(
 
 
 def leave_meta(model: nn.Module) -> None:
-    """Give what is not paged memory, of zeros."""
+    """Give what is not paged memory, of zeros; tensors that are views of one another stay so."""
     for parameter in model.parameters():
         if parameter.is_meta:
-            fresh = torch.zeros_like(parameter, device="cpu")
-            made = nn.Parameter(fresh, requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
+            put_in_place(parameter, torch.zeros_like(parameter, device="cpu"))
     # Buffers are not swapped: one that is a view of another cannot be.
-    buffers: dict[int, torch.Tensor] = {}
+    made: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                known = buffers.get(id(buffer))
-                if known is None:
-                    known = buffers[id(buffer)] = torch.zeros_like(buffer, device="cpu")
-                module._buffers[name] = known
+                if id(buffer) not in made:
+                    made[id(buffer)] = _zeros_as(buffer, storages)
+                module._buffers[name] = made[id(buffer)]
+
+
+def _zeros_as(buffer: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """Return zeros like ``buffer``, in a storage that stands for its own."""
+    if buffer.layout is not torch.strided or type(buffer) is not torch.Tensor:
+        return torch.zeros_like(buffer, device="cpu")
+    away = buffer.untyped_storage()
+    if away._cdata not in storages:
+        storages[away._cdata] = torch.zeros(away.nbytes(), dtype=torch.uint8).untyped_storage()
+    empty = torch.empty(0, dtype=buffer.dtype)
+    storage = storages[away._cdata]
+    return empty.set_(storage, int(buffer.storage_offset()), buffer.size(), buffer.stride())
 
 
 def blank(module: nn.Module) -> None:

@@ -30,7 +30,7 @@ from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.host import within_host
 from dynoffload.runtime.interrupts import admit, hold
-from dynoffload.runtime.materialize import Init, remember
+from dynoffload.runtime.materialize import Init, check_parts, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.recompute.session import recomputing
@@ -264,6 +264,7 @@ def _plan(
             f"None, not {type(model).__name__} and {type(optimizer).__name__}"
         )
     _check_model(model)
+    check_parts(model)
     if not (spill_dir is None or (isinstance(spill_dir, str | Path) and str(spill_dir))):
         raise ConfigError(
             f"spill_dir={spill_dir!r} is no directory: pass a path, or None for the system's "

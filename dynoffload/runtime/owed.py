@@ -7,7 +7,8 @@ the user has written meanwhile, which stays. What it is not: the giving
 [Note: written meanwhile]  From the start of the block all tensors have memory, of zeros. So a user
 may write into them, or put others in their place, before anybody gives them values: a tensor has
 its value once it is another object, its version has gone up, or, as ``Tensor.data`` leaves the
-version as it is, it is not zero any more.
+version as it is, it is not zero any more. Zeros that are written through ``Tensor.data`` cannot be
+told from none; nor can anything else that is, once giving has failed.
 
 [Note: what fails]  A file or function that fails is asked again at the next use, and fails again:
 nothing runs on half of a model. What it wrote before is not the user's, so versions are noted anew.
@@ -24,10 +25,13 @@ from dynoffload.runtime.filling import Bring, join, own_tensors
 from dynoffload.runtime.materialize import (
     Init,
     check_init,
+    check_kind,
     give_weights,
     leave_meta,
+    note,
     tensors_on_meta,
 )
+from dynoffload.runtime.placing import to_meta
 
 _Seen = tuple[torch.Tensor, int]  # no weak reference: tensors that have one cannot be swapped
 
@@ -49,12 +53,40 @@ class Owed:
         self._kept: set[str] = set()  # of what the user has written
         self._seen: dict[str, _Seen] = {}
         self._failed = False
+        self._said = recipe is not None  # by somebody, how it is to be given
+        self._parameters = [p for p in model.parameters() if p.is_meta]
+        self._buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_meta
+        ]
         self.init = (recipe or (None,)) if self._names else recipe
 
     def begin(self) -> None:
         """The model is paged: what is not leaves the meta device too."""
         leave_meta(self._model)
         self._note()
+
+    def revert(self) -> None:
+        """Not all has values, and nobody will give them: what has none is on the meta device as
+        before, and how it is to be given is noted again."""
+        written = self.written()
+        for parameter in self._parameters:
+            if not parameter.is_meta and id(parameter) not in written:
+                to_meta(parameter)
+        for module, name, buffer in self._buffers:
+            now = module._buffers.get(name)
+            if now is not None and id(now) not in written:
+                module._buffers[name] = buffer
+        self._seen.clear()
+        if self.init is not None and self._said:
+            note(self._model, self.init[0])
+
+    def written(self) -> set[int]:
+        """Return the ids of the tensors to which the user has given values."""
+        names = self._kept | self._written(lambda tensor: True)
+        return {id(tensor) for name, tensor in self._tensors().items() if name in names}
 
     def give(self, bring: Bring, reads_zero: Callable[[torch.Tensor], bool]) -> None:
         """Give what is owed, if anything is, as was said; what the user has written stays.
@@ -77,16 +109,19 @@ class Owed:
         Raises:
             ConfigError: ``init`` is none, or cannot give them.
         """
-        check_init(init, self._model, self._names)
+        check_kind(init)
+        self._said = True
         if self.init is not None:
             self._kept |= self._written(reads_zero)
         self._give(init, bring, ())
 
     def _give(self, init: Init, bring: Bring, kept: Collection[str]) -> None:
         self.init = (init,)
+        self._names |= tensors_on_meta(self._model)  # of modules that came since
         left = self._names - self._kept
+        check_init(init, self._model, left)  # before anything is written
         try:
-            give_weights(self._model, init, left, bring, everything=not self._names, kept=kept)
+            give_weights(self._model, init, left, bring, kept=kept)
         except BaseException:
             self._failed = True  # what is not zero may be what it wrote
             self._note()
@@ -105,9 +140,9 @@ class Owed:
         written = set()
         for name, tensor in self._tensors().items():
             seen = self._seen.get(name)
-            if seen is not None:
+            if seen is not None and not tensor.is_meta:
                 same = seen[0] is tensor and seen[1] == tensor._version
-                if not same or not (tensor.is_meta or self._failed or reads_zero(tensor)):
+                if not same or not (self._failed or reads_zero(tensor)):
                     written.add(name)
         return written
 

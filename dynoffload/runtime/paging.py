@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
+from dynoffload.runtime.placing import to_meta
 from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.updates.drafts import Drafts
@@ -516,9 +517,11 @@ class Paging:
         self.flush()  # what waits for an update is held by it
         return self.activations.are_held() or self.adoption.is_held()
 
-    def revert(self) -> None:
-        """Nobody has used it: what was on the meta device will be there again."""
+    def revert(self, kept: Collection[int] = ()) -> None:
+        """Nobody has used it: what was on the meta device will be there again, but for the tensors
+        whose ids are ``kept``."""
         self._undoes = True
+        self._meta = [parameter for parameter in self._meta if id(parameter) not in kept]
 
     @uninterrupted
     @torch.inference_mode(False)
@@ -561,9 +564,7 @@ class Paging:
     def _leave_for_meta(self) -> None:
         for parameter in self._meta if self._undoes else ():
             if not parameter.is_meta:
-                empty = torch.empty_like(parameter, device="meta")
-                before = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, before)  # type: ignore[no-untyped-call]
+                to_meta(parameter)
 
     def _restore_all(self) -> None:
         try:

@@ -27,7 +27,7 @@ from dynoffload.runtime.counting import ordinary_bytes, parts_of
 from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
-from dynoffload.runtime.materialize import Init, blank, recipe_of, remember
+from dynoffload.runtime.materialize import Init, blank, recipe_of
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
 from dynoffload.runtime.owed import Owed
 from dynoffload.runtime.paging import Paging
@@ -81,7 +81,7 @@ class Session:
         self._paging: Paging | None = None
         self._handles: list[RemovableHandle] = []
         self._aside_handle: RemovableHandle | None = None
-        self._recipe = recipe_of(model)
+        self._owed = Owed(model, recipe_of(model))
         try:
             self._begin(spill_reason)
         except BaseException:
@@ -97,14 +97,12 @@ class Session:
         if paging is not None:
             paging.revert()
             paging.close()
-        if self._recipe is not None:
-            remember(self.model, self._recipe[0])
+        self._owed.revert()
 
     def _begin(self, spill_reason: str) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
-        config, recipe = self._config, self._recipe
+        config = self._config
         before = resident_bytes()
-        self._owed = Owed(model, recipe)
         self._paging = paging = self._page()
         self.log = RunLog(
             model=type(model).__name__,
@@ -553,9 +551,14 @@ class Session:
                 interruptible(self._owed.give)(adoption.bring, adoption.reads_zero)
         finally:
             if paging is not None:
-                if self._owed.init is not None:  # cut off before all had values
-                    paging.revert()
-                where = self._end(paging)
+                cut_off = self._owed.init is not None  # before all had values
+                if cut_off:
+                    paging.revert(self._owed.written())
+                try:
+                    where = self._end(paging)
+                finally:
+                    if cut_off:
+                        self._owed.revert()
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
@@ -47,9 +48,6 @@ class Stored:
                     self._files[name] = file
                     self._shapes[name] = list(opened.get_slice(name).get_shape())
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
     def check(self, model: nn.Module, empty: Collection[str], *, makes: bool) -> None:
         """Refuse a model that this does not fit.
 
@@ -62,33 +60,43 @@ class Stored:
             ConfigError: a tensor is lacking or has another shape.
         """
         persistent = set(model.state_dict().keys())
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name in self:
+        for names, tensor in _tensors(model):
+            name = self._name_of(names)
+            if name is not None:
                 if self._shapes[name] != list(tensor.shape):
                     raise ConfigError(
                         f"tensor {name!r} of {self.path} has shape {self._shapes[name]} but the "
                         f"model's has {list(tensor.shape)}: {_FITS}"
                     )
-            elif name in persistent:
-                raise ConfigError(f"{self.path} has no tensor {name!r}: {_FITS}")
-            elif not makes and name in empty:
+            elif not persistent.isdisjoint(names):
+                raise ConfigError(f"{self.path} has no tensor {names[0]!r}: {_FITS}")
+            elif not makes and not frozenset(names).isdisjoint(empty):
                 raise ConfigError(
-                    f"{self.path} has no tensor {name!r}, a buffer that is not saved: pass "
+                    f"{self.path} has no tensor {names[0]!r}, a buffer that is not saved: pass "
                     "materialize() init=(path, function) with a function that makes the buffers of "
                     "a module"
                 )
 
+    def lacks(self, model: nn.Module, empty: Collection[str]) -> frozenset[str]:
+        """Return those of the names ``empty`` whose tensors are here under none of their names."""
+        found = (names for names, _ in _tensors(model) if self._name_of(names) is None)
+        return frozenset(name for names in found for name in names if name in empty)
+
+    def _name_of(self, names: Collection[str]) -> str | None:
+        return next((name for name in names if name in self._files), None)
+
     def copy_to(self, model: nn.Module, kept: Collection[str], bring: Bring) -> None:
         """Copy into the tensors of ``model`` that are here, but for those ``kept``."""
         wanted: dict[Path, list[tuple[str, Any]]] = {}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name in self and name not in kept:
+        for names, tensor in _tensors(model):
+            name = self._name_of(names)
+            if name is not None and frozenset(names).isdisjoint(kept):
                 wanted.setdefault(self._files[name], []).append((name, tensor))
         for file, tensors in wanted.items():
             with _opened(file) as opened:
                 for name, tensor in tensors:
                     bring([tensor])
-                    tensor.copy_(opened.get_tensor(name))
+                    tensor.copy_(_read(opened, file, name))
 
 
 def _file_in(path: Path) -> Path:
@@ -125,13 +133,39 @@ def _listed(path: Path) -> dict[Path, list[str] | None]:
     return files
 
 
+def _tensors(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    """Return the parameters and buffers of ``model``, each with all of its names."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(tensor, []).append(name)
+    return [(tuple(found), tensor) for tensor, found in names.items()]
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    open_: Callable[..., Any] = safe_open
+    with contextlib.ExitStack() as stack:
+        with _told(path):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        yield file
+
+
+def _read(opened: Any, path: Path, name: str) -> torch.Tensor:
+    with _told(path):
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Say of which file an error is."""
+    from safetensors import SafetensorError
+
     try:
-        with open_(path, framework="pt") as file:
-            yield file
+        yield
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"cannot read {path} as safetensors: {error}") from error

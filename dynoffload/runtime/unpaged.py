@@ -20,6 +20,7 @@ from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.interrupts import interruptible
 from dynoffload.runtime.materialize import Init, give_weights, recipe_of, tensors_on_meta
+from dynoffload.runtime.owed import Owed
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.telemetry import RunLog, table_of
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dynoffload.reporting import ReportFiles
+
+
+def _nothing(tensors: Iterable[torch.Tensor]) -> None:
+    """Bring what is in memory."""
 
 
 class Unpaged:
@@ -60,11 +65,13 @@ class Unpaged:
         Raises:
             ConfigError: as `materialize`.
         """
-        recipe = recipe_of(self.model)
-        if recipe is None and self._empty:
-            recipe = (None,)
-        if recipe is not None:
-            interruptible(self.materialize)(recipe[0])
+        owed = Owed(self.model, recipe_of(self.model))
+        try:
+            owed.begin()
+            interruptible(owed.give)(_nothing, lambda tensor: not bool(tensor.any()))
+        except BaseException:
+            owed.revert()
+            raise
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {type(self.model).__name__}, policy {self.log.policy}>"
@@ -83,11 +90,7 @@ class Unpaged:
         Raises:
             ConfigError: a module cannot initialise itself, or the file lacks a tensor.
         """
-
-        def nothing(tensors: Iterable[torch.Tensor]) -> None:
-            pass  # all is in memory
-
-        give_weights(self.model, init, self._empty, nothing, everything=not self._empty)
+        give_weights(self.model, init, self._empty, _nothing)
 
     def save(
         self,

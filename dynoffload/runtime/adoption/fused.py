@@ -20,6 +20,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, can_move, view_of
+from dynoffload.runtime.placing import put_in_place
 
 _IN_USE = 3  # users of a storage: its own object, the parameter, and its `data`
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,8 +121,7 @@ class FusedStore:
         fused.slots = tuple(slots)
         ours = self.view(fused, row)
         if parameter.is_meta:
-            fresh = nn.Parameter(ours, requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+            put_in_place(parameter, ours)
         else:
             self._fill(row, ours, parameter.data)
             parameter.data = ours

@@ -21,6 +21,7 @@ from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
+from dynoffload.runtime.placing import put_in_place
 
 if TYPE_CHECKING:
     from dynoffload.runtime.adoption.fused import Fused
@@ -216,8 +217,7 @@ class Store:
         slot = Slot(name, parameter, region)
         ours = view_of(self._device.storage(region), parameter, offset_of(parameter))
         if meta:
-            fresh = nn.Parameter(ours, requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+            put_in_place(parameter, ours)
         else:
             parameter.data = ours
         self.slots[parameter] = slot
