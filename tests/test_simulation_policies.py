@@ -16,7 +16,8 @@ from torch.optim import AdamW
 
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
-from dynoffload.profiler import Trace, profile
+from dynoffload.profiler import CostModel, Trace, profile
+from dynoffload.profiler.costs import Kind
 from dynoffload.simulation import (
     DTR,
     Capuchin,
@@ -38,6 +39,8 @@ from dynoffload.simulation import (
 from dynoffload.units import GiB, MiB
 
 LINK = Link(read_bps=5e8, write_bps=5e8, mixed_bps=8e8, fault_s=2e-5)
+COSTS = CostModel({"float32": 2e10}, 5e9, dict.fromkeys(Kind, 1e-5), source="round figures")
+"""Of one core; so that what is compared does not hang on how busy the machine was."""
 
 
 def recorded(model: nn.Module, samples: list[Any], **options: Any) -> list[Trace]:
@@ -51,7 +54,7 @@ def recorded(model: nn.Module, samples: list[Any], **options: Any) -> list[Trace
 def routed() -> Workload:
     """Four steps of a mixture of experts that take different experts."""
     samples = list(islice(zoo.samples("moe", seed=0, rows=1, length=24), 4))
-    return workload(recorded(zoo.build("moe", "tiny"), samples))
+    return workload(recorded(zoo.build("moe", "tiny"), samples), COSTS)
 
 
 class Chain(nn.Module):
@@ -72,7 +75,7 @@ class Chain(nn.Module):
 def static() -> Workload:
     """Four steps of `Chain`."""
     torch.manual_seed(0)
-    return workload(recorded(Chain(), [torch.randn(512, 16) for _ in range(4)]))
+    return workload(recorded(Chain(), [torch.randn(512, 16) for _ in range(4)]), COSTS)
 
 
 def peak(work: Workload) -> int:
