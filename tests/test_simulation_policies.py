@@ -45,7 +45,8 @@ COSTS = CostModel({"float32": 2e10}, 5e9, dict.fromkeys(Kind, 1e-5), source="rou
 
 def recorded(model: nn.Module, samples: list[Any], **options: Any) -> list[Trace]:
     with TemporaryDirectory() as folder:
-        optimizer = AdamW(model.parameters(), foreach=False)
+        kinds = {kind: options.pop(kind, False) for kind in ("foreach", "fused")}
+        optimizer = AdamW(model.parameters(), **kinds)
         options |= {"optimizer": optimizer, "progress": False}
         return [Trace.load(path) for path in profile(model, samples, out=folder, **options)]
 
@@ -105,6 +106,25 @@ def test_a_workload_keeps_what_was_recorded() -> None:
             alive -= set(use.frees)
         assert alive <= set(work.persistent) | set(step.given)
     assert peak(work) > sum(work.sizes[region] for region in work.persistent)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_optimizers_that_work_on_lists_need_one_parameter_at_a_time(kind: str) -> None:
+    """No use of theirs needs all parameters, and together they last as long as the calls."""
+    traces = recorded(Chain(), [torch.randn(8, 16) for _ in range(2)], **{kind: True})
+    assert any(f"_{kind}_" in operator.name for operator in traces[-1].operators)
+    work = workload(traces, COSTS)
+    whole = sum(work.sizes[region] for region in work.persistent)
+    needs = [
+        sum(work.sizes[region] for region in {*use.regions, *use.creates})
+        for step in work.steps
+        for use in step.uses
+    ]
+    assert max(needs) < whole / 4
+    assert work.seconds == pytest.approx(sum(COSTS.time(trace).seconds for trace in traces))
+    found = simulate(work, Machine(LINK, 2 * max(needs)), Strategy())
+    assert found.feasible, found.infeasible
+    assert peak(work) > whole
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,11 @@ steps. So are gradients, which each step creates anew and frees at its end. What
 besides is known by the operator: its phase, site, name, how often that came before in the step, and
 which of its results it is. So the same place in two steps is one region, whose size may differ from
 step to step.
+
+[Note: lists of tensors]  An optimizer's foreach or fused operator works on all parameters in one
+call, one after the other. Its use is one for each parameter, with its share of the seconds by
+bytes, as none needs the others at hand. Temporaries that one such call makes of another's, one for
+each parameter, go with theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from dataclasses import dataclass, field
 from dynoffload.errors import TraceError
 from dynoffload.planning.schedule import Use
 from dynoffload.profiler.costs import CostModel
-from dynoffload.profiler.trace import Phase, Trace
+from dynoffload.profiler.trace import Operator, Phase, RegionInfo, Trace
 
 _PERSISTENT = frozenset(("parameter", "buffer", "state"))
 
@@ -121,6 +126,12 @@ def _seconds(trace: Trace, costs: CostModel | None) -> Sequence[float]:
     return costs.time(trace).operators
 
 
+def _parameter_of(region: RegionInfo) -> str:
+    """Return the parameter that a region goes with, "" for none."""
+    belongs = region.kind in ("parameter", "gradient", "state")
+    return region.name.partition(":")[0] if belongs else ""
+
+
 class _Reader:
     """Makes the step of one trace."""
 
@@ -129,6 +140,7 @@ class _Reader:
         self._index: dict[int, int] = {}  # region of the trace -> of the workload
         self._sizes: dict[int, int] = {}
         self._given: list[int] = []
+        self._parameter: dict[int, str] = {}  # region of the trace -> the parameter it goes with
 
     def step(self, seconds: Sequence[float]) -> Step:
         """Return the step, in which each operator takes so many ``seconds``."""
@@ -148,28 +160,60 @@ class _Reader:
             place = (operator.phase, operator.site, operator.name)
             key = (*place, seen[place])
             seen[place] += 1
-            created = []
             for result, region in enumerate(touched):
-                index = self._region(region, key, result)
-                if index not in alive and not self._was_there(region):
-                    created.append(index)
-                alive.add(index)
-            frees = tuple(self._index[r] for r in last.get(number, ()) if r in self._index)
-            alive.difference_update(frees)
+                self._region(region, key, result)
+            parts = self._parts(operator, touched)
+            whole = sum(self._bytes(part) for part in parts)
+            ends, written = set(last.get(number, ())), set(operator.writes)
             start, _ = spans.setdefault(operator.phase, (len(uses), 0))
-            uses.append(
-                Use(
-                    regions=tuple(self._index[region] for region in touched),
-                    creates=tuple(created),
-                    frees=frees,
-                    seconds=seconds[number] + glue,
-                    writes=tuple(self._index[region] for region in operator.writes),
+            for part in parts:
+                indices = tuple(self._index[region] for region in part)
+                created = [
+                    self._index[region]
+                    for region in part
+                    if self._index[region] not in alive and not self._was_there(region)
+                ]
+                alive.update(indices)
+                frees = tuple(self._index[region] for region in part if region in ends)
+                alive.difference_update(frees)
+                share = self._bytes(part) / whole if whole else 1 / len(parts)
+                uses.append(
+                    Use(
+                        regions=indices,
+                        creates=tuple(created),
+                        frees=frees,
+                        seconds=seconds[number] * share + glue,
+                        writes=tuple(self._index[r] for r in part if r in written),
+                    )
                 )
-            )
-            glue = 0.0
-            keys.append(key)
+                glue = 0.0
+                keys.append(key if len(parts) == 1 else (key, self._parameter[part[0]]))
             spans[operator.phase] = start, len(uses)
         return Step(tuple(uses), tuple(keys), self._sizes, spans, tuple(self._given))
+
+    def _bytes(self, regions: Iterable[int]) -> int:
+        return sum(self._trace.regions[region].nbytes for region in regions)
+
+    def _parts(self, operator: Operator, touched: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return ``touched``, or what it has of each parameter; see [Note: lists of tensors]."""
+        if "_foreach_" not in operator.name and "_fused_" not in operator.name:
+            return [tuple(touched)]
+        parts: dict[str, list[int]] = {}
+        others = []
+        for region in touched:
+            name = self._parameter.get(region) or _parameter_of(self._trace.regions[region])
+            if name:
+                self._parameter[region] = name
+                parts.setdefault(name, []).append(region)
+            else:
+                others.append(region)
+        if len(others) == len(parts):  # made of the others, one of each
+            for name, region in zip(tuple(parts), others, strict=True):
+                self._parameter[region] = name
+                parts[name].append(region)
+        elif others:
+            return [tuple(touched)]
+        return [tuple(part) for part in parts.values()]
 
     def _was_there(self, region: int) -> bool:
         info = self._trace.regions[region]
