@@ -38,6 +38,7 @@ _HOMES = {
     "CheckpointError": "dynoffload.errors",
     "TraceError": "dynoffload.errors",
     "PilotError": "dynoffload.errors",
+    "PlanError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
     "ClientError": "dynoffload.errors",
 }
@@ -53,6 +54,7 @@ __all__ = [
     "OffloadConfig",
     "Pilot",
     "PilotError",
+    "PlanError",
     "Session",
     "SpillError",
     "StepLostError",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
         CorruptionError,
         DynOffloadError,
         PilotError,
+        PlanError,
         SpillError,
         StepLostError,
         ThreadError,
