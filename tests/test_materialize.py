@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import dynoffload
-from dynoffload.errors import ConfigError
+from dynoffload.errors import ConfigError, SpillError
+from dynoffload.memory.limits import resident_bytes
+from dynoffload.runtime import access
 from dynoffload.runtime.session import Session
+from dynoffload.units import MiB
 
 BUDGET = 256 * 1024
 CONFIG = {**SMALL_PAGES, "step_aside": False}
@@ -510,6 +515,25 @@ def test_weights_noted_for_a_part_are_asked_for() -> None:
         pytest.fail("the block must not begin")
 
 
+def test_a_part_of_what_weights_are_noted_for_is_refused() -> None:
+    """It would begin with zeros; by itself it is what it is again."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
+    dynoffload.materialize(model)
+    with (
+        pytest.raises(ConfigError, match="the Sequential whose part '1' is this Sequential"),
+        dynoffload.offload(model[1], budget="8MiB"),
+    ):
+        pytest.fail("the block must not begin")
+    dynoffload.materialize(model[1])  # as the message says
+    with dynoffload.offload(model[1], budget="8MiB"):
+        assert model[1](torch.ones(1, 32)).any()
+    with dynoffload.offload(model, budget="8MiB"):
+        assert model(torch.ones(1, 32)).any()
+    with dynoffload.offload(model[0], budget="8MiB"):  # nothing is noted any more
+        assert model[0](torch.ones(1, 32)).any()
+
+
 def test_a_file_may_have_either_name_of_a_tied_tensor(tmp_path: Path) -> None:
     state = {name: t.clone() for name, t in plain().state_dict().items()}
     del state["embedding.weight"]  # which is head.weight
@@ -571,6 +595,76 @@ def test_what_the_user_writes_first_stays(how: str, backend: str) -> None:
         assert_same(found[name], expected[name], name)
     assert_same(source.state_dict(), expected, "the source")
     assert how != "another" or found["embedding.weight"].any()  # the others got theirs
+
+
+class Pair(nn.Module):
+    """Two large tensors of one module, and what memory it takes to initialise them."""
+
+    taken = 0
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(rows, 1024))
+        self.second = nn.Parameter(torch.empty(rows, 1024))
+
+    def reset_parameters(self) -> None:
+        """Write both."""
+        self.taken = resident_bytes()
+        nn.init.uniform_(self.first)
+        nn.init.uniform_(self.second)
+        self.taken = max(self.taken, resident_bytes())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first @ (self.second.T @ x)
+
+
+@needs_pager
+def test_what_the_user_wrote_is_in_memory_once() -> None:
+    """While the module that owns it is initialised, as another tensor of it has no value yet."""
+    rows, budget = 12 * 1024, 112 * MiB  # 48 MiB each
+    with torch.device("meta"):
+        model = Pair(rows).requires_grad_(requires_grad=False)
+    options = {**CONFIG, "backend": "pager"}
+    before = resident_bytes()
+    with dynoffload.offload(model, budget=budget, pilot=None, config=options):
+        with torch.no_grad():
+            model.first.copy_(torch.arange(1024.0).sub_(512.0))
+            model.first[5, 7], model.first[rows - 1, 3] = -0.0, math.nan
+        bits = model.first.detach()[:64].view(torch.int32).clone()
+        torch.manual_seed(5)
+        dynoffload.materialize(model)
+        assert 64 * MiB < model.taken - before < budget + 16 * MiB
+        assert torch.equal(model.first.detach()[:64].view(torch.int32), bits)
+        assert model.first[rows - 1, 3].isnan()
+        assert bool((model.first[8:-1] == model.first[0]).all())
+        found = model.second.detach().clone()
+    torch.manual_seed(5)
+    plain = Pair(rows)
+    plain.reset_parameters()
+    assert torch.equal(found, plain.second)
+
+
+def test_no_room_for_what_the_user_wrote_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was initialised by then; with room there it goes on."""
+    with torch.device("meta"):
+        model = Pair(1024)
+
+    def full(*args: Any, **options: Any) -> Any:
+        raise SpillError(errno.ENOSPC, "no room for copies")
+
+    with dynoffload.offload(model, budget="16MiB", pilot=None, config=CONFIG):
+        with torch.no_grad():
+            model.first.fill_(2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(access, "Copies", full)
+            with pytest.raises(SpillError, match="no room for copies"):
+                model(torch.ones(1024))
+        assert not model.taken
+        model(torch.ones(1024))
+        assert bool((model.first == 2.0).all())
+        assert model.second.any()
 
 
 def test_what_fails_fails_again() -> None:

@@ -476,7 +476,7 @@ def test_nothing_is_undone_after_the_block(backend: str, monkeypatch: pytest.Mon
             assert session._paging is not None
             assert session._paging.updates is not None
             assert session._paging.updates.maker.images is not None
-            used.append(session._paging.updates.maker.images._file.fd)
+            used.append(session._paging.updates.maker.images._copies._file.fd)
             monkeypatch.setattr(Adoption, "restore", restore)
 
     used: list[int] = []
@@ -506,7 +506,7 @@ def test_no_room_for_images_leaves_nothing_behind(
 
     twin = Twin(Mlp(depth=2), OPTIMIZERS["adamw"])
     config = {**SMALL_PAGES, "backend": backend, "rollback": True}
-    monkeypatch.setattr(images, "SpillFile", full)
+    monkeypatch.setattr(images, "Copies", full)
     with (
         pytest.raises(SpillError, match="no room for images"),
         dynoffload.offload(twin.model, twin.optimizer, budget="256KiB", config=config),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -289,22 +289,6 @@ class Adoption:
                 f"(parameter, gradient and optimizer state), and the pool has "
                 f"{format_bytes(self._sizing.pool_bytes)}: raise the budget, or {remedy}"
             )
-
-    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors are about to be written outside a step: have those that are paged at hand."""
-        known = [slot for tensor in tensors for slot in self.store.slots_of(tensor)]
-        self._device.touch([slot.region for slot in known])
-
-    def reads_zero(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` has zeros only, as what nobody has written has."""
-        regions = self.store.regions_under(tensor)
-        if regions and self._device.guarded and not any(self._device.visits(regions)):
-            return True
-        for piece in self.pieces(tensor):
-            with self.held(piece):
-                if bool(piece.any()):
-                    return False
-        return True
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield views of ``tensor`` of at most a piece each; what lies over a row slice by slice,

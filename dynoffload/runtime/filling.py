@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
+from dynoffload.runtime.access import Access
 
 Give = Callable[[nn.Module], None]
-Bring = Callable[[Iterable[torch.Tensor]], None]
 Around = Callable[[nn.Module], AbstractContextManager[None]]
 
 _REMEDY = "pass materialize() init= a function that does, or the path of a safetensors file"
@@ -68,7 +68,7 @@ def fill(
     by: Give | Initialiser | None,
     names: Collection[str],
     free: Collection[str],
-    bring: Bring,
+    access: Access,
 ) -> None:
     """Give the tensors ``names`` of ``model`` their values.
 
@@ -77,14 +77,14 @@ def fill(
             initialises a whole model; or None for each module's ``reset_parameters``.
         names: what must be written.
         free: what else may be written. All others keep the values that they have.
-        bring: called with tensors that are about to be written.
+        access: to the tensors' memory.
 
     Raises:
         ConfigError: a module cannot initialise itself, or a tensor was not written.
     """
     if not names:
         return
-    filling = _Filling(model, names, free, bring)
+    filling = _Filling(model, names, free, access)
     if isinstance(by, Initialiser):
         by.initialise(model, names, filling.around)
         filling.write(by.constructed(model, lacking) if (lacking := filling.lacking()) else {})
@@ -138,9 +138,9 @@ class _Filling:
     """What was to be written so far, in a model that is being initialised."""
 
     def __init__(
-        self, model: nn.Module, names: Collection[str], free: Collection[str], bring: Bring
+        self, model: nn.Module, names: Collection[str], free: Collection[str], access: Access
     ) -> None:
-        self._names, self._free, self._bring = names, free, bring
+        self._names, self._free, self._access = names, free, access
         self._paths = {module: path for path, module in model.named_modules()}
         self._marks: dict[str, _Mark] = {}
         self._versions = {tensor: tensor._version for tensor in self._named().values()}
@@ -152,7 +152,7 @@ class _Filling:
         path = self._paths[module]
         own = {key: tensor for key, tensor in own_tensors(module).items() if not tensor.is_meta}
         kept = []
-        self._bring(own.values())
+        self._access.bring(own.values())
         for key, tensor in own.items():
             name = join(path, key)
             if name in self._names:
@@ -165,21 +165,18 @@ class _Filling:
                         self._of_tensors[tensor] = _Mark(tensor, before, False)
                 self._marks[name] = self._of_tensors[tensor]
             elif name not in self._free:
-                kept.append((key, tensor, tensor._version, tensor.detach().clone()))
-        try:
+                kept.append((key, tensor))
+        with self._access.kept([tensor for _, tensor in kept]):
             yield
-        finally:
-            for key, tensor, version, value in kept:
-                if tensor._version != version or not torch.equal(tensor, value):
-                    tensor.copy_(value)
-                if key in module._buffers:
-                    module._buffers[key] = tensor
+        for key, tensor in kept:
+            if key in module._buffers:
+                module._buffers[key] = tensor
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write ``values``, by name, into the tensors of the model that are like them."""
         for name, tensor in self._named().items():
             if name in values and values[name].shape == tensor.shape:
-                self._bring([tensor])
+                self._access.bring([tensor])
                 tensor.copy_(values[name])
 
     def lacking(self) -> list[str]:

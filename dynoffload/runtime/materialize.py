@@ -19,13 +19,15 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.filling import Bring, Give, Initialiser, fill, join, own_tensors
+from dynoffload.runtime.access import Access
+from dynoffload.runtime.filling import Give, Initialiser, fill, join, own_tensors
 from dynoffload.runtime.placing import put_in_place
 from dynoffload.runtime.stored import Stored
 
 Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] | None
 
 _RECIPE = "_dynoffload_init"
+_PART = "_dynoffload_part"  # on modules of a model with a recipe: whose part, and which
 
 
 def check_kind(init: object) -> None:
@@ -79,23 +81,34 @@ def remember(model: nn.Module, init: Init) -> None:
 def note(model: nn.Module, init: Init) -> None:
     """Note ``init``, which was checked."""
     model.__dict__[_RECIPE] = (init,)
+    for path, module in model.named_modules():
+        if path:
+            module.__dict__[_PART] = type(model).__name__, path
     if tensors_on_meta(model):
         model.__dict__["to"] = functools.partial(_stay, model)
         model.__dict__["cpu"] = functools.partial(_stay, model, "cpu")
 
 
 def check_parts(model: nn.Module) -> None:
-    """Refuse a model of which a part has weights noted: they would not be asked for.
+    """Refuse a model of which a part has weights noted, or that is a part of one that lacks them:
+    they would not be asked for.
 
     Raises:
         ConfigError: names the part.
     """
+    remedy = "call it with the model that offload() is given, or inside the block"
     for path, module in model.named_modules():
         if path and recipe_is_noted(module):
             raise ConfigError(
                 f"materialize() was called with the part {path!r} of this {type(model).__name__}: "
-                "call it with the model that offload() is given, or inside the block"
+                f"{remedy}"
             )
+    whole, path = model.__dict__.get(_PART, ("", ""))
+    if whole and not recipe_is_noted(model) and tensors_on_meta(model):
+        raise ConfigError(
+            f"materialize() was called with the {whole} whose part {path!r} is this "
+            f"{type(model).__name__}: {remedy}"
+        )
 
 
 def _stay(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -123,6 +136,8 @@ def recipe_of(model: nn.Module) -> tuple[Init] | None:
     """Return and forget what `remember` noted, as a tuple of one; None if nothing was."""
     recipe: tuple[Init] | None = model.__dict__.pop(_RECIPE, None)
     if recipe is not None:
+        for module in model.modules():
+            module.__dict__.pop(_PART, None)
         for name in ("to", "cpu"):
             model.__dict__.pop(name, None)
     return recipe
@@ -143,7 +158,7 @@ def give_weights(
     model: nn.Module,
     init: Init,
     empty: Collection[str],
-    bring: Bring,
+    access: Access,
     *,
     kept: Collection[str] = (),
 ) -> None:
@@ -159,7 +174,7 @@ def give_weights(
             saved.
         empty: names of the tensors that have no values; others keep what they have, except by a
             file.
-        bring: called with tensors that are about to be written.
+        access: to the tensors' memory.
         kept: names of what a file does not replace.
 
     Raises:
@@ -169,19 +184,19 @@ def give_weights(
     check_init(init, model, empty)
     leave_meta(model)
     if isinstance(init, str | Path):
-        Stored(init).copy_to(model, kept, bring)
+        Stored(init).copy_to(model, kept, access)
     elif isinstance(init, tuple):
         stored = Stored(init[0])
         lacking = stored.lacks(model, empty)
         # Before the file is read: it may write into what the file has, too.
-        fill(model, init[1], lacking, frozenset(empty) - lacking, bring)
-        stored.copy_to(model, kept, bring)
+        fill(model, init[1], lacking, frozenset(empty) - lacking, access)
+        stored.copy_to(model, kept, access)
     else:
         wanted = frozenset(empty)
         if init is blank:
-            fill(model, init, wanted & {name for name, _ in model.named_buffers()}, wanted, bring)
+            fill(model, init, wanted & {name for name, _ in model.named_buffers()}, wanted, access)
         else:
-            fill(model, init, wanted, (), bring)
+            fill(model, init, wanted, (), access)
 
 
 def leave_meta(model: nn.Module) -> None:

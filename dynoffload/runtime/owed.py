@@ -21,7 +21,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
-from dynoffload.runtime.filling import Bring, join, own_tensors
+from dynoffload.runtime.access import Access
+from dynoffload.runtime.filling import join, own_tensors
 from dynoffload.runtime.materialize import (
     Init,
     check_init,
@@ -88,21 +89,20 @@ class Owed:
         names = self._kept | self._written(lambda tensor: True)
         return {id(tensor) for name, tensor in self._tensors().items() if name in names}
 
-    def give(self, bring: Bring, reads_zero: Callable[[torch.Tensor], bool]) -> None:
+    def give(self, access: Access) -> None:
         """Give what is owed, if anything is, as was said; what the user has written stays.
 
         Args:
-            bring: called with tensors that are about to be written.
-            reads_zero: whether a tensor has zeros only.
+            access: to the tensors' memory.
 
         Raises:
             ConfigError: it cannot be given so.
         """
         if self.init is not None:
-            self._kept |= self._written(reads_zero)
-            self._give(self.init[0], bring, self._kept)
+            self._kept |= self._written(access.reads_zero)
+            self._give(self.init[0], access, self._kept)
 
-    def give_by(self, init: Init, bring: Bring, reads_zero: Callable[[torch.Tensor], bool]) -> None:
+    def give_by(self, init: Init, access: Access) -> None:
         """Give everything its value by ``init`` now; what the user has written stays, except by a
         file.
 
@@ -112,16 +112,16 @@ class Owed:
         check_kind(init)
         self._said = True
         if self.init is not None:
-            self._kept |= self._written(reads_zero)
-        self._give(init, bring, ())
+            self._kept |= self._written(access.reads_zero)
+        self._give(init, access, ())
 
-    def _give(self, init: Init, bring: Bring, kept: Collection[str]) -> None:
+    def _give(self, init: Init, access: Access, kept: Collection[str]) -> None:
         self.init = (init,)
         self._names |= tensors_on_meta(self._model)  # of modules that came since
         left = self._names - self._kept
         check_init(init, self._model, left)  # before anything is written
         try:
-            give_weights(self._model, init, left, bring, kept=kept)
+            give_weights(self._model, init, left, access, kept=kept)
         except BaseException:
             self._failed = True  # what is not zero may be what it wrote
             self._note()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
+from dynoffload.runtime.access import Access, InMemory, Paged
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.aside import Whole
 from dynoffload.runtime.checkpoints.loading import load
@@ -406,21 +407,17 @@ class Session:
                 tensor without a value, or the file lacks a tensor.
         """
         self.flush()
-        self._owed.give_by(init, self._bring, self._reads_zero)
+        self._owed.give_by(init, self._access_to(self._paging))
 
     def _give_owed(self) -> None:
         if self._owed.init is not None:
             self.flush()
-            self._owed.give(self._bring, self._reads_zero)
+            self._owed.give(self._access_to(self._paging))
 
-    def _bring(self, tensors: Iterable[torch.Tensor]) -> None:
-        if self._paging is not None:
-            self._paging.adoption.bring(tensors)
-
-    def _reads_zero(self, tensor: torch.Tensor) -> bool:
-        if self._paging is not None:
-            return self._paging.adoption.reads_zero(tensor)
-        return not bool(tensor.any())
+    def _access_to(self, paging: Paging | None) -> Access:
+        if paging is None:
+            return InMemory()
+        return Paged(paging.adoption, paging.device, self.spill_dir)
 
     def save(
         self,
@@ -547,8 +544,7 @@ class Session:
         try:  # what may take long, or is the user's
             interruptible(self._forecast.close)()
             if paging is not None:
-                adoption = paging.adoption
-                interruptible(self._owed.give)(adoption.bring, adoption.reads_zero)
+                interruptible(self._owed.give)(self._access_to(paging))
         finally:
             if paging is not None:
                 cut_off = self._owed.init is not None  # before all had values

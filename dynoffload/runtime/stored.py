@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.filling import Bring
+from dynoffload.runtime.access import Access
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """What transformers names the files of a model."""
@@ -85,7 +85,7 @@ class Stored:
     def _name_of(self, names: Collection[str]) -> str | None:
         return next((name for name in names if name in self._files), None)
 
-    def copy_to(self, model: nn.Module, kept: Collection[str], bring: Bring) -> None:
+    def copy_to(self, model: nn.Module, kept: Collection[str], access: Access) -> None:
         """Copy into the tensors of ``model`` that are here, but for those ``kept``."""
         wanted: dict[Path, list[tuple[str, Any]]] = {}
         for names, tensor in _tensors(model):
@@ -95,7 +95,7 @@ class Stored:
         for file, tensors in wanted.items():
             with _opened(file) as opened:
                 for name, tensor in tensors:
-                    bring([tensor])
+                    access.bring([tensor])
                     tensor.copy_(_read(opened, file, name))
 
 

@@ -7,14 +7,14 @@ system (``swapping``) are its heirs, and what stands here is true of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.runtime.access import InMemory
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dynoffload.reporting import ReportFiles
-
-
-def _nothing(tensors: Iterable[torch.Tensor]) -> None:
-    """Bring what is in memory."""
 
 
 class Unpaged:
@@ -68,7 +64,7 @@ class Unpaged:
         owed = Owed(self.model, recipe_of(self.model))
         try:
             owed.begin()
-            interruptible(owed.give)(_nothing, lambda tensor: not bool(tensor.any()))
+            interruptible(owed.give)(InMemory())
         except BaseException:
             owed.revert()
             raise
@@ -90,7 +86,7 @@ class Unpaged:
         Raises:
             ConfigError: a module cannot initialise itself, or the file lacks a tensor.
         """
-        give_weights(self.model, init, self._empty, _nothing)
+        give_weights(self.model, init, self._empty, InMemory())
 
     def save(
         self,

@@ -12,8 +12,6 @@ given a parameter, or its state, other memory since, nothing is undone: it would
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,8 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from dynoffload.errors import SpillError
-from dynoffload.memory.pieces import Buffer, Holder
-from dynoffload.memory.spill import SpillFile, reason
+from dynoffload.memory.copies import Copies
+from dynoffload.memory.pieces import Holder
 
 _SMALL = 16  # elements of a state tensor that is kept in memory
 
@@ -58,16 +55,21 @@ class Images:
     """
 
     def __init__(self, optimizer: Optimizer, memory: Holder, directory: Path, need: int) -> None:
-        self._optimizer, self._memory = optimizer, memory
-        self._file = SpillFile(directory, need, direct=False, purpose="rollback")
-        self._buffer = Buffer()
+        self._optimizer = optimizer
+        self._copies = Copies(
+            memory,
+            directory,
+            need,
+            what="a before-image",
+            purpose="rollback",
+            unwritten="its update was not made, and nothing is lost by this",
+        )
         self._images: list[_Image] = []
         self._states: dict[torch.Tensor, dict[str, Any] | None] = {}
-        self._end = 0
 
     def close(self) -> None:
         """Give the file back."""
-        self._file.close()
+        self._copies.close()
 
     def any(self) -> bool:
         """Return whether a step is kept."""
@@ -77,7 +79,7 @@ class Images:
         """What was kept is of no use any more."""
         self._images.clear()
         self._states.clear()
-        self._end = 0
+        self._copies.forget()
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """A step over ``parameters`` begins, and all before it is made."""
@@ -115,28 +117,9 @@ class Images:
             return
         before = self._states[parameter] or {}
         if key is None or before.get(key) is _IN_FILE:
-            at, address = self._write(shown), own.data_ptr()
+            at, address = self._copies.write(shown), own.data_ptr()
             image = _Image(parameter, key, number, at, address, shown.dtype, shown.shape)
             self._images.append(image)
-
-    def _write(self, tensor: torch.Tensor) -> int:
-        start, end = self._end, self._end + tensor.nbytes
-        self._file.grow(end)
-        at = start
-        for piece in self._memory.pieces(tensor.detach()):
-            with self._memory.held(piece), torch.no_grad():
-                self._buffer.like(piece).copy_(piece)
-            content = self._buffer.bytes(piece.nbytes)
-            while content:
-                try:
-                    done = os.pwrite(self._file.fd, content, at)
-                except OSError as error:
-                    what = self._file.unwritable("a before-image", reason(error.errno or 0))
-                    message = f"{what}; its update was not made, and nothing is lost by this"
-                    raise SpillError(error.errno, message) from error
-                content, at = content[done:], at + done
-        self._end = end
-        return start
 
     def undo(self) -> None:
         """Give parameters and state back what they had before the step.
@@ -151,7 +134,7 @@ class Images:
             if before and dict.get(states, parameter) is None:
                 raise ValueError("the optimizer has no state any more where it had some")
         for image, tensor in reversed(list(zip(self._images, tensors, strict=True))):
-            self._read(image, tensor)
+            self._copies.read(image.offset, tensor)
         for parameter, before in self._states.items():
             if before is None:
                 if parameter in states:
@@ -174,22 +157,6 @@ class Images:
         if found != (image.address, image.dtype, image.shape):
             raise ValueError("a tensor that the step has changed lies elsewhere by now")
         return cast(torch.Tensor, tensor).detach()
-
-    def _read(self, image: _Image, tensor: torch.Tensor) -> None:
-        at = image.offset
-        for piece in self._memory.pieces(tensor):
-            content = self._buffer.bytes(piece.nbytes)
-            while content:
-                try:
-                    done = os.preadv(self._file.fd, [content], at)
-                    if not done:
-                        raise OSError(errno.EIO, "it ends early")
-                except OSError as error:
-                    message = self._file.unreadable("a before-image", reason(error.errno or 0))
-                    raise SpillError(error.errno, message) from error
-                content, at = content[done:], at + done
-            with self._memory.held(piece), torch.no_grad():
-                piece.copy_(self._buffer.like(piece))
 
 
 def _small(state: Mapping[str, Any]) -> dict[str, Any]:

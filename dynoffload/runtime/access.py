@@ -1,0 +1,112 @@
+"""Access to a model's tensors while they get their values, in memory or under a budget.
+
+What it is: `Access`, and its two kinds. What it is not: who gives the values
+(`dynoffload.runtime.filling`), or which tensors lack them (`dynoffload.runtime.owed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from dynoffload.memory.copies import Copies
+from dynoffload.memory.device import Device
+from dynoffload.memory.pieces import PIECE
+from dynoffload.runtime.adopting import Adoption
+
+
+class Access(Protocol):
+    """How tensors are reached."""
+
+    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
+        """They are about to be written: have those that are paged at hand."""
+
+    def reads_zero(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` has zeros only, as what nobody has written has."""
+
+    def kept(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Give ``tensors`` back what they have now when the block ends."""
+
+
+class InMemory:
+    """Access to what is in memory, under no budget."""
+
+    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See `Access.bring`."""
+
+    def reads_zero(self, tensor: torch.Tensor) -> bool:
+        """See `Access.reads_zero`."""
+        return not bool(tensor.any())
+
+    @contextlib.contextmanager
+    def kept(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """See `Access.kept`."""
+        copies = [tensor.detach().clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    tensor.copy_(copy)
+
+
+class Paged:
+    """Access to what is paged: nothing is in memory twice.
+
+    Args:
+        adoption: what is.
+        device: where it lies.
+        directory: where copies lie meanwhile.
+    """
+
+    def __init__(self, adoption: Adoption, device: Device, directory: Path) -> None:
+        self._adoption, self._device, self._directory = adoption, device, directory
+
+    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See `Access.bring`."""
+        slots = self._adoption.store.slots_of
+        self._device.touch([slot.region for tensor in tensors for slot in slots(tensor)])
+
+    def reads_zero(self, tensor: torch.Tensor) -> bool:
+        """See `Access.reads_zero`."""
+        regions = self._adoption.store.regions_under(tensor)
+        if regions and self._device.guarded and not any(self._device.visits(regions)):
+            return True
+        for piece in self._adoption.pieces(tensor):
+            with self._adoption.held(piece):
+                if bool(piece.any()):
+                    return False
+        return True
+
+    @contextlib.contextmanager
+    def kept(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """See `Access.kept`.
+
+        Raises:
+            SpillError: there is no room for the copies, or they cannot be read back.
+        """
+        large = [tensor for tensor in tensors if tensor.nbytes > PIECE]
+        with InMemory().kept([tensor for tensor in tensors if tensor.nbytes <= PIECE]):
+            if not large:
+                yield
+                return
+            copies = Copies(
+                self._adoption,
+                self._directory,
+                sum(tensor.nbytes for tensor in large),
+                what="a copy of what has its values",
+                purpose="what has its values already, while the rest is given its own,",
+                unwritten="nothing was initialised",
+            )
+            with contextlib.closing(copies):
+                starts = [copies.write(tensor) for tensor in large]
+                try:
+                    yield
+                finally:
+                    for tensor, start in zip(large, starts, strict=True):
+                        copies.read(start, tensor)
