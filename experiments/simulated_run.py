@@ -76,7 +76,8 @@ class Kind:
     samples: Callable[[int], Iterator[Sample]]
 
 
-def _zoo(name: str, preset: str, shape: dict[str, int], **sizes: int) -> Kind:
+def zoo_kind(name: str, preset: str, shape: dict[str, int], **sizes: int) -> Kind:
+    """Return a network of the zoo; ``shape`` is its samples', ``sizes`` are its configuration's."""
     from dynoffload.experiments import zoo
 
     def samples(seed: int) -> Iterator[Sample]:
@@ -111,19 +112,20 @@ _TEXT = {"rows": 1, "length": 24}
 _TREES = {"max_nodes": 40}
 
 NETWORKS: dict[str, Callable[[], Kind]] = {
-    "moe": lambda: _zoo("moe", "tiny", _TEXT, hidden=256, width=512, layers=4),
-    "tree": lambda: _zoo("tree", "tiny-untied", _TREES, hidden=320, embedding=160),
+    "moe": lambda: zoo_kind("moe", "tiny", _TEXT, hidden=256, width=512, layers=4),
+    "tree": lambda: zoo_kind("tree", "tiny-untied", _TREES, hidden=320, embedding=160),
     # Slices of 172.5 and 86.25 KiB are no whole pages, so experts are paged whole.
-    "mixtral": lambda: _zoo("fused", "tiny", _TEXT, hidden=120, width=184, layers=12),
+    "mixtral": lambda: zoo_kind("fused", "tiny", _TEXT, hidden=120, width=184, layers=12),
     "t5": lambda: _t5(32, d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8),
-    "moe (fit)": lambda: _zoo("moe", "tiny", _TEXT, hidden=192, width=640, layers=5, experts=6),
-    "tree (fit)": lambda: _zoo("tree", "tiny-untied", _TREES, hidden=256, embedding=256),
+    "moe (fit)": lambda: zoo_kind("moe", "tiny", _TEXT, hidden=192, width=640, layers=5, experts=6),
+    "tree (fit)": lambda: zoo_kind("tree", "tiny-untied", _TREES, hidden=256, embedding=256),
     "t5 (fit)": lambda: _t5(24, d_model=320, d_kv=40, d_ff=640, num_layers=4, num_heads=8),
 }
 """By name; those to fit are other networks than those to validate by."""
 
 
-def _optimizer(model: nn.Module) -> Any:
+def adamw(model: nn.Module) -> Any:
+    """Return the optimizer of all these trainings."""
     import torch
 
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -132,7 +134,7 @@ def _optimizer(model: nn.Module) -> Any:
 def _timed(kind: Kind, steps: int) -> list[tuple[float, float, float]]:
     """Return the seconds of forward, backward and optimizer of each step of a plain training."""
     model = kind.build()
-    optimizer, times = _optimizer(model), []
+    optimizer, times = adamw(model), []
     for sample in itertools.islice(kind.samples(0), steps):
         begin = time.perf_counter()
         loss = sample.call(model)
@@ -163,7 +165,7 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
     network = network_of(model)
     modules = dict(model.named_modules())
     units = [Unit(n, path, modules[path], ()) for n, path in enumerate(network.owners)]
-    optimizer, folder, orders = _optimizer(model), Path(task.folder), list[Any]()
+    optimizer, folder, orders = adamw(model), Path(task.folder), list[Any]()
     forecast = Forecast(model, "pilot", Pilot.load(Path(task.pilot)) if task.pilot else None, None)
     forecast.watch(units)
     count = itertools.count()
@@ -186,7 +188,7 @@ def budgeted(task: Task, kind: Kind) -> dict[str, Any]:
     import dynoffload
 
     model = kind.build()
-    optimizer, rows = _optimizer(model), []
+    optimizer, rows = adamw(model), []
     with dynoffload.offload(
         model,
         optimizer,
@@ -236,7 +238,7 @@ def pilot(task: Task, kind: Kind) -> dict[str, Any]:
 
     folder, model = Path(task.folder), kind.build()
     samples = list(itertools.islice(kind.samples(1), _LEARNED))
-    profile(model, samples, out=folder, optimizer=_optimizer(model), progress=False)
+    profile(model, samples, out=folder, optimizer=adamw(model), progress=False)
     train_pilot(folder, progress=False).pilot.save(folder / "trained.pilot")
     return {"pilot": str(folder / "trained.pilot")}
 

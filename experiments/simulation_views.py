@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynoffload.errors import ConfigError
+from dynoffload.experiments.comparing import draw_diagonal, marked, write_between
 from dynoffload.experiments.simulation import BYTES_WORST, STEP_MEDIAN, STEP_WORST
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ _COLUMNS = (
     *("real MB in", "out", "simulated MB in", "out", "error", "runs differ by"),
 )
 _WIDTH = 120  # of the table, where the output is no terminal
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
-"""Marks of a page between which the table stands."""
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -49,15 +47,11 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         row["policy"],
         f"{real['seconds'] * 1e3:.0f}",
         f"{ours['seconds'] * 1e3:.0f}",
-        _marked(row["seconds_error"], STEP_WORST),
+        marked(row["seconds_error"], STEP_WORST),
         *(f"{one[key] / 1e6:.1f}" for one in (real, ours) for key in ("bytes_in", "bytes_out")),
-        _marked(row["bytes_error"], BYTES_WORST),
+        marked(row["bytes_error"], BYTES_WORST),
         f"{row['bytes_spread']:.1%}",
     ]
-
-
-def _marked(error: float, most: float) -> str:
-    return f"{error:+.1%}{' miss' if abs(error) > most else ''}"
 
 
 def said(result: Mapping[str, Any]) -> list[str]:
@@ -84,11 +78,6 @@ def write_table(result: Mapping[str, Any], page: Path) -> None:
     Raises:
         ConfigError: the page does not have them.
     """
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"{page} has no {BEGIN} ... {END}: put these lines where the table goes")
     lines = [
         f"| {' | '.join(_COLUMNS)} |",
         f"| --- | ---: | --- |{' ---: |' * (len(_COLUMNS) - 3)}",
@@ -96,7 +85,7 @@ def write_table(result: Mapping[str, Any], page: Path) -> None:
         "",
         *(f"- {line}" for line in said(result)),
     ]
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+    write_between(page, lines)
 
 
 def write_figure(result: Mapping[str, Any], path: Path) -> None:
@@ -115,22 +104,12 @@ def _draw(figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -
             (value(row["real"]), value(row["simulated"]), row["policy"])
             for row in result["settings"]
         ]
-        ends = 0.8 * min(min(p[:2]) for p in points), 1.25 * max(max(p[:2]) for p in points)
-        axes.plot(ends, ends, color=color["muted"], linewidth=1)
-        axes.fill_between(
-            ends,
-            [(1 - most) * end for end in ends],
-            [(1 + most) * end for end in ends],
-            color=color["grid"],
-            label=f"within {most:.0%}",
-        )
+        draw_diagonal(axes, color, [one for p in points for one in p[:2]], most)
         for policy, shade in shades.items():
             mine = [(x, y) for x, y, one in points if one == policy]
             if not mine:
                 continue
             axes.scatter(*zip(*mine, strict=True), color=color[shade], s=22, label=policy, zorder=3)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
         axes.set_xlabel(f"real, {label}")
         axes.set_ylabel("simulated")
     panels[0].legend(frameon=False)

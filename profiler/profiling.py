@@ -89,7 +89,7 @@ def profile(
     with recorder, _progress_bar(batches, progress) as tracked:
         for batch in tracked:
             current = batch
-            _loss_of(_call(model, batch), batch, loss).backward()  # type: ignore[no-untyped-call]
+            loss_of(call_model(model, batch), batch, loss).backward()  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 optimizer.step()
             model.zero_grad(set_to_none=True)
@@ -99,7 +99,8 @@ def profile(
     return paths
 
 
-def _call(model: torch.nn.Module, batch: Any) -> Any:
+def call_model(model: torch.nn.Module, batch: Any) -> Any:
+    """Return what ``model`` makes of ``batch``, passed as `profile` says."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, list | tuple):
@@ -114,9 +115,14 @@ def _source_of(batch: Any) -> str:
     return source if isinstance(source, str) else ""
 
 
-def _loss_of(
+def loss_of(
     output: Any, batch: Any, loss: Callable[[Any, Any], torch.Tensor] | None
 ) -> torch.Tensor:
+    """Return the loss of an output, found as `profile` says.
+
+    Raises:
+        TraceError: there is none.
+    """
     if loss is not None:
         found = loss(output, batch)
     elif isinstance(output, Mapping) and "loss" in output:

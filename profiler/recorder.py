@@ -239,6 +239,12 @@ class Recorder:
         if name is not None and variable is not None and result.shape == variable.shape:
             log.regions.label(result, f"{name}:grad", "gradient")
 
+    def note_gradient(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` is complete, and may be gone before its step has ended."""
+        name = self._parameters.get(id(parameter))
+        if self._log is not None and name is not None and parameter.grad is not None:
+            self._log.regions.label(parameter.grad, f"{name}:grad", "gradient")
+
     # Module calls ---------------------------------------------------------------------------
 
     def _enter(

@@ -11,6 +11,7 @@ import pytest
 from dynoffload.doctor import Tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import simulation
+from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.simulation import (
     FIT,
     SETTINGS,
@@ -21,7 +22,7 @@ from dynoffload.experiments.simulation import (
     summary,
 )
 from dynoffload.experiments.simulation_fit import fitted
-from dynoffload.experiments.simulation_views import BEGIN, END, write_figure, write_table
+from dynoffload.experiments.simulation_views import write_figure, write_table
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import Work
 from dynoffload.simulation.recorded import Network, Parameter, Piece, Recorded

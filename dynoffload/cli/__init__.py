@@ -7,7 +7,17 @@ needs it, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
-from dynoffload.cli import doctor, experiment, export, pilot, report, structure, training
+from dynoffload.cli import doctor, estimate, experiment, export, pilot, report, structure, training
 from dynoffload.cli.app import app
 
-__all__ = ["app", "doctor", "experiment", "export", "pilot", "report", "structure", "training"]
+__all__ = [
+    "app",
+    "doctor",
+    "estimate",
+    "experiment",
+    "export",
+    "pilot",
+    "report",
+    "structure",
+    "training",
+]

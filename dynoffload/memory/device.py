@@ -211,6 +211,9 @@ class Device(Protocol):
     def taken_bytes(self) -> int:
         """Return the memory that the process has for the pool now, in use or empty."""
 
+    def spill_bytes(self) -> int:
+        """Return the bytes that the spill file takes on its disk."""
+
     def counters(self) -> Counters:
         """Return the totals.
 

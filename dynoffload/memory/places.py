@@ -84,6 +84,10 @@ class Places(ABC):
         """See `Device.padded`."""
         return max(1, -(-nbytes // self.page_bytes)) * self.page_bytes
 
+    def spill_bytes(self) -> int:
+        """See `Device.spill_bytes`."""
+        return self._spill.size
+
     def size(self, region: int) -> int:
         """See `Device.size`."""
         place = self._places.get(region)

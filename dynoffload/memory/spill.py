@@ -84,6 +84,11 @@ def check_room(directory: Path, needs: Mapping[str, int]) -> None:
         )
 
 
+def grown(size: int) -> int:
+    """Return the bytes that a file takes which has grown to hold ``size``."""
+    return -(-size // _GROWTH) * _GROWTH
+
+
 class SpillFile:
     """A file of mode 0600 in ``directory``, under no name.
 
@@ -132,7 +137,7 @@ class SpillFile:
             SpillError: the disk is full; what is left of it is left to others.
         """
         if size > self.size:
-            self._allocate(-(-size // _GROWTH) * _GROWTH)
+            self._allocate(grown(size))
 
     def _allocate(self, target: int) -> None:
         if target <= self.size:

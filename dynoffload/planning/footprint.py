@@ -114,6 +114,15 @@ def footprint(trace: Trace) -> Footprint:
     )
 
 
+def temporaries(trace: Trace) -> int:
+    """Return the most bytes alive at one moment of what a recorded step makes and does not save.
+
+    It is what operators need beside all that is managed, without what libraries take themselves.
+    """
+    made = {n for n, region in enumerate(trace.regions) if region.kind == "activation"}
+    return _peak(trace, made - _saved(trace))
+
+
 def _saved(trace: Trace) -> set[int]:
     """Return the activations that forward made and backward reads."""
     made = {

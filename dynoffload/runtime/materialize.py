@@ -132,6 +132,12 @@ def recipe_is_noted(model: nn.Module) -> bool:
     return _RECIPE in model.__dict__
 
 
+def noted(model: nn.Module) -> Init:
+    """Return what `remember` noted; None, as by default, if nothing was."""
+    recipe: tuple[Init] = model.__dict__.get(_RECIPE, (None,))
+    return recipe[0]
+
+
 def recipe_of(model: nn.Module) -> tuple[Init] | None:
     """Return and forget what `remember` noted, as a tuple of one; None if nothing was."""
     recipe: tuple[Init] | None = model.__dict__.pop(_RECIPE, None)

@@ -382,6 +382,11 @@ class Session:
         return self._paging is not None
 
     @property
+    def spill_bytes(self) -> int:
+        """Bytes that the spill file takes now; 0 while everything fits."""
+        return 0 if self._paging is None else self._paging.device.spill_bytes()
+
+    @property
     def stats(self) -> pd.DataFrame:
         """One row per step so far; columns are the fields of `StepStats`."""
         return table_of(self.log.steps)

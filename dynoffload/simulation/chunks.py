@@ -50,6 +50,9 @@ class Chunks:
         pager: holds them.
         sizes: of them.
         on_open: called with the region of a chunk that is opened.
+
+    Attributes:
+        most_kept: most bytes that stayed in place at one time.
     """
 
     def __init__(self, pager: SimulatedPager, sizes: Sizes, on_open: Callable[[int], None]) -> None:
@@ -60,7 +63,7 @@ class Chunks:
         self._where: dict[int, _Chunk | None] = {}  # storage -> its chunk, None if it stays
         self._nbytes: dict[int, int] = {}
         self._ended: list[int] = []
-        self._kept = 0
+        self._kept = self.most_kept = 0
         self._taken = 0
         self._last = -1
 
@@ -95,6 +98,7 @@ class Chunks:
         if not nbytes or (small and self._kept + more <= self._sizes.kept_bytes):
             self._where[storage] = None
             self._kept += more
+            self.most_kept = max(self.most_kept, self._kept)
             return 0
         chunk = self._place(nbytes)
         chunk.live += 1

@@ -152,7 +152,9 @@ class SimulatedPager(Execution):
         if plan.position < following <= plan.position + FAULT_LOOKAHEAD:
             self.advance(following)
         self.work(self._fault_s, "fault")
+        self._pins[region] += 1  # whoever waits for it is woken before it may leave
         self._get([region])
+        self.unpin([region])
 
     def _get(self, regions: Sequence[int]) -> None:
         """Wait until all are placed."""

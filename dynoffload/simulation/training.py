@@ -82,6 +82,7 @@ class Training:
         reference: the string that is followed.
         strings: all that were planned, if ``record`` was asked for.
         counts: of the last step.
+        chunks: of what is saved for backward.
 
     Raises:
         ConfigError: nothing of the network is paged.
@@ -119,7 +120,7 @@ class Training:
             own = tuple(self._slots[number] for number in owned if number in self._slots)
             if own:
                 self.units[path] = Unit(len(self.units), path, own)
-        self._chunks = Chunks(self.pager, division, self._open_chunk)
+        self.chunks = Chunks(self.pager, division, self._open_chunk)
         self._saved = Saved(division.chunk_bytes)
         self.reference: Reference[Slot] = Reference()
         self._position = 0
@@ -177,7 +178,7 @@ class Training:
         if predicted is not None:
             order = [self.units[path] for path in predicted if path in self.units]
         if self._prefetch and order:
-            regions = self._chunks.next_regions(self._saved.chunks_needed(order))
+            regions = self.chunks.next_regions(self._saved.chunks_needed(order))
             visits = self._saved.visits(order, regions)
             reference: Reference[Slot] = Reference()
             reference.add_forward(visits, lambda slot: slot in self._pending)
@@ -195,7 +196,7 @@ class Training:
                 continue  # what is paged is borrowed
             nbytes = step.saved[storage]
             whole = step.whole.get(storage, nbytes)
-            copied = self._chunks.save(storage, nbytes, whole, own=owner is not None)
+            copied = self.chunks.save(storage, nbytes, whole, own=owner is not None)
             self._work(Counts(saves=1, copied=copied))
         self._access(piece.parameters, ())
         self.pager.work(piece.seconds)
@@ -211,7 +212,7 @@ class Training:
         self.pager.touch([slot.region for slot in unit.slots])
 
     def _close_visit(self) -> None:
-        saved = self._chunks.take_saved()
+        saved = self.chunks.take_saved()
         if self._visits:
             self._saved.note(self._visits[-1][0].index, saved)
 
@@ -220,7 +221,7 @@ class Training:
             self._visits[-1][1].append(region)
 
     def _end_forward(self) -> None:
-        self._chunks.end_forward()
+        self.chunks.end_forward()
         self._close_visit()
         self._order = [unit for unit, _ in self._visits]
         self._outstanding += visits_made(self._visits)
@@ -232,14 +233,14 @@ class Training:
                 self._borrow(slot)
         chunks = []
         for storage in piece.reads:
-            region = self._chunks.ask(storage)
+            region = self.chunks.ask(storage)
             self._work(Counts(saves=1))
             if region is not None:
                 chunks.append(region)
         self._access(piece.parameters, tuple(dict.fromkeys(chunks)))
         self.pager.work(piece.seconds)
         for storage in piece.ends:
-            self._chunks.end(storage)
+            self.chunks.end(storage)
         for number in piece.completes:
             slot = self._slots.get(number)
             if slot is not None:
@@ -260,7 +261,7 @@ class Training:
     def _collect(self, slot: Slot) -> None:
         """The gradient is complete: it moves into its region, and the update may be drafted."""
         assert slot.gradient is not None
-        self._chunks.settle()
+        self.chunks.settle()
         self.pager.acquire([slot.gradient])
         slot.has_gradient = True
         self._work(Counts(copied=slot.nbytes))
@@ -282,7 +283,7 @@ class Training:
             else:
                 self.pager.lock(slot.update_regions())
                 self._pending[slot] = step
-        self._chunks.settle()
+        self.chunks.settle()
         self._outstanding.clear()
 
     # Updates

@@ -1,0 +1,147 @@
+"""``dynoffload estimate``: what training under a budget would take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from dynoffload.cli.app import app, say_note, stdout
+from dynoffload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from dynoffload.estimation import Estimate
+
+_WIDTH = 24  # characters of a bar
+_PARTS = (("compute", "green"), ("own work", "yellow"), ("waiting", "red"))
+
+
+@app.command()
+def estimate(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_FACTORY",
+            help="MODULE:FUNCTION or FILE.py:FUNCTION that returns (model, optimizer, batches).",
+        ),
+    ],
+    budget: Annotated[
+        list[str],
+        typer.Option(help="Hard cap on fast memory, e.g. 8GiB or 500MB; may be given repeatedly."),
+    ],
+    policy: Annotated[str, typer.Option(help="repeat, pilot or on-demand.")] = "repeat",
+    spill_dir: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Where the spill file would lie.", show_default=False),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            exists=True,
+            help="What 'dynoffload experiment simulation --json' found on this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Say what training under a budget would take: memory by tier, time of a step, its bound.
+
+    The function builds the model, in memory or on the meta device, its optimizer and a few batches;
+    it may return a loss function of (output, batch) too. Forward and backward run on up to six
+    batches. Nothing is trained.
+
+    Example:
+
+    ```
+    $ dynoffload estimate train.py:build --budget 2GiB --budget 4GiB
+    ```
+    """
+    from dynoffload.estimation import Calibration, estimates
+    from dynoffload.estimation.factory import job_of
+    from dynoffload.pilot.progress import progress_bar
+
+    with progress_bar(True) as report:
+        report("building the model")
+        job = job_of(factory)
+        found = estimates(
+            job.model,
+            job.batches,
+            budgets=budget,
+            optimizer=job.optimizer,
+            loss=job.loss,
+            config={"policy": policy},
+            spill_dir=spill_dir,
+            calibration=None if calibration is None else Calibration.load(calibration),
+            report=report,
+        )
+    if as_json:
+        typer.echo(json.dumps([asdict(one) for one in found], indent=2))
+    else:
+        _show(found)
+    if not any(one.feasible for one in found):
+        raise typer.Exit(1)
+
+
+def _show(found: list[Estimate]) -> None:
+    first = found[0]
+    stdout().print(
+        f"[bold]{first.model}[/]: {format_bytes(first.parameters)} of parameters and buffers, "
+        f"{format_bytes(first.gradients)} of gradients, {format_bytes(first.optimizer)} of "
+        f"optimizer state; a step saves {format_bytes(first.activations)} for backward, and needs "
+        f"{format_bytes(first.temporaries)} of temporaries beside any budget. "
+        f"A plain step: {format_seconds(first.plain_s)}.",
+        highlight=False,
+    )
+    table = Table("budget", *_COLUMNS)
+    for column in table.columns:
+        column.justify = "right"
+    for one in found:
+        shown = (cell(one) for cell in _COLUMNS.values()) if one.feasible else ["too small"]
+        table.add_row(format_bytes(one.budget), *shown)
+    stdout().print(table)
+    longest = max((one.step_s for one in found if one.feasible), default=0.0)
+    for one in found:
+        if one.feasible and longest:
+            stdout().print(_bar(one, longest))
+    if longest:
+        said = Text("a step: ")
+        for name, colour in _PARTS:
+            said.append(f"■ {name}  ", style=colour)
+        stdout().print(said)
+    for one in found:
+        if not one.feasible:
+            say_note(one.reason)
+    for note in dict.fromkeys(note for one in found for note in one.assumptions):
+        say_note(note)
+
+
+def _bar(one: Estimate, longest: float) -> Text:
+    compute = one.step_s - one.own_s - one.stall_s
+    line = Text(f"{format_bytes(one.budget):>12} ")
+    for (_, colour), seconds in zip(_PARTS, (compute, one.own_s, one.stall_s), strict=True):
+        line.append("█" * round(_WIDTH * 2 * seconds / longest), style=colour)
+    return line.append(f" {format_seconds(one.step_s)}")
+
+
+def _ratio(one: Estimate) -> str:
+    return f"{one.step_s / one.plain_s:.2f}×" if one.plain_s else "–"
+
+
+_COLUMNS: dict[str, Callable[[Estimate], str]] = {
+    "fast memory": lambda one: format_bytes(one.fast_peak),
+    "spill file": lambda one: format_bytes(one.file_peak),
+    "read": lambda one: format_bytes(int(one.bytes_in)),
+    "written": lambda one: format_bytes(int(one.bytes_out)),
+    "a step": lambda one: format_seconds(one.step_s),
+    "vs plain": _ratio,
+    "waiting": lambda one: format_seconds(one.stall_s),
+    "link × 2": lambda one: format_seconds(one.faster_link_s),
+    "bound by": lambda one: "nothing" if one.resident else one.bound,
+}

@@ -1,0 +1,6 @@
+"""What training would take, before it is begun: memory by tier, and the time of a step."""
+
+from dynoffload.estimation.calibration import Calibration
+from dynoffload.estimation.estimate import Estimate, estimate, estimates
+
+__all__ = ["Calibration", "Estimate", "estimate", "estimates"]

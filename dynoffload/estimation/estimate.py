@@ -1,0 +1,340 @@
+"""What training under a budget would take: memory by tier, bytes moved, seconds, and their bound.
+
+What it is: `estimate`, which measures a few plain steps (`measuring`), divides the budget as the
+runtime would, and simulates training under it on this machine's link. What it is not: training, nor
+a guess from the number of parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.estimation.calibration import Calibration
+from dynoffload.estimation.hollow import hollowed
+from dynoffload.estimation.measuring import Loss, Measured, measure
+from dynoffload.memory.pager import probe
+from dynoffload.memory.spill import default_spill_dir, grown
+from dynoffload.pilot.progress import Report
+from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
+from dynoffload.runtime.counting import States, is_trained, whole_bytes
+from dynoffload.runtime.materialize import noted
+from dynoffload.runtime.sizing import Sizing, sizing_of
+from dynoffload.runtime.updates.update import innermost
+from dynoffload.simulation import Machine
+from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.own_work import Division
+from dynoffload.simulation.training import Training
+from dynoffload.units import parse_bytes
+
+POLICIES = ("repeat", "on-demand")
+"""The policies whose steps can be estimated; with a pilot they are no slower than with repeat."""
+
+_BATCHES = 6  # that are measured at most
+_WARMUP = 4  # simulated steps that do not count: in the first, state comes to be
+_STEPS = 8  # that count, at least
+_DIVIDED = frozenset(Division.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training would take; bytes and seconds.
+
+    Attributes:
+        model: its class.
+        budget: of fast memory.
+        feasible: whether it can be trained under that.
+        reason: why not, and what would be enough; "" if it can.
+        parameters: bytes of them, and of buffers.
+        gradients: bytes.
+        optimizer: bytes of its state.
+        activations: bytes that the largest step measured saves for backward.
+        staging: bytes of fast memory for what comes and goes: chunks that are filled, and reserve.
+        temporaries: bytes of what operators make and do not save, beside the budget.
+        fast_peak: most bytes that the runtime holds in fast memory.
+        file_peak: bytes of the spill file.
+        resident: all fits, so that nothing is paged.
+        plain_s: median seconds of a plain step.
+        step_s: of a step under the budget.
+        stall_s: of those, waiting for the file tier.
+        own_s: of those, the runtime's own work.
+        bytes_in: read in a step.
+        bytes_out: written in a step.
+        bound: what takes longest: "compute", "reads", "writes", "own work".
+        faster_link_s: seconds of a step were the link twice as fast.
+        assumptions: what the numbers stand on.
+    """
+
+    model: str
+    budget: int
+    feasible: bool
+    reason: str = ""
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    staging: int = 0
+    temporaries: int = 0
+    fast_peak: int = 0
+    file_peak: int = 0
+    resident: bool = False
+    plain_s: float = 0.0
+    step_s: float = 0.0
+    stall_s: float = 0.0
+    own_s: float = 0.0
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+    bound: str = ""
+    faster_link_s: float = 0.0
+    assumptions: tuple[str, ...] = ()
+
+
+def estimate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    budget: int | str,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    config: OffloadConfig | Mapping[str, Any] | None = None,
+    spill_dir: str | Path | None = None,
+    calibration: Calibration | None = None,
+    report: Report | None = None,
+) -> Estimate:
+    """Say what training ``model`` under ``budget`` would take; it is not trained, nor changed.
+
+    Forward and backward run on up to six batches, with gradients dropped as they come, so memory
+    for the activations of one step and for the largest gradient is enough: a model on the meta
+    device gets weights that take none (`dynoffload.estimation.hollow`).
+
+    Args:
+        model: in memory, or on the meta device.
+        batches: as for `dynoffload.profile`; up to six are taken.
+        budget: bytes of fast memory, or a string such as ``"8GiB"``.
+        optimizer: that will train it.
+        loss: as for `dynoffload.profile`.
+        config: as for `dynoffload.offload`.
+        spill_dir: where the spill file would lie, as for `dynoffload.offload`.
+        calibration: of this machine; without it the link is measured, and what the runtime itself
+            takes is as shipped.
+        report: told what is done.
+
+    Returns:
+        The estimate; a budget that is too small gives one that says so.
+
+    Raises:
+        ConfigError: a policy or backend that cannot be simulated, or no batch.
+        TraceError: a batch gives no loss.
+        SpillError: the spill directory cannot be used.
+    """
+    return estimates(
+        model,
+        batches,
+        budgets=[budget],
+        optimizer=optimizer,
+        loss=loss,
+        config=config,
+        spill_dir=spill_dir,
+        calibration=calibration,
+        report=report,
+    )[0]
+
+
+def estimates(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    budgets: Sequence[int | str],
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    config: OffloadConfig | Mapping[str, Any] | None = None,
+    spill_dir: str | Path | None = None,
+    calibration: Calibration | None = None,
+    report: Report | None = None,
+) -> list[Estimate]:
+    """Return an `estimate` for each of ``budgets``; steps and link are measured once."""
+    options = OffloadConfig.of(config)
+    _check(options)
+    tell = report or _silent
+    sizes = [parse_bytes(budget) for budget in budgets]
+    optimizer = None if optimizer is None else innermost(optimizer)
+    taken = list(itertools.islice(iter(batches), _BATCHES))
+    assumed = []
+    if any(parameter.is_meta for parameter in model.parameters()):
+        assumed.append("weights are random numbers, as the model is on the meta device")
+    with hollowed(model, noted(model)):
+        measured = measure(model, optimizer, taken, loss, tell)
+    if calibration is None:
+        tell("measuring the link")
+        calibration = Calibration.of_link(spill_dir or default_spill_dir())
+    assumed.append(calibration.said)
+    known = _known(model, optimizer, measured)
+    found = []
+    for number, budget in enumerate(sizes):
+        tell("simulating", number, len(sizes))
+        own, notes = _unsliced(model, optimizer, options, budget)
+        known = replace(known, budget=budget, assumptions=(*assumed, *notes))
+        try:
+            sizing = sizing_of(model, optimizer, budget, own)
+        except BudgetError as error:
+            found.append(replace(known, reason=str(error)))
+            continue
+        whole = whole_bytes(model, optimizer) + measured.saved_bytes
+        if own.step_aside and whole <= budget:
+            found.append(_resident(known, whole, sizing))
+        else:
+            found.append(_simulated(known, measured, sizing, own, calibration))
+    return found
+
+
+def _silent(doing: str, done: int | None = None, total: int | None = None) -> None:
+    """Tell nobody."""
+
+
+def _resident(known: Estimate, whole: int, sizing: Sizing) -> Estimate:
+    """Return the estimate of what fits: paging steps aside."""
+    return replace(
+        known,
+        feasible=True,
+        resident=True,
+        fast_peak=whole,
+        file_peak=sizing.spill_bytes,
+        step_s=known.plain_s,
+        faster_link_s=known.plain_s,
+        bound="compute",
+    )
+
+
+def _check(options: OffloadConfig) -> None:
+    if options.policy not in POLICIES and options.policy != "pilot":
+        raise ConfigError(
+            f"policy={options.policy!r} cannot be estimated: use one of {', '.join(POLICIES)}"
+        )
+    if options.backend == "mapped" or (options.backend == "auto" and probe()):
+        raise ConfigError(
+            "the mapped-file backend cannot be estimated, as the kernel decides what moves"
+            + ("" if options.backend == "mapped" else f" (no pager here: {probe()})")
+        )
+
+
+def _unsliced(
+    model: nn.Module, optimizer: Optimizer | None, options: OffloadConfig, budget: int
+) -> tuple[OffloadConfig, list[str]]:
+    """Return options under which nothing is paged by slices, and what is to be said of that."""
+    if not (options.slices and may_slice(optimizer)):
+        return options, []
+    alone = sole_owners(model.parameters())
+    try:
+        sizing = sizing_of(model, optimizer, budget, options)
+    except BudgetError:
+        return options, []  # and so it is reported
+    page, least = sizing.page_bytes, sizing.min_paged_bytes
+    sliced = [
+        name
+        for name, one in model.named_parameters()
+        if id(one) in alone and slices_of(one, page, least) > 1
+    ]
+    if not sliced:
+        return options, []
+    return replace(options, slices=False), [
+        f"{sliced[0]} and {len(sliced) - 1} more are estimated as paged whole, though experts that "
+        "are not hit move no byte: training is faster than this where few are hit"
+    ]
+
+
+def _known(model: nn.Module, optimizer: Optimizer | None, measured: Measured) -> Estimate:
+    """Return what does not depend on how the budget is divided."""
+    states = States(optimizer)
+    parameters = list(model.parameters())
+    trained = [one for one in parameters if is_trained(one)]
+    return Estimate(
+        model=type(model).__name__,
+        budget=0,
+        feasible=False,
+        parameters=sum(one.nbytes for one in (*parameters, *model.buffers())),
+        gradients=sum(one.nbytes for one in trained),
+        optimizer=sum(sum(states.sizes(one)) for one in trained),
+        activations=measured.saved_bytes,
+        temporaries=measured.temporaries,
+        plain_s=measured.seconds,
+    )
+
+
+def _simulated(
+    known: Estimate,
+    measured: Measured,
+    sizing: Sizing,
+    options: OffloadConfig,
+    calibration: Calibration,
+) -> Estimate:
+    sizes = {key: value for key, value in asdict(sizing).items() if key in _DIVIDED}
+    division = Division(**sizes, draft_share=options.draft_share)
+
+    def trained(machine: Machine) -> tuple[list[StepResult], Training]:
+        training = Training(
+            measured.network,
+            division,
+            replace(machine, workers=options.io_threads),
+            prefetch=options.policy != "on-demand",
+            work=calibration.work,
+        )
+        rounds = -(-_STEPS // len(measured.steps))  # each batch counts as often as the others
+        count = rounds * len(measured.steps)
+        steps = itertools.islice(itertools.cycle(measured.steps), _WARMUP + count)
+        return [training.step(step) for step in steps][_WARMUP:], training
+
+    steps, training = trained(calibration.machine)
+    link = calibration.machine.link
+    faster = replace(
+        link,
+        read_bps=2 * link.read_bps,
+        write_bps=2 * link.write_bps,
+        mixed_bps=2 * link.mixed_bps,
+    )
+    quicker, _ = trained(replace(calibration.machine, link=faster))
+    seconds = median(one.seconds for one in steps)
+    compute = median(one.compute_s for one in steps)
+    stall = median(one.stall_s for one in steps)
+    count = len(steps)
+    bytes_in = sum(one.bytes_in for one in steps) / count
+    bytes_out = sum(one.bytes_out for one in steps) / count
+    parts = {
+        "compute": compute,
+        "own work": seconds - compute - stall,
+        "reads": stall * _share(bytes_in / link.read_bps, bytes_out / link.write_bps),
+        "writes": stall * _share(bytes_out / link.write_bps, bytes_in / link.read_bps),
+    }
+    return replace(
+        known,
+        feasible=True,
+        staging=2 * sizing.chunk_bytes + sizing.reserve_bytes,
+        fast_peak=max(one.peak_bytes for one in steps)
+        + sizing.small_bytes
+        + training.chunks.most_kept,
+        file_peak=_file_bytes(sizing.spill_bytes, sum(training.pager.sizes)),
+        step_s=seconds,
+        stall_s=stall,
+        own_s=parts["own work"],
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        bound=max(parts, key=lambda name: parts[name]),
+        faster_link_s=median(one.seconds for one in quicker),
+    )
+
+
+def _file_bytes(need: int, regions: int) -> int:
+    """Return what the spill file takes, which is made for ``need`` and holds ``regions``."""
+    return need if regions <= need else grown(regions)
+
+
+def _share(one: float, other: float) -> float:
+    return one / (one + other) if one + other else 0.0

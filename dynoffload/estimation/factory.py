@@ -1,0 +1,118 @@
+"""A training named by a function: ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``.
+
+What it is: `job_of`, which finds the function, calls it, and checks what it returns. What it is
+not: a script runner; the function builds a model, and trains nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.errors import ConfigError
+from dynoffload.estimation.measuring import Loss
+
+_KEYS = ("model", "optimizer", "batches", "loss")
+_RETURNS = (
+    "return (model, optimizer, batches) or (model, optimizer, batches, loss), or a dict with these "
+    "keys; optimizer and loss may be None"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes:
+        model: the network, in memory or on the meta device.
+        optimizer: or None.
+        batches: as for `dynoffload.profile`.
+        loss: as for `dynoffload.profile`.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    batches: Iterable[Any]
+    loss: Loss | None = None
+
+
+def job_of(name: str) -> Job:
+    """Return what the function ``name`` builds.
+
+    Args:
+        name: ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``; the function is called without arguments.
+
+    Raises:
+        ConfigError: there is no such function, it failed, or what it returns is no training.
+    """
+    where, colon, function = name.rpartition(":")
+    if not colon or not where or not function:
+        raise ConfigError(f"{name!r} names no function: write MODULE:FUNCTION or FILE.py:FUNCTION")
+    module = _module(where)
+    build = getattr(module, function, None)
+    if not callable(build):
+        raise ConfigError(f"{where} has no function {function!r} that can be called")
+    try:
+        made = build()
+    except Exception as error:
+        raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}") from error
+    return _job(name, made)
+
+
+def _module(where: str) -> ModuleType:
+    try:
+        if not where.endswith(".py"):
+            sys.path.insert(0, "")
+            try:
+                return importlib.import_module(where)
+            finally:
+                sys.path.remove("")
+        path = Path(where)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise ConfigError(f"there is no file {where}")
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.parent.resolve()))
+        sys.modules[path.stem] = module  # dataclasses and pickle look it up
+        spec.loader.exec_module(module)
+        return module
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _job(name: str, made: object) -> Job:
+    if isinstance(made, Mapping):
+        unknown = sorted(map(str, made.keys() - set(_KEYS)))
+        if unknown:
+            raise ConfigError(f"{name}() returned the key {unknown[0]!r}: {_RETURNS}")
+        values = [made.get(key) for key in _KEYS]
+    elif isinstance(made, tuple) and len(made) in (3, 4):
+        values = [*made, None][:4]
+    else:
+        raise ConfigError(f"{name}() returned {type(made).__name__}: {_RETURNS}")
+    model, optimizer, batches, loss = values
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name}() returned {type(model).__name__} as the model: {_RETURNS}")
+    if not isinstance(optimizer, Optimizer | None):
+        raise ConfigError(
+            f"{name}() returned {type(optimizer).__name__} as the optimizer: {_RETURNS}"
+        )
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
+        raise ConfigError(
+            f"{name}() returned {type(batches).__name__} as the batches: {_RETURNS}; batches are "
+            "iterated, each is passed to the model"
+        )
+    if not (loss is None or callable(loss)):
+        raise ConfigError(f"{name}() returned {type(loss).__name__} as the loss: {_RETURNS}")
+    return Job(model, optimizer, batches, loss)

@@ -1,0 +1,62 @@
+"""What pages and figures that set numbers of two kinds side by side have in common.
+
+What it is: a table between the marks of a page, a marked error, a diagonal with its band. What it
+is not: any one experiment's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynoffload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+"""Marks of a page between which the table stands."""
+
+
+def write_between(page: Path, lines: Sequence[str]) -> None:
+    """Write what stands between the marks of a page anew.
+
+    Raises:
+        ConfigError: the page does not have them.
+    """
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{page} has no {BEGIN} ... {END}: put these lines where the table goes")
+    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+
+
+def marked(error: float, most: float) -> str:
+    """Return a relative error as text; one beyond ``most`` is a miss."""
+    return f"{error:+.1%}{' miss' if abs(error) > most else ''}"
+
+
+def draw_diagonal(
+    axes: Axes, color: Mapping[str, str], values: Sequence[float], most: float
+) -> None:
+    """Draw where two numbers are equal, and the band in which they differ by at most ``most``.
+
+    Args:
+        axes: both become logarithmic.
+        color: the canvas's colours.
+        values: all that is shown, of both kinds.
+        most: relative.
+    """
+    ends = 0.8 * min(values), 1.25 * max(values)
+    axes.plot(ends, ends, color=color["muted"], linewidth=1)
+    axes.fill_between(
+        ends,
+        [(1 - most) * end for end in ends],
+        [(1 + most) * end for end in ends],
+        color=color["grid"],
+        label=f"within {most:.0%}",
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")

@@ -1,0 +1,171 @@
+"""Estimates beside real trainings: peaks and step time, network by network.
+
+What it is: `dynoffload.estimation` asked of the zoo's networks and of six of transformers, and the
+same networks trained under the same budgets; a table of both with its misses. What it is not: a fit
+to what it validates; see `dynoffload.experiments.simulation` for what is fitted, to other networks.
+
+Processes compute with one thread, so that transfers have a core of their own where there are two.
+With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments.estimates_networks import NETWORKS
+from dynoffload.experiments.estimates_run import ESTIMATED, TRAINED, Task
+from dynoffload.experiments.workers import WorkerError
+from dynoffload.pilot.progress import progress_bar
+
+PEAK_WORST, STEP_WORST = 0.10, 0.20
+"""Relative errors that are asked for."""
+_SAID = 1_000
+_TIMEOUT = 600.0
+
+
+def run(
+    json_path: Path | None = None,
+    *,
+    shares: str = "0.5,0.25",
+    only: str = "",
+    steps: int = 10,
+    warmup: int = 4,
+    runs: int = 2,
+    calibration: Path | None = None,
+    page: Path | None = None,
+    spill_dir: Path | None = None,
+) -> dict[str, Any]:
+    """Estimate, train, and compare.
+
+    Args:
+        json_path: the figure is written beside it.
+        shares: of parameters, gradients and optimizer state, that are the budgets.
+        only: networks, separated by commas; all without it.
+        steps: of each training.
+        warmup: of them, those that do not count.
+        runs: trainings of each, of which the median counts.
+        calibration: what ``experiment simulation --json`` wrote on this machine.
+        page: a page whose table is written anew, between its marks.
+        spill_dir: where the spill files lie.
+    """
+    from dynoffload.experiments.estimates_views import show, write_figure, write_table
+
+    names = [one for one in only.split(",") if one] or list(NETWORKS)
+    unknown = [one for one in names if one not in NETWORKS]
+    if unknown:
+        raise ConfigError(f"only names {unknown[0]!r}: there are {', '.join(NETWORKS)}")
+    if not 0 < warmup < steps:
+        raise ConfigError(f"warmup={warmup} of steps={steps}: leave some steps that count")
+    try:
+        parts = [float(share) for share in shares.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"shares={shares!r}: write numbers, separated by commas") from error
+    spill = "" if spill_dir is None else str(spill_dir)
+    fitted = "" if calibration is None else str(calibration)
+    rows = []
+    with progress_bar(True) as report:
+        for number, name in enumerate(names):
+            report(name, number, len(names))
+            whole = _child(Task(name, "footprint", ()))["bytes"]
+            budgets = tuple(int(share * whole) for share in parts)
+            ours = _child(Task(name, ESTIMATED, budgets, calibration=fitted, spill_dir=spill))
+            for share, budget, one in zip(parts, budgets, ours["estimates"], strict=True):
+                task = Task(name, TRAINED, (budget,), steps, warmup, spill_dir=spill)
+                real = [_child(task) for _ in range(runs)]
+                rows.append(row(name, share, one, real, ours["seconds"]))
+    result = {
+        "steps": steps,
+        "warmup": warmup,
+        "runs": runs,
+        "calibration": rows[0]["estimated"]["assumptions"] if rows else [],
+        "summary": summary(rows),
+        "rows": rows,
+    }
+    show(result)
+    if json_path is not None:
+        write_figure(result, json_path.with_suffix(".svg"))
+    if page is not None:
+        write_table(result, page)
+    return result
+
+
+def _child(task: Task) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "dynoffload.experiments.estimates_run"]
+    try:
+        done = subprocess.run(
+            [*command, json.dumps(asdict(task))],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise WorkerError(f"{task.network}, {task.mode}, took over {_TIMEOUT:.0f} s") from error
+    if done.returncode or not done.stdout:
+        raise WorkerError(
+            f"{task.network}, {task.mode}, ended with code {done.returncode}: "
+            f"{done.stderr.strip()[-_SAID:]}"
+        )
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def row(
+    name: str,
+    share: float,
+    ours: Mapping[str, Any],
+    real: Sequence[Mapping[str, Any]],
+    seconds: float,
+) -> dict[str, Any]:
+    """Return one budget's numbers, estimated and real, and how far they are apart.
+
+    A budget that one side calls too small and the other does not is wrong by all of it.
+    """
+    refused = bool(real[0]["refused"])
+    base = {
+        "network": name,
+        "share": share,
+        "budget": ours["budget"],
+        "estimate_s": seconds,
+        "estimated": dict(ours),
+        "refused": refused,
+        "agrees": refused is not ours["feasible"],
+    }
+    if refused or not ours["feasible"]:
+        wrong = 0.0 if base["agrees"] else 1.0
+        return {**base, "real": {}, "step_error": wrong, "fast_error": wrong, "file_error": wrong}
+    keys = ("step_s", "fast_peak", "file_peak", "bytes_in", "bytes_out")
+    ran = {key: median(one[key] for one in real) for key in keys}
+    return {
+        **base,
+        "real": {**ran, "runs": [one["step_s"] for one in real]},
+        "step_error": ours["step_s"] / ran["step_s"] - 1,
+        "fast_error": ours["fast_peak"] / ran["fast_peak"] - 1,
+        "file_error": ours["file_peak"] / ran["file_peak"] - 1,
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how many rows hit what is asked for, and the errors over all."""
+    found: dict[str, Any] = {"rows": len(rows)}
+    for key, most in (
+        ("step_error", STEP_WORST),
+        ("fast_error", PEAK_WORST),
+        ("file_error", PEAK_WORST),
+    ):
+        errors = [abs(one[key]) for one in rows]
+        found[key] = {
+            "median": median(errors),
+            "worst": max(errors),
+            "within": sum(error <= most for error in errors),
+            "holds": max(errors) <= most,
+        }
+    return found

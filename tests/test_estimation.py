@@ -1,0 +1,414 @@
+"""What training would take, said before it is begun; beside what it then takes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import SMALL_PAGES, assert_same, needs_pager
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from typer.testing import CliRunner
+
+import dynoffload
+from dynoffload.cli import app
+from dynoffload.errors import BackendError, BudgetError, ConfigError
+from dynoffload.estimation import Calibration, estimate, estimates
+from dynoffload.estimation.factory import job_of
+from dynoffload.estimation.hollow import hollowed
+from dynoffload.estimation.measuring import measure
+from dynoffload.simulation import Link, Machine
+from dynoffload.simulation.own_work import Work
+from dynoffload.units import MiB
+
+CALIBRATION = Calibration(
+    Machine(Link(1e9, 1e9, 1.2e9, latency_s=1e-4), fast_bytes=1), Work(visit_s=1e-4), "round"
+)
+
+
+class Net(nn.Module):
+    """Layers of which a sample runs some, a tied weight, statistics and noise."""
+
+    def __init__(self, depth: int = 6, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norm = nn.BatchNorm1d(width)
+        self.noise = nn.Dropout(0.5)
+        self.head = nn.Linear(width, 256, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, runs: int) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers[:runs]:
+            x = x + torch.relu(layer(x))
+        return nn.functional.cross_entropy(self.head(self.noise(self.norm(x))), tokens)
+
+
+BATCHES = [(torch.arange(n, n + 24) % 256, 2 + n % 5) for n in range(10)]
+
+
+def net(device: str = "cpu", **sizes: int) -> tuple[Net, AdamW]:
+    """Return a network and its optimizer."""
+    torch.manual_seed(1)
+    with torch.device(device):
+        model = Net(**sizes)
+    return model, AdamW(model.parameters(), lr=1e-3)
+
+
+def silent(*_: Any) -> None:
+    """Say nothing."""
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process that nothing else has."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+# Weights that take no memory
+
+
+def test_weights_on_meta_compute_and_take_no_memory() -> None:
+    model, optimizer = net("meta", depth=24, width=2048)
+    whole = sum(one.nbytes for one in model.parameters())
+    objects, before = list(model.parameters()), anonymous_bytes()
+    assert whole > 384 * MiB
+    with torch.no_grad(), hollowed(model, None):
+        assert model.head.weight is model.embedding.weight
+        assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+        assert torch.equal(model.norm.weight, torch.ones(2048))  # small: as it begins
+        assert 0.015 < float(model.layers[3].weight.std()) < 0.025
+        assert bool(model(*BATCHES[0]).isfinite())
+        assert anonymous_bytes() - before < 64 * MiB
+    assert all(one.is_meta for one in (*model.parameters(), *model.buffers()))
+    assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+    assert optimizer.param_groups[0]["params"][0] is objects[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_written_to_one_is_not_in_another(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).to(dtype)
+    with torch.no_grad(), hollowed(model, None):
+        first, second = model[0].weight, model[1].weight
+        assert first.dtype == dtype
+        assert torch.equal(first, second)
+        first.fill_(3.0)
+        assert not bool((second == 3.0).any())
+    with torch.no_grad(), hollowed(model, None):
+        assert not bool((model[0].weight == 3.0).any())
+
+
+def test_a_model_in_memory_is_left_alone() -> None:
+    model, _ = net()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with hollowed(model, None):
+        assert_same(dict(model.state_dict()), before, "weights")
+
+
+def test_small_weights_that_nothing_initialises_are_named() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(256, 256), Scale())
+    with pytest.raises(ConfigError, match=r"module 1 \(Scale\) owns"), hollowed(model, None):
+        pytest.fail("the block must not begin")
+    assert all(one.is_meta for one in model.parameters())
+    dynoffload.materialize(model, lambda module: nn.init.ones_(module.scale))
+    with pytest.raises(AttributeError), hollowed(model, lambda module: module.scale):
+        pytest.fail("a function that fails")
+    assert all(one.is_meta for one in model.parameters())
+
+
+# Measuring
+
+
+def test_measuring_changes_nothing() -> None:
+    model, optimizer = net()
+    model.layers[0].weight.grad = torch.full_like(model.layers[0].weight, 2.0)
+    before = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    found = measure(model, optimizer, BATCHES[:3], None, silent)
+    assert_same(dict(model.state_dict()), dict(before), "weights and statistics")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+    assert bool((model.layers[0].weight.grad == 2.0).all())
+    assert [one.grad is None for one in model.parameters()].count(False) == 1
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+    assert [step.order() for step in found.steps] == [
+        ["embedding", *(f"layers.{n}" for n in range(runs)), "norm", "head"]
+        for _, runs in BATCHES[:3]
+    ]
+    completed = {number for piece in found.steps[2].backward for number in piece.completes}
+    names = [found.network.parameters[number].name for number in completed]
+    assert sorted(names) == sorted(
+        name
+        for name, _ in model.named_parameters()
+        if not name.startswith(("layers.4", "layers.5"))
+    )
+    assert found.saved_bytes > 0
+    assert found.temporaries > 0
+    assert all(step.update_s > 0 for step in found.steps)
+
+
+def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
+    class Closed(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return closure()
+
+    model, _ = net()
+    with pytest.raises(ConfigError, match="a step of Closed"):
+        measure(model, Closed(model.parameters(), lr=0.1), BATCHES[:1], None, silent)
+    with pytest.raises(ConfigError, match="no batch"):
+        measure(model, None, [], None, silent)
+
+
+# Estimates
+
+
+@needs_pager
+@pytest.mark.parametrize("share", [0.6, 0.4])
+def test_bytes_and_peaks_are_those_of_training(share: float) -> None:
+    """On demand, so that no transfer depends on when another ends."""
+    model, optimizer = net()
+    whole = 4 * sum(one.nbytes for one in model.parameters())
+    budget = int(share * whole)
+    config = {**SMALL_PAGES, "policy": "on-demand", "step_aside": False}
+    ours = estimate(
+        model,
+        BATCHES[:6],
+        budget=budget,
+        optimizer=optimizer,
+        config=config,
+        calibration=CALIBRATION,
+    )
+    assert ours.feasible
+    assert ours.fast_peak <= budget
+    with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
+        file = 0
+        for tokens, runs in (BATCHES[:6] * 3)[:16]:
+            model(tokens, runs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            file = max(file, session.spill_bytes)
+        steps = session.log.steps[4:16]
+    for key in ("bytes_in", "bytes_out"):
+        real = sum(getattr(step, key) for step in steps) / len(steps)
+        assert getattr(ours, key) == pytest.approx(real, rel=0.05), key
+    assert ours.fast_peak == pytest.approx(max(s.peak_fast_bytes for s in steps), rel=0.1)
+    assert ours.file_peak == file
+
+
+@needs_pager
+def test_a_model_on_meta_is_estimated_as_one_in_memory() -> None:
+    kinds = [net("cpu"), net("meta")]
+    found = [
+        estimate(model, BATCHES[:3], budget="400KiB", optimizer=optimizer, calibration=CALIBRATION)
+        for model, optimizer in kinds
+    ]
+    for key in ("parameters", "gradients", "optimizer", "activations", "file_peak", "feasible"):
+        assert getattr(found[0], key) == getattr(found[1], key), key
+    assert found[1].bytes_in == pytest.approx(found[0].bytes_in, rel=0.2)
+    assert "random numbers" in found[1].assumptions[0]
+    assert all(one.is_meta for one in kinds[1][0].parameters())
+
+
+@needs_pager
+def test_budgets_that_are_too_small_say_what_offload_says() -> None:
+    model, optimizer = net()
+    found = estimates(
+        model,
+        BATCHES[:2],
+        budgets=[100_000, "1MiB", "64MiB"],
+        optimizer=optimizer,
+        calibration=CALIBRATION,
+    )
+    with pytest.raises(BudgetError) as caught, dynoffload.offload(model, optimizer, budget=100_000):
+        pytest.fail("the block must not begin")
+    assert (found[0].feasible, found[0].reason) == (False, str(caught.value))
+    assert found[1].feasible
+    assert not found[1].resident
+    assert found[1].step_s > found[1].plain_s
+    assert found[1].faster_link_s <= found[1].step_s
+    assert found[2].resident
+    assert (found[2].step_s, found[2].bytes_in) == (found[2].plain_s, 0)
+    assert found[2].fast_peak < 64 * MiB
+    assert len({(one.parameters, one.gradients, one.optimizer) for one in found}) == 1
+
+
+def test_what_cannot_be_estimated_is_refused() -> None:
+    model, optimizer = net()
+    for config, told in (
+        ({"policy": "dtr"}, "policy='dtr' cannot be estimated"),
+        ({"backend": "mapped"}, "mapped-file backend cannot be estimated"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            estimate(model, BATCHES, budget="1MiB", optimizer=optimizer, config=config)
+
+
+@needs_pager
+def test_fused_experts_are_said_to_be_estimated_whole() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(8, 256, 256) * 0.02)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.experts[0]).square().mean()
+
+    model = Fused()
+    found = estimate(
+        model,
+        [torch.randn(4, 256)],
+        budget="12MiB",
+        optimizer=SGD(model.parameters(), lr=0.1),
+        config={"step_aside": False},
+        calibration=CALIBRATION,
+    )
+    assert any("experts and 0 more are estimated as paged whole" in n for n in found.assumptions)
+
+
+# Calibrations
+
+
+def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "simulation.json"
+    work = {"visit_s": 1e-4, "save_s": 0.0, "update_s": 2e-4, "plan_s": 0.0, "copy_s": 1e-10}
+    link = {"read_bps": 2e9, "write_bps": 1e9, "mixed_bps": 2e9, "latency_s": 1e-4}
+    path.write_text(json.dumps({"link": link, "work": work, "interference": 0.1}), "utf-8")
+    found = Calibration.load(path)
+    assert found.work.update_s == 2e-4
+    assert found.machine.link.read_bps == 2e9
+    assert str(path) in found.said
+    for content in ("{}", "no json", json.dumps({"link": link, "work": {}, "interference": 0.0})):
+        path.write_text(content, "utf-8")
+        with pytest.raises(ConfigError, match="is no calibration"):
+            Calibration.load(path)
+    with pytest.raises(ConfigError, match="is no calibration"):
+        Calibration.load(tmp_path / "missing")
+
+
+# The command line
+
+FACTORY = """
+import torch
+from torch import nn
+
+
+def build():
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, [torch.randn(4, 256)], lambda output, batch: output.square().mean()
+
+
+def named():
+    return dict(zip(("model", "optimizer", "batches", "loss"), build()))
+
+
+def only_a_model():
+    return nn.Linear(2, 2)
+
+
+def no_model():
+    return 1, None, []
+
+
+def bad_key():
+    return {"model": nn.Linear(2, 2), "data": []}
+
+
+def no_batches():
+    return nn.Linear(2, 2), None, 3
+
+
+def fails():
+    raise ValueError("no weights here")
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> Path:
+    path = tmp_path / "factory_of_tests.py"
+    path.write_text(FACTORY, "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("only_a_model", "returned Linear"),
+        ("no_model", "returned int as the model"),
+        ("bad_key", "the key 'data'"),
+        ("no_batches", "returned int as the batches"),
+        ("fails", "ValueError: no weights here"),
+        ("number", "no function 'number'"),
+        ("missing", "no function 'missing'"),
+    ],
+)
+def test_what_a_factory_must_return_is_said(factory: Path, name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        job_of(f"{factory}:{name}")
+
+
+def test_what_names_no_function_is_said(tmp_path: Path) -> None:
+    for name, told in (
+        ("build", "names no function"),
+        (f"{tmp_path}/none.py:build", "cannot be imported|no file"),
+        ("no.such.module:build", "cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            job_of(name)
+
+
+def test_factories_by_tuple_and_by_name(factory: Path) -> None:
+    for name in ("build", "named"):
+        job = job_of(f"{factory}:{name}")
+        assert job.loss is not None
+        assert isinstance(job.optimizer, AdamW)
+
+
+@needs_pager
+def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
+    calibration = tmp_path / "simulation.json"
+    link = {"read_bps": 2e9, "write_bps": 1e9, "mixed_bps": 2e9}
+    work = dict.fromkeys(("visit_s", "save_s", "update_s", "plan_s", "copy_s"), 1e-5)
+    calibration.write_text(json.dumps({"link": link, "work": work, "interference": 0.0}), "utf-8")
+    command = ["estimate", f"{factory}:build", "--calibration", str(calibration), "--budget"]
+    shown = CliRunner().invoke(app, [*command, "1200KiB", "--budget", "1GiB"])
+    assert shown.exit_code == 0, shown.output
+    for words in ("Sequential", "1.17 MiB", "nothing", "compute"):
+        assert words in shown.output.replace("\n", " ").replace("  ", " "), words
+    numbers = CliRunner().invoke(app, [*command, "1200KiB", "--json"])
+    (found,) = json.loads(numbers.stdout)
+    assert found["feasible"]
+    assert found["budget"] == 1200 * 1024
+    assert found["parameters"] == 2 * (256 * 256 + 256) * 4
+    refused = CliRunner().invoke(app, [*command, "10KiB"])
+    assert refused.exit_code == 1
+    assert "raise the budget to at least" in refused.output.replace("\n", " ")
+
+
+def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynoffload.estimation import hollow
+
+    def refused(*_: Any) -> int:
+        raise OSError("not here")
+
+    hollow._file.cache_clear()
+    monkeypatch.setattr(hollow.os, "memfd_create", refused)
+    with torch.device("meta"):
+        model = nn.Linear(512, 512)
+    with pytest.raises(BackendError, match="need Linux's memfd_create"), hollowed(model, None):
+        pytest.fail("the block must not begin")
+    assert model.weight.is_meta
