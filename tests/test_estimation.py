@@ -385,18 +385,18 @@ def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
     work = dict.fromkeys(("visit_s", "save_s", "update_s", "plan_s", "copy_s"), 1e-5)
     calibration.write_text(json.dumps({"link": link, "work": work, "interference": 0.0}), "utf-8")
     command = ["estimate", f"{factory}:build", "--calibration", str(calibration), "--budget"]
-    shown = CliRunner().invoke(app, [*command, "1200KiB", "--budget", "1GiB"])
+    shown = CliRunner().invoke(app, [*command, "1500KiB", "--budget", "1GiB"])
     assert shown.exit_code == 0, shown.output
-    for words in ("Sequential", "1.17 MiB", "nothing", "compute"):
-        assert words in shown.output.replace("\n", " ").replace("  ", " "), words
-    numbers = CliRunner().invoke(app, [*command, "1200KiB", "--json"])
+    for words in ("Sequential", "1.46 MiB", "nothing", "× plain"):
+        assert words in " ".join(shown.output.split()), words
+    numbers = CliRunner().invoke(app, [*command, "1500KiB", "--json"])
     (found,) = json.loads(numbers.stdout)
     assert found["feasible"]
-    assert found["budget"] == 1200 * 1024
+    assert found["budget"] == 1500 * 1024
     assert found["parameters"] == 2 * (256 * 256 + 256) * 4
     refused = CliRunner().invoke(app, [*command, "10KiB"])
     assert refused.exit_code == 1
-    assert "raise the budget to at least" in refused.output.replace("\n", " ")
+    assert "raise the budget to at least" in " ".join(refused.output.split())
 
 
 def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,3 +176,14 @@ def test_an_access_pays_for_its_fault_and_a_verb_does_not() -> None:
         began = on.now
         getattr(on, verb)([0])
         assert on.now - began == pytest.approx(seconds)
+
+
+def test_what_is_waited_for_stays_until_the_waiter_is_woken() -> None:
+    """Room is made for the reserve as soon as a page has come, and nothing else may leave."""
+    on = pager(4, reserve=2, regions=6)
+    on.acquire([1, 2], pin=True)
+    follow(on, [Use((1,)), Use((2,))])
+    on.access([0])
+    assert on.state[0] in (State.HERE, State.WRITING)
+    on.access([0])
+    on.unpin([1, 2])

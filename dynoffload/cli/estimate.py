@@ -99,7 +99,7 @@ def _show(found: list[Estimate]) -> None:
         f"A plain step: {format_seconds(first.plain_s)}.",
         highlight=False,
     )
-    table = Table("budget", *_COLUMNS)
+    table = Table("budget", *_COLUMNS, box=None)
     for column in table.columns:
         column.justify = "right"
     for one in found:
@@ -126,12 +126,13 @@ def _bar(one: Estimate, longest: float) -> Text:
     compute = one.step_s - one.own_s - one.stall_s
     line = Text(f"{format_bytes(one.budget):>12} ")
     for (_, colour), seconds in zip(_PARTS, (compute, one.own_s, one.stall_s), strict=True):
-        line.append("█" * round(_WIDTH * 2 * seconds / longest), style=colour)
-    return line.append(f" {format_seconds(one.step_s)}")
-
-
-def _ratio(one: Estimate) -> str:
-    return f"{one.step_s / one.plain_s:.2f}×" if one.plain_s else "–"
+        line.append("█" * round(_WIDTH * seconds / longest), style=colour)
+    line.append(f" {format_seconds(one.step_s)}")
+    if one.plain_s:
+        line.append(f", {one.step_s / one.plain_s:.2f}× plain")
+    if not one.resident:
+        line.append(f", {format_seconds(one.faster_link_s)} with a link 2× as fast")
+    return line
 
 
 _COLUMNS: dict[str, Callable[[Estimate], str]] = {
@@ -139,9 +140,5 @@ _COLUMNS: dict[str, Callable[[Estimate], str]] = {
     "spill file": lambda one: format_bytes(one.file_peak),
     "read": lambda one: format_bytes(int(one.bytes_in)),
     "written": lambda one: format_bytes(int(one.bytes_out)),
-    "a step": lambda one: format_seconds(one.step_s),
-    "vs plain": _ratio,
-    "waiting": lambda one: format_seconds(one.stall_s),
-    "link × 2": lambda one: format_seconds(one.faster_link_s),
     "bound by": lambda one: "nothing" if one.resident else one.bound,
 }

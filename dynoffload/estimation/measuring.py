@@ -96,17 +96,16 @@ def measure(
     times: list[tuple[float, float]] = []
     recorder = Recorder(model, None, on_step=traces.append)
     with _untouched(model, recorder):
-        report("a first step")
+        report("measuring plain steps")
         _step(model, batches[0], loss)
         for number, batch in enumerate(batches):
-            report("timing steps", number, len(batches))
+            report("measuring plain steps", number, len(batches))
             # The same random numbers each time: the same path.
             runs = []
             for _ in range(_TIMED):
                 with torch.random.fork_rng(devices=[]):
                     runs.append(_step(model, batch, loss))
             times.append((median(f for f, _ in runs), median(b for _, b in runs)))
-            report("recording steps", number, len(batches))
             with recorder:
                 _step(model, batch, loss)
     report("timing the optimizer")
