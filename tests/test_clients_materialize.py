@@ -80,13 +80,13 @@ def test_a_stock_mixtral_trains_as_one_built_plainly(
         save_file(reference.state_dict(), path)
     model = on_meta()
     optimizer, its = (AdamW(m.parameters(), lr=1e-3) for m in (model, reference))
+    torch.manual_seed(SEED)
     if not inside:
         assert materialize(model, path) is model
     budget = footprint_of(reference) // 3
     with dynoffload.offload(
         model, optimizer, budget=budget, pilot=None, config=SMALL_PAGES
     ) as session:
-        torch.manual_seed(SEED)
         if inside:
             materialize(model, path)
         losses = train(model, optimizer)

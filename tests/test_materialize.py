@@ -27,6 +27,7 @@ from dynoffload.units import MiB
 
 BUDGET = 256 * 1024
 CONFIG = {**SMALL_PAGES, "step_aside": False}
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 
 
 class Net(nn.Module):
@@ -102,11 +103,11 @@ def test_reset_parameters_gives_the_weights_of_a_plain_model(where: str) -> None
     """Inside the block, noted before it, or by the first forward."""
     model, optimizer = on_meta()
     parameters = list(model.parameters())
+    torch.manual_seed(3)
     if where == "outside":
         assert dynoffload.materialize(model) is model
         assert all(p.is_meta for p in model.parameters())
     with paged(model, optimizer):
-        torch.manual_seed(3)
         if where == "inside":
             dynoffload.materialize(model)
         Loop(steps=6).run(model, optimizer, SAMPLES, loss_of)
@@ -437,8 +438,8 @@ def test_buffers_that_are_views_of_one_another() -> None:
 
 @pytest.mark.parametrize("policy", ["on-demand", "dtr"])
 def test_weights_that_are_cut_off_are_not_left_behind(policy: str, tmp_path: Path) -> None:
-    """All is on the meta device again, but for what the user wrote; the next block gives the rest,
-    by what was noted before, which nobody has to say again."""
+    """All is on the meta device again; the next block gives it by what was noted before, which
+    nobody has to say again."""
     given = {name: torch.full_like(t, 0.25) for name, t in plain().state_dict().items()}
     save_file({n: t.clone() for n, t in given.items()}, tmp_path / "weights.safetensors")
     cuts = 1
@@ -454,28 +455,75 @@ def test_weights_that_are_cut_off_are_not_left_behind(policy: str, tmp_path: Pat
     model.head.weight.no_decay = True
     dynoffload.materialize(model, (tmp_path / "weights.safetensors", interrupted))
     options = {"budget": "1MiB", "pilot": None, "config": {**SMALL_PAGES, "policy": policy}}
-
-    def use() -> None:
-        with dynoffload.offload(model, optimizer, **options):
-            if policy == "on-demand":
-                with torch.no_grad():
-                    model.hidden[0].bias.fill_(5.0)
-
-    with pytest.raises(KeyboardInterrupt):
-        use()
-    left = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
-    expected = dict(given)
-    if policy == "on-demand":
-        assert set(left) == {"hidden.0.bias"}
-        assert torch.equal(left["hidden.0.bias"], torch.full((64,), 5.0))
-    else:
-        assert not left
+    with pytest.raises(KeyboardInterrupt), dynoffload.offload(model, optimizer, **options):
+        pytest.fail("the block must not begin")
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert model.to("cpu") is model
     with dynoffload.offload(model, optimizer, **options):
         model(SAMPLES[0])
-    assert_same(dict(model.state_dict()), expected, "weights")  # by the file, as was said
+    assert_same(dict(model.state_dict()), given, "weights")  # by the file, as was said
     assert_same(model.angles, plain().angles, "angles")
     assert model.head.weight.no_decay is True
+
+
+def test_what_is_cut_off_at_the_end_leaves_what_the_user_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody has said how values are given, so they are only as the block ends; all but what was
+    written is on the meta device again."""
+    model, optimizer = on_meta()
+
+    def interrupted(module: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    def use() -> None:
+        with paged(model, optimizer), torch.no_grad():
+            model.hidden[0].bias.fill_(5.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.LayerNorm, "reset_parameters", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            use()
+    left = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
+    assert set(left) == {"hidden.0.bias"}
+    assert torch.equal(left["hidden.0.bias"], torch.full((64,), 5.0))
+    with paged(model, optimizer):
+        model(SAMPLES[0])
+    assert torch.equal(model.hidden[0].bias, torch.full((64,), 5.0))
+    assert all(tensor.any() for name, tensor in model.named_parameters() if "1.bias" not in name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("said", ["before", "in the block", "not at all"])
+def test_a_part_that_the_user_writes(
+    said: str, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over values that were given before, it is a part; else the rest is zero, and told of."""
+    model, optimizer = on_meta()
+    torch.manual_seed(3)
+    if said == "before":
+        dynoffload.materialize(model)
+    options = {**CONFIG, "backend": backend}
+    with dynoffload.offload(model, optimizer, budget=BUDGET, pilot=None, config=options):
+        if said == "in the block":
+            dynoffload.materialize(model)
+        with torch.no_grad():
+            model.embedding.weight[5] = 0.3
+        model(SAMPLES[0])
+        found = model.embedding.weight.detach().clone()
+        weight = model.hidden[0].weight.detach().clone()
+    expected = plain()
+    told = [one.getMessage() for one in caplog.records if "what was not written" in one.message]
+    if said == "not at all":
+        assert int(found.count_nonzero()) == 32
+        assert len(told) == 1
+        assert told[0].startswith("embedding.weight (and 1 more) had no value when it was written")
+    else:
+        assert not told
+        with torch.no_grad():
+            expected.embedding.weight[5] = 0.3
+        assert_same(found, expected.embedding.weight.detach(), "the embedding")
+        assert_same(weight, expected.hidden[0].weight.detach(), "another weight")
 
 
 def test_what_comes_on_meta_in_the_block_is_owed_too() -> None:
@@ -558,9 +606,6 @@ def test_a_bad_file_in_the_block_is_not_forgotten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nofile"):  # at the end, again
         use()
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -667,8 +712,36 @@ def test_no_room_for_what_the_user_wrote_is_said_at_once(
         assert model.second.any()
 
 
-def test_what_fails_fails_again() -> None:
+def test_what_fails_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs on half of a model; what comes to be given is the user's and the rest's."""
+    model, optimizer = on_meta()
+    calls = 0
+
+    def reset(module: nn.Linear) -> None:
+        nonlocal calls
+        calls += 1
+        for tensor in module.parameters(recurse=False):
+            with torch.no_grad():
+                tensor.fill_(0.25)
+        if calls in (2, 4):
+            raise OSError("the disk is gone")
+
+    monkeypatch.setattr(nn.Linear, "reset_parameters", reset)
+    with paged(model, optimizer) as session:
+        with torch.no_grad():
+            model.hidden[0].bias.fill_(7.0)
+        for _ in range(2):
+            with pytest.raises(OSError, match="gone"):
+                model(SAMPLES[0])
+        model(SAMPLES[0])
+        assert torch.equal(model.hidden[0].bias, torch.full((64,), 7.0))
+        rest = [model.hidden[0].weight, *model.hidden[2].parameters(), model.head.weight]
+        assert all(torch.equal(t, torch.full_like(t, 0.25)) for t in rest)
+        assert session.sizing.budget == BUDGET
+
+
+def test_what_was_said_and_fails_lets_no_block_begin() -> None:
+    """Each attempt asks again; the model stays as it was until one succeeds."""
     model, optimizer = on_meta()
     calls = 0
 
@@ -682,17 +755,13 @@ def test_what_fails_fails_again() -> None:
             raise OSError("the disk is gone")
 
     dynoffload.materialize(model, init)
-    with paged(model, optimizer) as session:
-        with torch.no_grad():
-            model.hidden[0].bias.fill_(7.0)
-        for _ in range(2):
-            with pytest.raises(OSError, match="gone"):
-                model(SAMPLES[0])
-        model(SAMPLES[0])
-        assert torch.equal(model.hidden[0].bias, torch.full((64,), 7.0))
-        rest = [t for n, t in model.state_dict().items() if n != "hidden.0.bias"]
-        assert all(torch.equal(t, torch.full_like(t, 0.25)) for t in rest)
-        assert session.sizing.budget == BUDGET
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"), paged(model, optimizer):
+            pytest.fail("the block must not begin")
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    with paged(model, optimizer):
+        state = dict(model.state_dict())
+        assert all(torch.equal(t, torch.full_like(t, 0.25)) for t in state.values())
 
 
 def test_a_file_that_does_not_fit_is_refused_before_the_block(tmp_path: Path) -> None:

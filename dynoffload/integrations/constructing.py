@@ -41,7 +41,11 @@ _DONE = "_is_hf_initialized"  # transformers passes over modules and tensors tha
 
 
 class PlainWeights:
-    """Initialises a model of transformers; an `Initialiser`."""
+    """Initialises a model of transformers; an `Initialiser`.
+
+    After the same seed the bits are those of ``from_pretrained`` for a model of whose weights the
+    file has none. They are not those of the constructor, which draws torch's defaults first.
+    """
 
     name = "_init_weights()"
 

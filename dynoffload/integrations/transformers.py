@@ -57,8 +57,8 @@ def materialize(model: PreTrainedModel, path: str | Path | None = None) -> PreTr
     Args:
         model: built under ``torch.device("meta")``. What it has in memory keeps its values, except
             by a file.
-        path: a safetensors file with the model's own names; None for random weights, drawn as those
-            are that the model would have had.
+        path: a safetensors file with the model's own names; None for random weights, distributed as
+            those are that the model would have had (other bits: see `PlainWeights`).
 
     Returns:
         ``model``.

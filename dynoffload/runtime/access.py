@@ -29,6 +29,9 @@ class Access(Protocol):
     def reads_zero(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` has zeros only, as what nobody has written has."""
 
+    def zeros(self, tensor: torch.Tensor) -> float:
+        """Return the share of the elements of ``tensor`` that are zero."""
+
     def kept(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Give ``tensors`` back what they have now when the block ends."""
 
@@ -42,6 +45,10 @@ class InMemory:
     def reads_zero(self, tensor: torch.Tensor) -> bool:
         """See `Access.reads_zero`."""
         return not bool(tensor.any())
+
+    def zeros(self, tensor: torch.Tensor) -> float:
+        """See `Access.zeros`."""
+        return 1.0 - int(tensor.count_nonzero()) / max(1, tensor.numel())
 
     @contextlib.contextmanager
     def kept(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -82,6 +89,14 @@ class Paged:
                 if bool(piece.any()):
                     return False
         return True
+
+    def zeros(self, tensor: torch.Tensor) -> float:
+        """See `Access.zeros`."""
+        found = 0
+        for piece in self._adoption.pieces(tensor.detach()):
+            with self._adoption.held(piece):
+                found += int(piece.count_nonzero())
+        return 1.0 - found / max(1, tensor.numel())
 
     @contextlib.contextmanager
     def kept(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

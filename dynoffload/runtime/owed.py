@@ -10,12 +10,18 @@ its value once it is another object, its version has gone up, or, as ``Tensor.da
 version as it is, it is not zero any more. Zeros that are written through ``Tensor.data`` cannot be
 told from none; nor can anything else that is, once giving has failed.
 
+[Note: in part]  Nobody knows which elements of a tensor were written, so one that was written in
+part keeps its zeros elsewhere. Where somebody has said before the block how values are given, they
+are given as it begins, and what is written comes after. Where not, a tensor with zeros for the most
+part is told of.
+
 [Note: what fails]  A file or function that fails is asked again at the next use, and fails again:
 nothing runs on half of a model. What it wrote before is not the user's, so versions are noted anew.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 
 import torch
@@ -34,6 +40,9 @@ from dynoffload.runtime.materialize import (
 )
 from dynoffload.runtime.placing import to_meta
 
+logger = logging.getLogger(__name__)
+
+_MOSTLY = 0.5  # of a tensor's elements that are zero
 _Seen = tuple[torch.Tensor, int]  # no weak reference: tensors that have one cannot be swapped
 
 
@@ -46,6 +55,7 @@ class Owed:
 
     Attributes:
         init: as ``recipe``, None once all has values.
+        said: somebody has said how it is to be given.
     """
 
     def __init__(self, model: nn.Module, recipe: tuple[Init] | None) -> None:
@@ -54,7 +64,7 @@ class Owed:
         self._kept: set[str] = set()  # of what the user has written
         self._seen: dict[str, _Seen] = {}
         self._failed = False
-        self._said = recipe is not None  # by somebody, how it is to be given
+        self.said = recipe is not None
         self._parameters = [p for p in model.parameters() if p.is_meta]
         self._buffers = [
             (module, name, buffer)
@@ -62,7 +72,7 @@ class Owed:
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.is_meta
         ]
-        self.init = (recipe or (None,)) if self._names else recipe
+        self.init = self._first = (recipe or (None,)) if self._names else recipe
 
     def begin(self) -> None:
         """The model is paged: what is not leaves the meta device too."""
@@ -81,13 +91,29 @@ class Owed:
             if now is not None and id(now) not in written:
                 module._buffers[name] = buffer
         self._seen.clear()
-        if self.init is not None and self._said:
+        if self.init is not None and self.said:
             note(self._model, self.init[0])
+
+    def undo(self) -> None:
+        """The block has not begun: the model lacks what it lacked, whoever has given it since."""
+        self.init = self._first
+        self._kept.clear()
+        self._seen.clear()
+        self.revert()
 
     def written(self) -> set[int]:
         """Return the ids of the tensors to which the user has given values."""
         names = self._kept | self._written(lambda tensor: True)
         return {id(tensor) for name, tensor in self._tensors().items() if name in names}
+
+    def give_said(self, access: Access) -> None:
+        """Give what is owed if somebody has said how: see [Note: in part].
+
+        Raises:
+            ConfigError: it cannot be given so.
+        """
+        if self.said:
+            self.give(access)
 
     def give(self, access: Access) -> None:
         """Give what is owed, if anything is, as was said; what the user has written stays.
@@ -99,7 +125,7 @@ class Owed:
             ConfigError: it cannot be given so.
         """
         if self.init is not None:
-            self._kept |= self._written(access.reads_zero)
+            self._keep(access)
             self._give(self.init[0], access, self._kept)
 
     def give_by(self, init: Init, access: Access) -> None:
@@ -110,10 +136,24 @@ class Owed:
             ConfigError: ``init`` is none, or cannot give them.
         """
         check_kind(init)
-        self._said = True
+        self.said = True
         if self.init is not None:
-            self._kept |= self._written(access.reads_zero)
+            self._keep(access)
         self._give(init, access, ())
+
+    def _keep(self, access: Access) -> None:
+        """Note what the user has written meanwhile."""
+        new = self._written(access.reads_zero) - self._kept
+        self._kept |= new
+        tensors = self._tensors()
+        told = [name for name in sorted(new) if _MOSTLY < access.zeros(tensors[name]) < 1.0]
+        if told:
+            logger.warning(
+                "%s%s had no value when it was written, and what was not written of it is zero: "
+                "call materialize() before, in the block or ahead of it, to write over part of it",
+                told[0],
+                f" (and {len(told) - 1} more)" if told[1:] else "",
+            )
 
     def _give(self, init: Init, access: Access, kept: Collection[str]) -> None:
         self.init = (init,)

@@ -98,7 +98,7 @@ class Session:
         if paging is not None:
             paging.revert()
             paging.close()
-        self._owed.revert()
+        self._owed.undo()
 
     def _begin(self, spill_reason: str) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
@@ -141,6 +141,7 @@ class Session:
         self._say_plan(spill_reason)
         self._owed.begin()
         paging.begun()
+        interruptible(self._owed.give_said)(self._access_to(paging))
 
     def _page(self) -> Paging:
         return Paging(
@@ -163,7 +164,8 @@ class Session:
             return
         logger.info(
             "%s: %s of parameters, gradients%s under %s on the %s (pool %s in "
-            "pages of %s, reserve %s), spilling to %s%s, policy %s",
+            "pages of %s, reserve %s), beside it up to %s of freed memory, spilling to %s%s, "
+            "policy %s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
@@ -172,6 +174,7 @@ class Session:
             format_bytes(sizing.pool_bytes),
             format_bytes(sizing.page_bytes),
             format_bytes(sizing.reserve_bytes),
+            format_bytes(self._config.heap_slack_bytes),
             self.spill_dir,
             f" ({spill_reason})" if spill_reason else "",
             self._config.policy,

@@ -22,7 +22,10 @@ from dynoffload.runtime.access import Access
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """What transformers names the files of a model."""
 
-_FITS = "give one whose names and shapes are those of this model's state_dict()"
+_FITS = (
+    "give one whose names and shapes are those of this model's state_dict(), as safetensors' "
+    "save_file(model.state_dict(), path) writes them"
+)
 
 
 class Stored:
@@ -168,4 +171,9 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read {path} as safetensors: {error}") from error
+        remedy = (
+            ""
+            if isinstance(error, OSError)
+            else (": give a file that safetensors' save_file has written (torch.load reads others)")
+        )
+        raise ConfigError(f"cannot read {path} as safetensors: {error}{remedy}") from error
