@@ -822,3 +822,27 @@ def test_weights_in_shards(named: str, tmp_path: Path) -> None:
         assert_same(model.angles, plain().angles, "angles")
         dynoffload.materialize(model, (index, angles))  # now: by the file, all of it
         assert not torch.equal(model.hidden[2].bias, state["hidden.2.bias"])
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_an_init_held_as_it_failed_is_let_go_of(trained: bool) -> None:
+    """Its views are in the traceback, for whose sake nothing could go back to the meta device."""
+    model, optimizer = on_meta()
+    model.requires_grad_(trained)
+
+    def init(module: nn.Module) -> None:
+        for tensor in module.parameters(recurse=False):
+            first, rest = tensor[:1], tensor[1:]
+            first.fill_(1.0)
+            rest.fill_(2.0)
+            if module is model.hidden[2]:
+                raise OSError("the disk is gone")
+
+    dynoffload.materialize(model, init)
+    with pytest.raises(OSError, match="gone") as caught, paged(model, optimizer):
+        pytest.fail("the block must not begin")
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert caught.value.__traceback__ is not None
+    dynoffload.materialize(model)
+    with paged(model, optimizer):
+        assert model(SAMPLES[0]).isfinite().all()

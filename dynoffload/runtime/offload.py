@@ -9,7 +9,6 @@ import inspect
 import logging
 import os
 import sys
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.counting import images_bytes
+from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.host import within_host
 from dynoffload.runtime.interrupts import admit, hold
 from dynoffload.runtime.materialize import Init, check_parts, remember
@@ -113,8 +113,8 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
             raise
         try:
             if undo and isinstance(self._session, Session):
-                self._session._undo()
-            _clear_our_frames(error)
+                self._session._undo(error)
+            clear_frames(error)
             return self._planned.block.__exit__(kind, error, trace)
         finally:
             admit()
@@ -140,23 +140,6 @@ class _Planned(NamedTuple):
 
     block: contextlib.AbstractContextManager[Session]  # undoes its beginning if that fails
     report: Callable[[Session], None]  # called after the block has ended
-
-
-def _clear_our_frames(error: BaseException | None) -> None:
-    """Let go of what this library's own frames hold in the tracebacks of ``error`` and of what it
-    came from: their locals may be tensors of a device, which would stay for their sake."""
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        waiting += [one.__cause__, one.__context__]
-        for frame, _ in traceback.walk_tb(one.__traceback__):
-            if frame.f_code.co_filename.startswith(_OURS):
-                with contextlib.suppress(RuntimeError):  # it runs still
-                    frame.clear()
 
 
 def _warn_of_forgotten(file: str, line: int) -> None:

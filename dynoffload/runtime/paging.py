@@ -47,7 +47,7 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
-from dynoffload.runtime.placing import to_meta
+from dynoffload.runtime.placing import is_held, to_meta
 from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.updates.drafts import Drafts
@@ -522,6 +522,10 @@ class Paging:
         whose ids are ``kept``."""
         self._undoes = True
         self._meta = [parameter for parameter in self._meta if id(parameter) not in kept]
+
+    def meta_is_held(self) -> bool:
+        """Return whether somebody has views of what was on the meta device, and so keeps it."""
+        return any(is_held(one) for one in self._meta if not one.is_meta)
 
     @uninterrupted
     @torch.inference_mode(False)

@@ -20,3 +20,13 @@ def put_in_place(parameter: nn.Parameter, data: torch.Tensor) -> None:
 def to_meta(parameter: nn.Parameter) -> None:
     """Have ``parameter`` be on the meta device, without values."""
     put_in_place(parameter, torch.empty_like(parameter, device="meta"))
+
+
+def is_held(parameter: nn.Parameter) -> bool:
+    """Return whether there are views of ``parameter``, for which `to_meta` is refused."""
+    own = 1
+    if parameter.requires_grad:  # the node that accumulates its gradient holds it too
+        torch.autograd.graph.get_gradient_edge(parameter)
+        own = 2
+    count: int = parameter._use_count()  # type: ignore[attr-defined]
+    return count > own

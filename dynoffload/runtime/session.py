@@ -26,6 +26,7 @@ from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.counting import ordinary_bytes, parts_of
 from dynoffload.runtime.forked import refusal
+from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
 from dynoffload.runtime.materialize import Init, blank, recipe_of
@@ -85,17 +86,20 @@ class Session:
         self._owed = Owed(model, recipe_of(model))
         try:
             self._begin(spill_reason)
-        except BaseException:
-            self._undo()
+        except BaseException as error:
+            self._undo(error)
             raise
 
     @uninterrupted
-    def _undo(self) -> None:
-        """End a session that has not begun, or that nobody has used: all is as before it."""
+    def _undo(self, error: BaseException | None) -> None:
+        """End a session that has not begun, because of ``error``: all is as before it."""
         for handle in self._handles:
             handle.remove()
         paging, self._paging = self._paging, None
+        clear_frames(error)
         if paging is not None:
+            if paging.meta_is_held():  # by code of the user's that was cut off
+                clear_frames(error, ours=False)
             paging.revert()
             paging.close()
         self._owed.undo()
