@@ -31,6 +31,7 @@ EXPERIMENTS: dict[str, str] = {
     "pilot-stalls": "dynoffload.experiments.pilot_stalls:run",
     "memory-expansion": "dynoffload.experiments.memory_expansion:run",
     "simulation": "dynoffload.experiments.simulation:run",
+    "step-time": "dynoffload.experiments.step_time:run",
     "estimates": "dynoffload.experiments.estimates:run",
     "whatif": "dynoffload.experiments.whatif:run",
     "planner-optimality": "dynoffload.experiments.planner_optimality:run",

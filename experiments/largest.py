@@ -14,9 +14,8 @@ budget, and the rest is for operators' temporaries, which nobody can put off.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.config import POLICIES
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
-from dynoffload.experiments.workers import Worker, WorkerError, worker
+from dynoffload.experiments.workers import Worker, WorkerError, ended_after, worker
 from dynoffload.memory.cgroup import memory_group, swap_file
 from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
@@ -235,7 +234,7 @@ def _try(search: Search, way: Way, size: int, room: _Room) -> Try:
             started = stack.enter_context(
                 worker(f"{way.title} {size}", search.of(way, size), group)
             )
-            with _ended_after(started, deadline) as late:
+            with ended_after(started.kill, deadline) as late:
                 started.wait_ready()
                 for number in range(search.steps + 1):
                     started.step(measured=number > 0)
@@ -253,23 +252,6 @@ def _try(search: Search, way: Way, size: int, room: _Room) -> Try:
     if slowest > allowed:
         why = f"a step of {format_seconds(slowest)}, above {format_seconds(allowed)}"
     return Try(size, why, median(seconds), losses)
-
-
-@contextmanager
-def _ended_after(started: Worker, seconds: float) -> Iterator[threading.Event]:
-    """End the worker when the time is over; the event says that it was."""
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        started.kill()
-
-    timer = threading.Timer(seconds, end)
-    timer.start()
-    try:
-        yield late
-    finally:
-        timer.cancel()
 
 
 def _before(search: Search) -> int:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PLAIN, BUDGETED, PILOT = "plain", "budgeted", "pilot"
-_LEARNED = 48  # recorded steps that a pilot learns from
+_LEARNED = 48
 _TIMED = 3  # plain trainings whose times are recorded, of which each step's median counts
 
 
@@ -30,7 +30,7 @@ class Task:
     """What one process does.
 
     Attributes:
-        network: a key of `NETWORKS`.
+        network: a key of `NETWORKS`, or what messages call ``zoo``.
         mode: one of `PLAIN`, `BUDGETED` and `PILOT`.
         steps: how many.
         folder: where traces go, or the pilot.
@@ -38,6 +38,9 @@ class Task:
         policy: of the session.
         pilot: path of a pilot, "" for none.
         spill_dir: where the spill file lies, "" for the default.
+        zoo: ``network``, ``preset``, ``sizes`` and ``shape`` of a network that is no key, as `Spec`
+            has them.
+        learned: recorded steps that a pilot learns from.
     """
 
     network: str
@@ -48,6 +51,15 @@ class Task:
     policy: str = "repeat"
     pilot: str = ""
     spill_dir: str = ""
+    zoo: Mapping[str, Any] = field(default_factory=dict)
+    learned: int = _LEARNED
+
+    def kind(self) -> Kind:
+        """Return its network."""
+        if not self.zoo:
+            return NETWORKS[self.network]()
+        of = self.zoo
+        return zoo_kind(of["network"], of["preset"], of["shape"], **of["sizes"])
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class Kind:
     samples: Callable[[int], Iterator[Sample]]
 
 
-def zoo_kind(name: str, preset: str, shape: dict[str, int], **sizes: int) -> Kind:
+def zoo_kind(name: str, preset: str, shape: Mapping[str, int], **sizes: int) -> Kind:
     """Return a network of the zoo; ``shape`` is its samples', ``sizes`` are its configuration's."""
     from dynoffload.experiments import zoo
 
@@ -237,10 +249,11 @@ def pilot(task: Task, kind: Kind) -> dict[str, Any]:
     from dynoffload.profiler import profile
 
     folder, model = Path(task.folder), kind.build()
-    samples = list(itertools.islice(kind.samples(1), _LEARNED))
+    samples = list(itertools.islice(kind.samples(1), task.learned))
     profile(model, samples, out=folder, optimizer=adamw(model), progress=False)
-    train_pilot(folder, progress=False).pilot.save(folder / "trained.pilot")
-    return {"pilot": str(folder / "trained.pilot")}
+    path = folder / "trained.pilot"
+    train_pilot(folder, progress=False).pilot.save(path)
+    return {"pilot": str(path)}
 
 
 def main() -> None:
@@ -250,7 +263,7 @@ def main() -> None:
     torch.set_num_threads(1)
     task = Task(**json.loads(sys.argv[1]))
     work = {PLAIN: plain, BUDGETED: budgeted, PILOT: pilot}[task.mode]
-    answer = work(task, NETWORKS[task.network]())
+    answer = work(task, task.kind())
     sys.stdout.write(json.dumps(answer) + "\n")
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
@@ -32,10 +32,15 @@ from dynoffload.simulation.own_work import Counts, Division, Work
 from dynoffload.simulation.recorded import Network, Parameter, Recorded, recorded
 from dynoffload.simulation.training import Training
 
+if TYPE_CHECKING:
+    from dynoffload.doctor import Tiers
+    from dynoffload.experiments.simulation_fit import Fit
+
 STEP_MEDIAN, STEP_WORST, BYTES_WORST = 0.10, 0.20, 0.02
 """Relative errors that are asked for."""
 _MOST_STEPS = 10  # from the eleventh on a session may try what waits without prefetch
 _SAID = 1_000
+TRACES, PILOT_NAME = "traces", "trained.pilot"
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,6 @@ def run(
         spill_dir: where the spill files lie.
     """
     from dynoffload.doctor.tiers import measure_tiers
-    from dynoffload.experiments.simulation_fit import fitted
     from dynoffload.experiments.simulation_views import show, write_figure, write_table
 
     if not warmup < steps <= _MOST_STEPS:
@@ -153,27 +157,20 @@ def run(
     with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
         report("the link", 0, None)
         tiers = measure_tiers(spill or tempfile.gettempdir(), 0.5)
-        every = [*FIT, *settings]
+        fit, cases = fit_machine(tiers, steps, warmup, runs, Path(folder), spill, report)
         materials = {
-            name: _material(name, steps, Path(folder), spill, report)
-            for name in dict.fromkeys(one.network for one in every)
+            name: material(name, steps, Path(folder), report, learn=name in _PILOTED)
+            for name in dict.fromkeys(one.network for one in settings)
         }
-        pilots = {name: str(Path(folder) / name / "trained.pilot") for name in _PILOTED}
-        real = {}
-        for number, one in enumerate(every):
-            report(one.name, number, len(every))
-            pilot = pilots[one.network] if one.policy == "pilot" else ""
-            real[one] = _real(one, materials[one.network], steps, runs, pilot, spill)
-        fit = fitted(
-            [(materials[one.network], real[one], one.policy) for one in FIT], tiers, warmup
-        )
-        rows = [
-            _row(one, materials[one.network], real[one], fit.machine, fit.work, warmup)
-            for one in settings
-        ]
+        rows = []
+        for number, one in enumerate(settings):
+            report(one.name, number, len(settings))
+            pilot = str(Path(folder) / one.network / PILOT_NAME) if one.policy == "pilot" else ""
+            real = _real(one, materials[one.network], steps, runs, pilot, spill)
+            rows.append(_row(one, materials[one.network], real, fit.machine, fit.work, warmup))
         fit_rows = [
-            _row(one, materials[one.network], real[one], fit.machine, fit.work, warmup)
-            for one in FIT
+            _row(one, known, real, fit.machine, fit.work, warmup)
+            for one, (known, real) in cases.items()
         ]
     result = {
         "steps": steps,
@@ -211,17 +208,72 @@ def _child(task: Task) -> dict[str, Any]:
     return answer
 
 
-def _material(name: str, steps: int, folder: Path, spill: str, report: Report) -> Material:
+def fit_machine(
+    tiers: Tiers,
+    steps: int,
+    warmup: int,
+    runs: int,
+    folder: Path,
+    spill: str,
+    report: Report,
+) -> tuple[Fit, dict[Setting, tuple[Material, Real]]]:
+    """Train the settings of `FIT`, and return what fits them, with what they did.
+
+    Args:
+        tiers: the measured link.
+        steps: of each run.
+        warmup: of them, those that do not count.
+        runs: of each setting.
+        folder: for traces.
+        spill: where the spill files lie, "" for the default.
+        report: is told of progress.
+    """
+    from dynoffload.experiments.simulation_fit import fitted
+
+    materials = {
+        name: material(name, steps, folder, report)
+        for name in dict.fromkeys(one.network for one in FIT)
+    }
+    cases = {}
+    for number, one in enumerate(FIT):
+        report(one.name, number, len(FIT))
+        known = materials[one.network]
+        cases[one] = known, _real(one, known, steps, runs, "", spill)
+    fit = fitted([(*case, one.policy) for one, case in cases.items()], tiers, warmup)
+    return fit, cases
+
+
+def material(
+    name: str,
+    steps: int,
+    folder: Path,
+    report: Report,
+    *,
+    learn: bool = False,
+    zoo: Mapping[str, Any] | None = None,
+    learned: int = Task.learned,
+) -> Material:
+    """Train a network plainly and return what is known of it; its traces stay in ``folder``.
+
+    Args:
+        name: of the network; traces are under it, in `TRACES`.
+        steps: that are made.
+        folder: for traces, and for the pilot, as ``name`` / `PILOT_NAME`.
+        report: is told of progress.
+        learn: train a pilot, which predicts the steps' orders; else the last order does.
+        zoo: see `Task`.
+        learned: see `Task`.
+    """
     from dynoffload.profiler.trace import Trace
 
-    own, traces = folder / name, folder / name / "traces"
+    own, traces = folder / name, folder / name / TRACES
     traces.mkdir(parents=True)
-    pilot = ""
-    if name in _PILOTED:
+    task, pilot = Task(name, PLAIN, steps, str(traces), zoo=zoo or {}, learned=learned), ""
+    if learn:
         report(f"{name}: learning a pilot", 0, None)
-        pilot = _child(Task(name, PILOT, steps, str(own)))["pilot"]
+        pilot = _child(replace(task, mode=PILOT, folder=str(own)))["pilot"]
     report(f"{name}: plain steps", 0, None)
-    found = _child(Task(name, PLAIN, steps, str(traces), pilot=pilot))
+    found = _child(replace(task, pilot=pilot))
     network = Network(
         tuple(Parameter(**one) for one in found["network"]["parameters"]),
         {path: tuple(numbers) for path, numbers in found["network"]["owners"].items()},
@@ -301,7 +353,7 @@ def _row(
         **asdict(setting),
         "backend": real.backend,
         "budget": real.sizing["budget"],
-        "plain_s": median(_plain(step) for step in material.steps[warmup:]),
+        "plain_s": median(sum(step.seconds) for step in material.steps[warmup:]),
         "real": ran,
         "simulated": own,
         "seconds_error": own["seconds"] / ran["seconds"] - 1,
@@ -318,10 +370,6 @@ def _means(real: Real, key: str, warmup: int) -> list[float]:
     """Return what each run has of ``key`` per step; of steps one after the other the sum counts, as
     what is under way when a step ends belongs to the next."""
     return [sum(step[key] for step in one[warmup:]) / len(one[warmup:]) for one in real.runs]
-
-
-def _plain(step: Recorded) -> float:
-    return sum(piece.seconds for piece in (*step.forward, *step.backward)) + step.update_s
 
 
 def _error(ours: float, theirs: float) -> float:

@@ -11,7 +11,8 @@ can be compared bit by bit.
 
 [Note: leaving without restoring]  A worker that is done ends by `os._exit`. Leaving the ``offload``
 block would copy gigabytes back into ordinary tensors that nobody looks at; the spill file has no
-name and goes with the process.
+name and goes with the process. A policy that pages nothing has nothing to restore, but perhaps a
+swap file and a memory group to remove: under those it leaves the block.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from dynoffload.config import UNPAGED
 from dynoffload.errors import DynOffloadError
 
 BUDGETED = "offload"
@@ -54,6 +56,7 @@ class Spec:
         pilot: path of a pilot, ``"auto"`` or None.
         meta: build on the meta device and give the weights inside the block.
         spill_dir: where the spill file lies.
+        threads: of compute; 0 for as many as torch takes.
     """
 
     network: str
@@ -71,6 +74,7 @@ class Spec:
     pilot: str | None = None
     meta: bool = False
     spill_dir: str | None = None
+    threads: int = 0
 
 
 class Trainer:
@@ -82,6 +86,8 @@ class Trainer:
         from dynoffload.experiments import zoo
 
         self.spec = spec
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
         device = "meta" if spec.meta else "cpu"
         sizes: dict[str, Any] = {**spec.sizes, "seed": spec.seed, "device": device}
         self.model = zoo.build(spec.network, spec.preset, **sizes)
@@ -193,6 +199,7 @@ class Trainer:
             reply |= {
                 "backend": log.backend,
                 "paging": self.session.paging,
+                "sizing": dataclasses.asdict(self.session.sizing),
                 "headroom_bytes": log.headroom,
                 "peak_fast_bytes": max((s.peak_fast_bytes for s in log.steps), default=0),
             }
@@ -233,6 +240,8 @@ def serve(spec: Spec, commands: IO[str], replies: IO[str]) -> None:
         for line in commands:
             say(answers[line.strip()]())
         replies.flush()
+        if trainer.session is not None and spec.config.get("policy") in UNPAGED:
+            return
         os._exit(0)  # [Note: leaving without restoring]
 
 

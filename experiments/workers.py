@@ -12,14 +12,16 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dynoffload.errors import DynOffloadError
 from dynoffload.experiments.trainer import Spec
 from dynoffload.memory.cgroup import MemoryGroup
+from dynoffload.units import format_seconds
 
 _SAID = 2_000  # characters of a dead worker's last words
 
@@ -55,13 +57,20 @@ class Worker:
 
     Attributes:
         name: what messages call it.
+        patience: seconds after which it is ended, if it has not answered; None for ever.
         steps: all it made so far.
         before: bytes it took just before it entered the block: ``rss_bytes`` and, as its cgroup
             counts, ``charged_bytes``.
     """
 
-    def __init__(self, name: str, spec: Spec, group: MemoryGroup | None) -> None:
-        self.name, self.spec, self.group = name, spec, group
+    def __init__(
+        self,
+        name: str,
+        spec: Spec,
+        group: MemoryGroup | None,
+        patience: float | None = None,
+    ) -> None:
+        self.name, self.spec, self.group, self.patience = name, spec, group, patience
         self.steps: list[Step] = []
         command = [sys.executable, "-P", "-m", "dynoffload.experiments.trainer"]
         command.append(json.dumps(asdict(spec)))
@@ -120,10 +129,16 @@ class Worker:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        with ended_after(self.kill, self.patience) as late:
+            line = self._process.stdout.readline()
         if line:
             answer: dict[str, Any] = json.loads(line)
             return answer
+        if late.is_set() and self.patience is not None:
+            self._process.wait()
+            raise WorkerError(
+                f"the worker {self.name!r} gave no answer within {format_seconds(self.patience)}"
+            )
         code = self._process.wait()
         self._said.seek(0)
         words = self._said.read().strip()[-_SAID:]
@@ -153,27 +168,60 @@ class Worker:
 
 
 @contextlib.contextmanager
-def worker(name: str, spec: Spec, group: MemoryGroup | None = None) -> Iterator[Worker]:
+def ended_after(end: Callable[[], None], seconds: float | None) -> Iterator[threading.Event]:
+    """Call ``end`` when the time is over, if the block is not; the event says that it was."""
+    late = threading.Event()
+    if seconds is None:
+        yield late
+        return
+
+    def over() -> None:
+        late.set()
+        end()
+
+    timer = threading.Timer(seconds, over)
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def worker(
+    name: str, spec: Spec, group: MemoryGroup | None = None, patience: float | None = None
+) -> Iterator[Worker]:
     """Yield a new worker, in ``group`` if one is given; it is ended with the block.
 
     Raises:
-        WorkerError: it died while it started.
+        WorkerError: it died while it started, or had no answer within ``patience`` seconds.
     """
-    started = Worker(name, spec, group)
+    started = Worker(name, spec, group, patience)
     try:
         yield started
     finally:
         started.close()
 
 
+class Steps(Protocol):
+    """What takes turns: a `Worker`, or something that stands for one."""
+
+    def step(self, *, measured: bool = True) -> object:
+        """Make one step."""
+        ...
+
+
+Stepping = TypeVar("Stepping", bound=Steps)
+
+
 def alternate(
-    workers: Sequence[Worker],
+    workers: Sequence[Stepping],
     *,
     warmup: int,
     rounds: int,
     per_turn: int,
     lead: int,
-    on_step: Callable[[Worker], None] = lambda worker: None,
+    on_step: Callable[[Stepping], None] = lambda worker: None,
 ) -> None:
     """Let workers step in turn.
 

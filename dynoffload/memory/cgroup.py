@@ -388,6 +388,20 @@ def _maker_is_gone(name: str, prefix: str) -> bool:
     return number.isdigit() and not Path("/proc", number).exists()
 
 
+def remove_left(directory: Path) -> None:
+    """Remove what killed processes have left: groups, and swap files in ``directory``.
+
+    Raises:
+        LimitError: a swap file cannot be switched off.
+    """
+    roots = [path for path, *_ in cgroup_directories()[:1]]
+    if (found := version()) is not None:
+        roots.append(_ROOTS[found])
+    for root in roots:
+        _remove_stale_groups(root)
+    _remove_stale_swap(directory)
+
+
 def _remove_stale_groups(root: Path) -> None:
     for path in root.glob(f"{_GROUP}*"):
         if _maker_is_gone(path.name, _GROUP):

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from dynoffload.errors import TraceError
 from dynoffload.profiler.trace import Operator, Phase, Trace
+from dynoffload.simulation.workload import spread
 from dynoffload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -137,6 +138,14 @@ class Recorded:
         """Bytes of what is saved, beside the model's own."""
         return sum(n for storage, n in self.saved.items() if storage not in self.owned)
 
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """What forward, backward and the optimizer's step take."""
+        forward, backward = (
+            sum(piece.seconds for piece in pieces) for pieces in (self.forward, self.backward)
+        )
+        return forward, backward, self.update_s
+
     def order(self) -> list[str]:
         """Return the owners that forward visits."""
         return [path for piece in self.forward for path in piece.visits]
@@ -144,14 +153,6 @@ class Recorded:
     def timed(self, forward_s: float, backward_s: float, update_s: float) -> Recorded:
         """Return the same step, its phases as long as given: what lies between operators is spread
         over them evenly, and what operators took longer when they were recorded is taken off."""
-
-        def spread(pieces: tuple[Piece, ...], whole: float) -> tuple[Piece, ...]:
-            between = (whole - sum(piece.seconds for piece in pieces)) / max(1, len(pieces))
-            if between < 0:
-                factor = whole / sum(piece.seconds for piece in pieces)
-                return tuple(replace(p, seconds=p.seconds * factor) for p in pieces)
-            return tuple(replace(p, seconds=p.seconds + between) for p in pieces)
-
         return replace(
             self,
             forward=spread(self.forward, forward_s),

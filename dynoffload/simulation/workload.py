@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar, cast
 
 from dynoffload.errors import TraceError
 from dynoffload.planning.schedule import Use
@@ -46,6 +47,14 @@ class Step:
     sizes: Mapping[int, int]
     phases: Mapping[Phase, tuple[int, int]]
     given: tuple[int, ...]
+
+    def timed(self, seconds: Mapping[Phase, float]) -> Step:
+        """Return the same step, its phases as long as given; see `spread`."""
+        uses = list(self.uses)
+        for phase, whole in seconds.items():
+            start, stop = self.phases.get(phase, (0, 0))
+            uses[start:stop] = spread(uses[start:stop], whole)
+        return replace(self, uses=tuple(uses))
 
 
 @dataclass
@@ -89,6 +98,29 @@ class Workload:
             here.difference_update(gone)
             alive -= sum(step.sizes[region] for region in gone)
         return peak
+
+
+class _Timed(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+One = TypeVar("One", bound=_Timed)
+
+
+def spread(parts: Sequence[One], whole: float) -> tuple[One, ...]:
+    """Return dataclasses with other seconds, ``whole`` together: what lies between them is given to
+    them evenly; if they take longer, as where a recorder slowed them down, all are shortened."""
+    taken = sum(part.seconds for part in parts)
+    if taken > whole:
+        return tuple(_with(part, part.seconds * whole / taken) for part in parts)
+    between = (whole - taken) / max(1, len(parts))
+    return tuple(_with(part, part.seconds + between) for part in parts)
+
+
+def _with(part: One, seconds: float) -> One:
+    made: One = replace(cast(Any, part), seconds=seconds)
+    return made
 
 
 def workload(traces: Iterable[Trace], costs: CostModel | None = None) -> Workload:

@@ -1,0 +1,178 @@
+"""The policies whose step times are compared, and each one simulated.
+
+What it is: `POLICIES`, which says what of each there is to measure and to simulate, and
+`simulated`, the second side of the comparison. What it is not: the first, which stands in
+`dynoffload.experiments.step_time_runs`.
+
+[Note: two simulations]  What the runtime does by a plan or on demand is simulated as it does it
+(`dynoffload.simulation.Training`): by regions of whole pages, with its own work. The other policies
+are simulated operator by operator (`dynoffload.simulation.simulate`), on the same link and with the
+same seconds of plain steps, but nothing of what a runtime of theirs would take itself.
+
+[Note: pages]  Paging by the system has unified memory for its simulation: by pages of `PAGE_BYTES`,
+which is what a driver of unified memory moves at the least. The system moves what it reads ahead,
+which may be less, and counts operators' temporaries, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from dynoffload.config import POLICIES as CONFIGURED
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import DynOffloadError
+from dynoffload.experiments import simulation
+from dynoffload.experiments.simulation import Material
+from dynoffload.experiments.simulation_fit import Fit
+from dynoffload.profiler.trace import Phase, Trace
+from dynoffload.simulation import (
+    DTR,
+    Capuchin,
+    Clairvoyant,
+    Intervals,
+    Replay,
+    StepResult,
+    Strategy,
+    UnifiedMemory,
+    Workload,
+    simulate,
+    workload,
+)
+from dynoffload.units import KiB
+
+PAGE_BYTES = 64 * KiB
+PILOT = "pilot"
+BOUND = "clairvoyant"
+"""Knows every step: what the others could reach, and none of them."""
+PUBLISHED = ("os-paging", "dtr")
+"""Those that the published figure is over; unified memory's place has paging by the system."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One policy.
+
+    Attributes:
+        title: in tables.
+        strategy: simulates it operator by operator; None: the runtime is simulated.
+        runs: whether it is one of `OffloadConfig.policy`, so that it can be measured.
+    """
+
+    title: str
+    strategy: Callable[[], Strategy] | None = None
+    runs: bool = True
+
+
+POLICIES: dict[str, Policy] = {
+    PILOT: Policy("pilot"),
+    "repeat": Policy("last order"),
+    "replay": Policy("recorded order, strict", Replay),
+    "on-demand": Policy("on demand"),
+    "dtr": Policy("rematerialisation (DTR)", DTR),
+    "os-paging": Policy("paging by the system", UnifiedMemory),
+    "intervals": Policy("intervals (Sentinel)", Intervals, runs=False),
+    "capuchin": Policy("swap or recompute (Capuchin)", Capuchin, runs=False),
+    BOUND: Policy("clairvoyant", Clairvoyant, runs=False),
+}
+"""By the name that ``--policies`` takes, which is that of `OffloadConfig.policy` where it runs."""
+assert all(key in CONFIGURED for key, one in POLICIES.items() if one.runs)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: a policy under a budget, measured or simulated.
+
+    Attributes:
+        why: it has no time; "" if it has.
+        steps_s: seconds of the steps that count.
+        bytes_in: read from the tier below, per step.
+        bytes_out: written to it.
+        note: what is to be known of it.
+    """
+
+    why: str = ""
+    steps_s: tuple[float, ...] = ()
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+    note: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """The median of a step."""
+        return median(self.steps_s) if self.steps_s and not self.why else None
+
+
+def replayed(material: Material, traces: Sequence[Trace]) -> Workload:
+    """Return the operators of ``traces``, their phases as long as those of the plain steps."""
+    made = workload(traces)
+    phases = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
+    made.steps[:] = [
+        step.timed(dict(zip(phases, known.seconds, strict=True)))
+        for step, known in zip(made.steps, material.steps, strict=True)
+    ]
+    return made
+
+
+def simulated(
+    policy: str,
+    material: Material,
+    work: Workload,
+    budget: int,
+    sizing: Mapping[str, int] | None,
+    refused: str,
+    fit: Fit,
+    counted: Sequence[int],
+) -> Side:
+    """Simulate ``policy`` under a budget; see [Note: two simulations].
+
+    Args:
+        policy: a key of `POLICIES`.
+        material: what plain training showed.
+        work: the same, operator by operator.
+        budget: bytes.
+        sizing: how the runtime divides it, None if it refuses it.
+        refused: why it does.
+        fit: the machine.
+        counted: numbers of the steps that count.
+    """
+    strategy = POLICIES[policy].strategy
+    try:
+        if strategy is not None:
+            machine = replace(
+                fit.machine,
+                fast_bytes=budget,
+                page_bytes=PAGE_BYTES,
+                workers=OffloadConfig().io_threads,
+            )
+            found = simulate(work, machine, strategy())
+            return Side(found.infeasible) if found.infeasible else _side(found.steps, counted)
+        if sizing is None:
+            return Side(refused)  # the runtime divides the simulated budget, too
+        made = simulation.simulated(material, sizing, policy, fit.machine, fit.work)
+        return _side(made.steps, counted)
+    except DynOffloadError as error:
+        return Side(str(error))
+
+
+def _side(steps: Sequence[StepResult], counted: Sequence[int]) -> Side:
+    own = [steps[number] for number in counted]
+    return Side(
+        steps_s=tuple(step.seconds for step in own),
+        bytes_in=fmean(step.bytes_in for step in own),
+        bytes_out=fmean(step.bytes_out for step in own),
+    )
+
+
+def described() -> dict[str, Any]:
+    """Return what is to be known of the policies, as JSON can hold it."""
+    return {
+        key: {
+            "title": one.title,
+            "measured": one.runs,
+            "simulated": "the runtime" if one.strategy is None else "operators",
+        }
+        for key, one in POLICIES.items()
+    }

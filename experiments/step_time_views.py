@@ -1,0 +1,278 @@
+"""The table, the figure and the page of `dynoffload.experiments.step_time`.
+
+What it is: its numbers as people read them. What it is not: their measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynoffload.experiments.step_time_policies import POLICIES
+from dynoffload.experiments.step_time_rows import budget_name, said
+from dynoffload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_HEADS = (
+    *("budget", "policy", "measured", "times plain", "simulated", "times plain"),
+    *("MB in", "out", "simulated MB in", "out", "losses equal"),
+)
+_WIDTH = 150  # of the table, where the output is no terminal
+_SHADES = {
+    "pilot": ("plan", "o"),
+    "repeat": ("optimizer", "s"),
+    "replay": ("backward", "^"),
+    "on-demand": ("fault", "v"),
+    "dtr": ("stall", "D"),
+    "os-paging": ("ink", "P"),
+    "intervals": ("rss", "<"),
+    "capuchin": ("evict", ">"),
+    "clairvoyant": ("compute", "*"),
+}
+"""Policy -> colour and mark."""
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print a table for each network, and what is to be said of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=max(Console().width, _WIDTH))
+    for network in result["networks"]:
+        table = Table(title=_title(result, network), title_justify="left", box=None)
+        for number, head in enumerate(_HEADS):
+            table.add_column(head, justify="left" if number < 2 else "right", no_wrap=True)
+        for row in _rows(result, network):
+            table.add_row(*cells(row))
+        console.print(table)
+    for line in (*reasons(result), *said(result)):
+        console.print(line, highlight=False, markup=False)
+
+
+def _rows(result: Mapping[str, Any], network: str) -> Iterator[Mapping[str, Any]]:
+    return (row for row in result["rows"] if row["network"] == network)
+
+
+def _title(result: Mapping[str, Any], network: str) -> str:
+    about = result["networks"][network]
+    return (
+        f"{network}: {format_bytes(about['footprint_bytes'])} of parameters, gradients, state and "
+        f"activations, {about['operators']} operators, {format_seconds(about['plain_s'])} a plain "
+        "step"
+    )
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """Return a row's cells; a side that there is not is empty, one that cannot run says so."""
+    policy = row["policy"]
+    own = row["measured_s"], "measured"
+    other = row["simulated_s"], "simulated"
+    times = []
+    for seconds, side in (own, other):
+        if seconds is not None:
+            times += [format_seconds(seconds), f"{row['over_plain'][side]:.2f}"]
+        else:
+            why = row["infeasible"][side]
+            times += ["cannot run" if why else "only simulated", ""]
+    moved = [
+        "" if row[key][side] is None or policy == "plain" else f"{row[key][side] / 1e6:.1f}"
+        for side in ("measured", "simulated")
+        for key in ("bytes_in", "bytes_out")
+    ]
+    equal = {True: "yes", False: "NO", None: ""}[row["losses_equal"]]
+    title = POLICIES[policy].title if policy in POLICIES else "plain, in memory"
+    return [budget_name(row), title + (" *" if row["note"] else ""), *times, *moved, equal]
+
+
+def reasons(result: Mapping[str, Any]) -> list[str]:
+    """Return why what cannot run cannot, and the notes of rows."""
+    found = []
+    told: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        if row["policy"] == "plain":
+            continue
+        where, title = f"{row['network']}, {row['budget']}", POLICIES[row["policy"]].title
+        for side, why in row["infeasible"].items():
+            if why:
+                told.setdefault((where, why), []).append(f"{title} ({side})")
+        if row["note"]:
+            found.append(f"{where}, {title} *: {row['note']}")
+    return [f"{where}: {', '.join(who)}: {why}" for (where, why), who in told.items()] + found
+
+
+# Figure -------------------------------------------------------------------------------------------
+
+
+def write_figure(result: Mapping[str, Any], path: Path) -> None:
+    """Draw time over plain training's by budget, a panel for each network."""
+    from dynoffload.reporting.canvas import write_figure as write
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(lambda figure, color: _draw(figure, color, result), path, height=5.4)
+
+
+def _draw(figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+    names = list(result["networks"])
+    every = figure.subplots(
+        2, len(names), squeeze=False, sharex="col", height_ratios=(3, 1), sharey="row"
+    )
+    shown = [key for key in _SHADES if any(row["policy"] == key for row in result["rows"])]
+    for column, name in enumerate(names):
+        rows = [row for row in _rows(result, name) if row["policy"] in _SHADES]
+        _lines(every[0][column], color, rows)
+        every[0][column].set_title(name, loc="left")
+        _refused(every[1][column], color, rows, shown)
+        _budget_axis(every[1][column], rows)
+    every[0][0].set_ylabel("step, times plain in memory")
+    figure.legend(
+        handles=_handles(color, shown), loc="outside upper center", ncols=6, frameon=False
+    )
+
+
+def _lines(axes: Axes, color: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
+    for policy, (shade, mark) in _SHADES.items():
+        own = [row for row in rows if row["policy"] == policy]
+        for side, style in (("measured", "-"), ("simulated", "--")):
+            # A gap where it cannot run, rather than a line across.
+            xs = [row["budget_fraction"] for row in own]
+            ys = [row["over_plain"][side] for row in own]
+            values = [float("nan") if y is None else y for y in ys]
+            if all(y is None for y in ys):
+                continue
+            axes.plot(
+                xs,
+                values,
+                style,
+                marker=mark,
+                markersize=5,
+                markerfacecolor=color[shade] if side == "measured" else color["paper"],
+                color=color[shade],
+                linewidth=1.4 if side == "measured" else 1.0,
+            )
+    axes.axhline(1.0, color=color["muted"], linewidth=0.8, linestyle=":")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _refused(
+    axes: Axes,
+    color: Mapping[str, str],
+    rows: Sequence[Mapping[str, Any]],
+    shown: Sequence[str],
+) -> None:
+    """Mark under which budgets a policy cannot run."""
+    for place, policy in enumerate(reversed(shown)):
+        shade = color[_SHADES[policy][0]]
+        for side, mark, size in (("measured", "x", 4.5), ("simulated", "o", 7.5)):
+            xs = [
+                row["budget_fraction"]
+                for row in rows
+                if row["policy"] == policy and row["infeasible"][side]
+            ]
+            axes.plot(
+                xs,
+                [place] * len(xs),
+                mark,
+                markersize=size,
+                color=shade,
+                markerfacecolor="none",
+                markeredgewidth=1.1,
+            )
+    axes.set_yticks(range(len(shown)), list(reversed(shown)), fontsize=7)
+    axes.set_ylim(-0.7, len(shown) - 0.3)
+    axes.set_title("cannot run: × measured, ○ simulated", loc="left", fontsize=8)
+
+
+def _budget_axis(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    known = {row["budget_fraction"]: row["budget"] for row in rows}
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(known), list(known.values()))
+    axes.set_xlim(1.3 * max(known), min(known) / 1.3)
+    axes.minorticks_off()
+    axes.set_xlabel("budget, of what training keeps")
+
+
+def _handles(color: Mapping[str, str], shown: Sequence[str]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=color[shade], marker=mark, markersize=5, label=POLICIES[key].title)
+        for key, (shade, mark) in _SHADES.items()
+        if key in shown
+    ]
+    ink = color["ink"]
+    handles.append(Line2D([], [], color=ink, linestyle="-", label="measured"))
+    handles.append(Line2D([], [], color=ink, linestyle="--", label="simulated"))
+    return handles
+
+
+# Page ---------------------------------------------------------------------------------------------
+
+
+def page_of(result: Mapping[str, Any], figure: str) -> str:
+    """Return the page as Markdown; ``figure`` is where the figure lies, seen from it."""
+    tables = []
+    for network in result["networks"]:
+        lines = [_HEADS, ("---", "---", *["---:"] * (len(_HEADS) - 2))]
+        body = [f"| {' | '.join(one)} |" for one in (*lines, *map(cells, _rows(result, network)))]
+        tables.append(f"### {_title(result, network)}\n\n" + "\n".join(body))
+    why = "\n".join(f"- {line}" for line in reasons(result)) or "Every policy ran everywhere."
+    told = "\n".join(f"- {line}" for line in said(result))
+    only = [one["title"] for one in result["policies"].values() if not one["measured"]]
+    alone = f"Only simulated: {', '.join(only)}." if only else "Each policy has both sides."
+    runs = "" if result["repeat"] == 1 else f" of {result['repeat']} runs"
+    link = result["link"]
+    return f"""# Time per step over budgets, policy by policy
+
+`dynoffload experiment step-time --json PATH --page PATH.md` wrote this page.
+
+## What is compared
+
+Networks whose path changes from sample to sample, under budgets that are shares of what their
+training keeps: parameters, gradients, optimizer state and what the largest step saves for backward.
+Each policy that `OffloadConfig.policy` has trains for real (AdamW, one thread of compute) in a
+process of its own, in turns with plain training and the others, on the same samples. A time is the
+median of {result["steps"]} steps{runs} after warm-up, and its ratio that to plain steps of the same
+turns. The same steps are simulated from plain ones that were recorded, with the link as
+measured ({link["read_bps"] / 1e9:.2f} GB/s in, {link["write_bps"] / 1e9:.2f} out), and with what
+the runtime takes itself as fitted on other networks; there the ratio is to the recorded plain
+steps.
+{alone}
+
+Published for this way of offloading: up to {result["published"]} times faster than the other
+policies, unified memory and dynamic tensor rematerialisation. Paging by the system stands for
+unified memory here.
+
+## What came of it
+
+{told}
+
+![Time over budgets]({figure})
+
+*Time of a step over that of plain training, by budget; measured solid, simulated dashed.*
+
+## All rows
+
+{(chr(10) * 2).join(tables)}
+
+## What cannot run, and what else is to be known
+
+{why}
+
+## How to read it
+
+- The runtime is simulated as it moves regions of pages, with its own work: pilot, last order and on
+  demand. The others are simulated operator by operator, without any work of their own, so they
+  are as fast as their rule allows, and faster than anybody could build them.
+- *Clairvoyant* knows every step. It is what a rule can reach, and none of the policies that are
+  ranked.
+- Simulated paging is that of unified memory by pages of 64 KiB; what is measured is the system's
+  paging to a swap file, whose limit also counts operators' temporaries and freed heap.
+- A simulated session never steps aside; a real one does where everything fits.
+- A policy is stopped if a step takes {result["slowest"]:g} times what a plain one takes, and more
+  than 10 s.
+"""
