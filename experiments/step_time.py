@@ -35,7 +35,7 @@ from dynoffload.experiments.step_time_policies import (
     simulated,
 )
 from dynoffload.experiments.step_time_rows import merged, plain_row, row_of, summary
-from dynoffload.experiments.step_time_runs import Measured, Turns, measure
+from dynoffload.experiments.step_time_runs import LEAST_S, Measured, Turns, measure
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.zoo import TRUNK
 from dynoffload.pilot.progress import Report, progress_bar
@@ -64,7 +64,7 @@ PRESETS: dict[str, dict[str, Spec]] = {
             sizes={"hidden": 512, "embedding": 256},
             shape={"max_nodes": 24},
         ),
-        TRUNK: Spec(TRUNK, "small", sizes={"blocks": 4}, shape={"rows": 6, **_FOLDS}),
+        TRUNK: Spec(TRUNK, "small", sizes={"blocks": 3}, shape={"rows": 4, **_FOLDS}),
     },
 }
 """Networks by preset and name."""
@@ -279,7 +279,17 @@ def _compare(
             report(f"{name}, {share}: {key}, simulated", min(done, total), total)
             own = merged([found[key] for _, found in runs]) if POLICIES[key].runs else None
             sizing, refused = _division(runs, key)
-            other = simulated(key, known, work, budget, sizing, refused, fit, asked.turns.counted)
+            other = simulated(
+                key,
+                known,
+                work,
+                budget,
+                sizing,
+                refused,
+                fit,
+                asked.turns.counted,
+                max(LEAST_S, asked.turns.slowest * median(plain)),
+            )
             rows.append(row_of(name, key, share, budget, own, other, beside, plain))
         yield about, rows
 

@@ -12,12 +12,18 @@ same seconds of plain steps, but nothing of what a runtime of theirs would take 
 [Note: pages]  Paging by the system has unified memory for its simulation: by pages of `PAGE_BYTES`,
 which is what a driver of unified memory moves at the least. The system moves what it reads ahead,
 which may be less, and counts operators' temporaries, too.
+
+[Note: no end]  A rule that makes again what it has just dropped comes to no end. So a simulated
+policy is stopped as a measured one is, when a step takes so many times what a plain one takes; and
+when simulating it has taken `PATIENCE_S`, which is said then.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -32,7 +38,10 @@ from dynoffload.simulation import (
     DTR,
     Capuchin,
     Clairvoyant,
+    Execution,
     Intervals,
+    Machine,
+    Plan,
     Replay,
     StepResult,
     Strategy,
@@ -41,9 +50,13 @@ from dynoffload.simulation import (
     simulate,
     workload,
 )
-from dynoffload.units import KiB
+from dynoffload.simulation.execution import Victims
+from dynoffload.simulation.workload import Step
+from dynoffload.units import KiB, format_seconds
 
 PAGE_BYTES = 64 * KiB
+PATIENCE_S = 20.0
+"""Of one simulation, see [Note: no end]."""
 PILOT = "pilot"
 BOUND = "clairvoyant"
 """Knows every step: what the others could reach, and none of them."""
@@ -105,6 +118,62 @@ class Side:
         return median(self.steps_s) if self.steps_s and not self.why else None
 
 
+class NoEndError(DynOffloadError, RuntimeError):
+    """A simulated policy was stopped; see [Note: no end]."""
+
+
+@dataclass
+class Watched(Strategy):
+    """A strategy that is stopped; see [Note: no end].
+
+    Attributes:
+        inner: does the work.
+        slowest_s: of a step, on the simulated clock.
+        patience_s: of all, on the real one.
+    """
+
+    inner: Strategy = field(default_factory=Strategy)
+    slowest_s: float = math.inf
+    patience_s: float = PATIENCE_S
+
+    def __post_init__(self) -> None:
+        inner = self.inner
+        self.name, self.by_pages, self.drops = inner.name, inner.by_pages, inner.drops
+        self._until = time.monotonic() + self.patience_s
+        self._began = 0.0
+        self._victims: Victims | None = None
+
+    def begin(self, workload: Workload, machine: Machine) -> Victims | None:
+        """See `Strategy.begin`."""
+        self._victims = self.inner.begin(workload, machine)
+        return None if self._victims is None else self
+
+    def plan(self, number: int, execution: Execution) -> Plan | None:
+        """See `Strategy.plan`."""
+        self._check(0.0)
+        self._began = execution.now
+        return self.inner.plan(number, execution)
+
+    def choose(self, execution: Execution) -> tuple[int, bool] | None:
+        """See `Victims.choose`."""
+        self._check(execution.now - self._began)
+        assert self._victims is not None
+        return self._victims.choose(execution)
+
+    def observe(self, step: Step, result: StepResult) -> None:
+        """See `Strategy.observe`."""
+        self._check(result.seconds)
+        self.inner.observe(step, result)
+
+    def _check(self, taken: float) -> None:
+        if taken > self.slowest_s:
+            raise NoEndError(f"a step takes more than {format_seconds(self.slowest_s)}: stopped")
+        if time.monotonic() > self._until:
+            raise NoEndError(
+                f"simulating it came to no end within {format_seconds(self.patience_s)}: stopped"
+            )
+
+
 def replayed(material: Material, traces: Sequence[Trace]) -> Workload:
     """Return the operators of ``traces``, their phases as long as those of the plain steps."""
     made = workload(traces)
@@ -125,6 +194,7 @@ def simulated(
     refused: str,
     fit: Fit,
     counted: Sequence[int],
+    slowest_s: float = math.inf,
 ) -> Side:
     """Simulate ``policy`` under a budget; see [Note: two simulations].
 
@@ -137,6 +207,7 @@ def simulated(
         refused: why it does.
         fit: the machine.
         counted: numbers of the steps that count.
+        slowest_s: seconds of a step at which an operator-by-operator simulation is stopped.
     """
     strategy = POLICIES[policy].strategy
     try:
@@ -147,7 +218,7 @@ def simulated(
                 page_bytes=PAGE_BYTES,
                 workers=OffloadConfig().io_threads,
             )
-            found = simulate(work, machine, strategy())
+            found = simulate(work, machine, Watched(inner=strategy(), slowest_s=slowest_s))
             return Side(found.infeasible) if found.infeasible else _side(found.steps, counted)
         if sizing is None:
             return Side(refused)  # the runtime divides the simulated budget, too

@@ -32,7 +32,7 @@ from dynoffload.memory.cgroup import remove_left, why_unavailable
 
 _START_S = 120.0  # to come to the block
 _PLAIN_S = 600.0  # of a plain step
-_LEAST_S = 10.0  # that a step may take, however short a plain one is
+LEAST_S = 10.0  # that a step may take, however short a plain one is
 _SAID = 400
 
 
@@ -168,7 +168,7 @@ def measure(
 
             def patience() -> float:
                 known = plain.steps[1:] or plain.steps
-                return max(_LEAST_S, turns.slowest * median_seconds(known))
+                return max(LEAST_S, turns.slowest * median_seconds(known))
 
             everyone = [Contestant(name, patience) for name in policies]
             for one in everyone:

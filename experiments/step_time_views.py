@@ -47,7 +47,7 @@ def show(result: Mapping[str, Any]) -> None:
         for number, head in enumerate(_HEADS):
             table.add_column(head, justify="left" if number < 2 else "right", no_wrap=True)
         for row in _rows(result, network):
-            table.add_row(*cells(row))
+            table.add_row(row["budget"], *cells(row)[1:])
         console.print(table)
     for line in (*reasons(result), *said(result)):
         console.print(line, highlight=False, markup=False)
@@ -200,7 +200,16 @@ def _handles(color: Mapping[str, str], shown: Sequence[str]) -> list[Any]:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=color[shade], marker=mark, markersize=5, label=POLICIES[key].title)
+        Line2D(
+            [],
+            [],
+            color=color[shade],
+            linestyle="-" if POLICIES[key].runs else "--",
+            marker=mark,
+            markersize=5,
+            markerfacecolor=color[shade if POLICIES[key].runs else "paper"],
+            label=POLICIES[key].title,
+        )
         for key, (shade, mark) in _SHADES.items()
         if key in shown
     ]
@@ -273,6 +282,6 @@ unified memory here.
 - Simulated paging is that of unified memory by pages of 64 KiB; what is measured is the system's
   paging to a swap file, whose limit also counts operators' temporaries and freed heap.
 - A simulated session never steps aside; a real one does where everything fits.
-- A policy is stopped if a step takes {result["slowest"]:g} times what a plain one takes, and more
-  than 10 s.
+- A policy is stopped, measured or simulated, if a step takes {result["slowest"]:g} times what a
+  plain one takes, and more than 10 s.
 """

@@ -32,19 +32,26 @@ class Rematerialization:
 
     def choose(self, execution: Execution) -> tuple[int, bool] | None:
         """See `Victims.choose`."""
-        best, lowest = -1, math.inf
+        least = []  # of each, what its score is without its neighbourhood
         for region in execution.evictable():
             size = execution.sizes[region]
             if region not in execution.producer or not size:
                 continue
             stale = max(execution.now - execution.last_used[region], 1e-9)
-            score = (execution.cost(region) + self._beside(region, execution)) / (size * stale)
-            if score < lowest:
+            least.append((execution.cost(region) / (size * stale), region, size * stale))
+        best, lowest = -1, math.inf
+        for alone, region, weight in sorted(least):
+            if alone > lowest:
+                break  # nor will those after it be lower
+            own = execution.cost(region)
+            score = (own + self._beside(region, execution, lowest * weight - own)) / weight
+            if (score, region) < (lowest, best):
                 best, lowest = region, score
         return None if best < 0 else (best, True)
 
-    def _beside(self, region: int, execution: Execution) -> float:
-        """Return the seconds of the dropped neighbourhood of ``region``."""
+    def _beside(self, region: int, execution: Execution, most: float) -> float:
+        """Return the seconds of the dropped neighbourhood of ``region``; or, once they are more
+        than ``most``, of a part of it."""
         total = 0.0
         seen = {region}
         # What it would have to be made from, then what would have to be made with it.
@@ -55,6 +62,8 @@ class Rematerialization:
                 if other not in seen:
                     seen.add(other)
                     total += execution.cost(other)
+                    if total > most:
+                        return total
                     ahead += [one for one in neighbours(other) if execution.dropped[one]]
         return total
 
