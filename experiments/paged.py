@@ -21,7 +21,7 @@ from typing import Any
 from dynoffload.doctor import Tiers, measure_tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import write_json
-from dynoffload.experiments.paged_rows import MAIN, VARIANTS, Plan, Variant, measure_group
+from dynoffload.experiments.paged_rows import MAIN, ROWS, VARIANTS, Plan, Variant, measure_group
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.cgroup import LimitError, why_unavailable
 from dynoffload.pilot.progress import progress_bar
@@ -33,7 +33,7 @@ _TIER_SECONDS = 0.5
 def run(
     json_path: Path | None = None,
     *,
-    rows: tuple[str, ...] = tuple(VARIANTS),
+    rows: tuple[str, ...] = ROWS,
     preset: str = "base",
     tokens: int = 1024,
     budget: str = "1GB",
@@ -49,7 +49,7 @@ def run(
 
     Args:
         json_path: where the numbers so far are written after each row.
-        rows: names of `VARIANTS`.
+        rows: names of `VARIANTS`; without it `ROWS`.
         preset: sizes of the MoE language model.
         tokens: per step.
         budget: of dynoffload.
@@ -140,13 +140,15 @@ def _print(result: dict[str, Any], variants: Sequence[Variant]) -> None:
     for variant in variants:
         table.add_column(variant.key or MAIN, justify="right")
     rows = [_shown(result[variant.key] if variant.key else result) for variant in variants]
-    for header in rows[0]:
-        table.add_row(header, *(row[header] for row in rows))
+    for header in dict.fromkeys(header for row in rows for header in row):
+        table.add_row(header, *(row.get(header, "–") for row in rows))
     Console().print(table)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, str]:
     """Return the numbers of a row as texts, by what they are called."""
+    if "infeasible" in row:
+        return {"cannot run": row["infeasible"]}
     declared = row["process_before_bytes"] + row["budget_bytes"] + row["headroom_bytes"]
     paged, peak = row["paged_s"], row["cgroup_peak_bytes"]
     return {

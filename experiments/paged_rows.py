@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dynoffload.config import UNPAGED, OffloadConfig
 from dynoffload.doctor import Tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.optimum import StepString, StepVisit, step_bound, step_string
@@ -24,6 +25,7 @@ from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Step,
     Worker,
+    WorkerError,
     alternate,
     losses_equal,
     mean_accuracy,
@@ -65,6 +67,11 @@ class Variant:
     network: str = "moe"
 
     @property
+    def policy(self) -> str:
+        """Of `dynoffload.OffloadConfig`."""
+        return str(self.config.get("policy", OffloadConfig.policy))
+
+    @property
     def group(self) -> tuple[str, str, float]:
         """What it shares with the variants that one plain run stands beside."""
         return (self.network, self.optimizer, self.tokens)
@@ -75,12 +82,20 @@ VARIANTS: dict[str, Variant] = {
     MAIN: Variant(""),
     "mapped": Variant("mapped", config={"backend": "mapped"}),
     "on_demand": Variant("on_demand", config={"policy": "on-demand"}, pilot=None),
+    "replay": Variant("replay", config={"policy": "replay"}, pilot=None),
+    "dtr": Variant("dtr", config={"policy": "dtr"}, pilot=None),
+    "os_paging": Variant("os_paging", config={"policy": "os-paging"}, pilot=None),
     "rollback": Variant("rollback", config={"rollback": True}),
     "foreach": Variant("foreach", optimizer="foreach"),
     "tokens_512": Variant("tokens_512", tokens=0.5),
     "fused": Variant("fused", network=FUSED),
 }
 """By the name that ``--rows`` takes."""
+OTHERS = ("dtr", "os_paging")
+"""Rows that are measured only if they are named: what pages nothing itself may refuse the budget,
+which is its row then, and paging by the system is also what stands beside every row."""
+ROWS = tuple(row for row in VARIANTS if row not in OTHERS)
+"""Those that are measured if none is named."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,7 @@ class Plan:
             budget=self.budget,
             config=variant.config,
             pilot=variant.pilot,
-            meta=True,
+            meta=variant.policy != "dtr",  # which counts what is there as it begins
             spill_dir=str(self.spill_dir),
         )
 
@@ -132,8 +147,22 @@ class Plan:
 def measure_group(
     plan: Plan, variants: Sequence[Variant], tiers: Tiers, report: Report
 ) -> Iterator[tuple[Variant, dict[str, Any]]]:
-    """Yield the numbers of variants that share their plain run."""
-    declared = {v.key: _headroom(plan, v, report) for v in variants}
+    """Yield the numbers of variants that share their plain run; of one without a policy for such a
+    budget, why it is refused."""
+    declared, refused = {}, {}
+    for variant in variants:
+        try:
+            declared[variant.key] = _headroom(plan, variant, report)
+        except WorkerError as error:
+            if variant.policy not in UNPAGED:
+                raise
+            refused[variant.key] = str(error).strip().splitlines()[-1]
+    for variant in variants:
+        if variant.key in refused:
+            yield variant, {"infeasible": refused[variant.key], "budget_bytes": plan.budget}
+    variants = [variant for variant in variants if variant.key not in refused]
+    if not variants:
+        return
     spec = plan.spec(variants[0])
     _require_memory(plan, len(variants))
     with contextlib.ExitStack() as stack:
@@ -144,7 +173,7 @@ def measure_group(
         workers: dict[str, tuple[Worker, MemoryGroup | None]] = {}
         for variant in variants:
             name = variant.key or MAIN
-            group = stack.enter_context(_group(plan))
+            group = stack.enter_context(_group(plan, variant))
             report(f"{name}: giving weights", 0, None)
             started = stack.enter_context(worker(name, plan.budgeted(variant), group))
             started.step(measured=False)
@@ -182,12 +211,12 @@ def measure_group(
 
 
 @contextlib.contextmanager
-def _group(plan: Plan) -> Iterator[MemoryGroup | None]:
+def _group(plan: Plan, variant: Variant) -> Iterator[MemoryGroup | None]:
     """Yield the cgroup of a (b), or None where they were given up."""
     if not plan.limited:
         yield None
         return
-    with memory_group(plan.limit) as group:
+    with memory_group(plan.limit, swap=variant.policy == "os-paging") as group:
         yield group
 
 
@@ -195,7 +224,8 @@ def _headroom(plan: Plan, variant: Variant, report: Report) -> int:
     """Run a variant without a limit, and return and print the headroom that is declared for it."""
     name = variant.key or MAIN
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(memory_group(None)) if plan.limited else None
+        swap = variant.policy == "os-paging"
+        group = stack.enter_context(memory_group(None, swap=swap)) if plan.limited else None
         measured = stack.enter_context(worker(name, plan.budgeted(variant), group))
         for number in range(plan.profile_steps):
             report(f"{name}: measuring headroom", number, plan.profile_steps)

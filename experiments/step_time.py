@@ -64,7 +64,7 @@ PRESETS: dict[str, dict[str, Spec]] = {
             sizes={"hidden": 512, "embedding": 256},
             shape={"max_nodes": 24},
         ),
-        TRUNK: Spec(TRUNK, "small", sizes={"blocks": 3}, shape={"rows": 4, **_FOLDS}),
+        TRUNK: Spec(TRUNK, "small", sizes={"blocks": 3}, shape={"rows": 5, **_FOLDS}),
     },
 }
 """Networks by preset and name."""
@@ -152,6 +152,7 @@ def run(
         "repeat": repeat,
         "warmup": asked.turns.warmup,
         "slowest": slowest,
+        "learned": learned,
         "published": FASTER,
         "policies": {key: one for key, one in described().items() if key in asked.policies},
         "networks": {},

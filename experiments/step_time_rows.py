@@ -120,6 +120,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "least": min(over, default=None),
             "median": median(over) if over else None,
             "most": max(over, default=None),
+            "cells": len(over),
         },
         "losses_equal": all(losses),
     }
@@ -180,9 +181,9 @@ def said(result: Mapping[str, Any]) -> list[str]:
         )
     else:
         lines.append(
-            f"against the better of paging by the system and DTR, where they run: "
-            f"{over['least']:.2f} to {over['most']:.2f} times faster, {over['median']:.2f} in the "
-            f"median; published: up to {result['published']}"
+            f"the pilot against the better of paging by the system and DTR, where they run: "
+            f"{over['least']:.2f} to {over['most']:.2f} times as fast, {over['median']:.2f} in the "
+            f"median of {over['cells']} budgets; published: up to {result['published']}"
         )
     equal = result["summary"]["losses_equal"]
     lines.append(

@@ -34,6 +34,7 @@ _START_S = 120.0  # to come to the block
 _PLAIN_S = 600.0  # of a plain step
 LEAST_S = 10.0  # that a step may take, however short a plain one is
 _SAID = 400
+_STARVED = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class Contestant:
     def _leave(self, error: WorkerError) -> None:
         lines = str(error).strip().splitlines()
         self.why = lines[-1].rpartition("ended with code 1: ")[2][-_SAID:]
+        if self.name == "os-paging" and "was killed by signal 9" in self.why:
+            self.why += _STARVED
 
     def result(self, plain: Worker) -> Measured:
         """Return what it did, beside ``plain``."""

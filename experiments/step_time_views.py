@@ -182,7 +182,8 @@ def _refused(
                 markerfacecolor="none",
                 markeredgewidth=1.1,
             )
-    axes.set_yticks(range(len(shown)), list(reversed(shown)), fontsize=7)
+    titles = [POLICIES[policy].title for policy in reversed(shown)]
+    axes.set_yticks(range(len(shown)), titles, fontsize=6.5)
     axes.set_ylim(-0.7, len(shown) - 0.3)
     axes.set_title("cannot run: × measured, ○ simulated", loc="left", fontsize=8)
 
@@ -222,6 +223,18 @@ def _handles(color: Mapping[str, str], shown: Sequence[str]) -> list[Any]:
 # Page ---------------------------------------------------------------------------------------------
 
 
+def _asked(result: Mapping[str, Any]) -> str:
+    """Return the options that make the result."""
+    lists = {
+        "network": list(result["networks"]),
+        "budgets": list(dict.fromkeys(row["budget"] for row in result["rows"])),
+        "policies": list(result["policies"]),
+    }
+    said_once = " ".join(f"--{key} {','.join(names)}" for key, names in lists.items())
+    numbers = ("preset", "steps", "repeat", "slowest", "learned")
+    return said_once + "".join(f" --{key} {result[key]}" for key in numbers)
+
+
 def page_of(result: Mapping[str, Any], figure: str) -> str:
     """Return the page as Markdown; ``figure`` is where the figure lies, seen from it."""
     tables = []
@@ -237,7 +250,9 @@ def page_of(result: Mapping[str, Any], figure: str) -> str:
     link = result["link"]
     return f"""# Time per step over budgets, policy by policy
 
-`dynoffload experiment step-time --json PATH --page PATH.md` wrote this page.
+    dynoffload experiment step-time {_asked(result)} --json PATH --page PATH.md
+
+wrote this page.
 
 ## What is compared
 
@@ -245,15 +260,14 @@ Networks whose path changes from sample to sample, under budgets that are shares
 training keeps: parameters, gradients, optimizer state and what the largest step saves for backward.
 Each policy that `OffloadConfig.policy` has trains for real (AdamW, one thread of compute) in a
 process of its own, in turns with plain training and the others, on the same samples. A time is the
-median of {result["steps"]} steps{runs} after warm-up, and its ratio that to plain steps of the same
-turns. The same steps are simulated from plain ones that were recorded, with the link as
-measured ({link["read_bps"] / 1e9:.2f} GB/s in, {link["write_bps"] / 1e9:.2f} out), and with what
-the runtime takes itself as fitted on other networks; there the ratio is to the recorded plain
-steps.
+median of {result["steps"]} steps{runs} after warm-up, and its ratio is that to plain steps of the
+same turns. The same steps are simulated from plain ones that were recorded, with the link as
+measured ({link["read_bps"] / 1e9:.2f} GB/s in, {link["write_bps"] / 1e9:.2f} out) and with what the
+runtime takes itself as fitted on other networks; there the ratio is to the recorded plain steps.
 {alone}
 
-Published for this way of offloading: up to {result["published"]} times faster than the other
-policies, unified memory and dynamic tensor rematerialisation. Paging by the system stands for
+Published for this way of offloading: up to {result["published"]} times as fast as other policies,
+which are unified memory and dynamic tensor rematerialisation. Paging by the system stands for
 unified memory here.
 
 ## What came of it

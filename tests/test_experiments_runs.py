@@ -16,11 +16,13 @@ from dynoffload.experiments import (
     breakdown,
     demo,
     paged,
+    paged_rows,
     pilot_accuracy,
     pilot_stalls,
     resident,
     write_json,
 )
+from dynoffload.experiments.workers import WorkerError
 from dynoffload.memory import cgroup
 
 DISK = Path("/var/tmp")
@@ -150,15 +152,33 @@ def test_paged_puts_each_variant_under_its_key(
     path = tmp_path / "paged.json"
     result = paged.run(path, limited=False, spill_dir=DISK)
     assert result["key"] == ""
-    nested = {name for name in paged.VARIANTS if name != paged.MAIN}
+    nested = {name for name in paged.ROWS if name != paged.MAIN}
+    assert set(paged.VARIANTS) - set(paged.ROWS) == {"dtr", "os_paging"}
     assert {name for name in nested if result[name]["key"] == name} == nested
     assert told == [
-        (["", "mapped", "on_demand", "rollback"], "fused", 1024),
+        (["", "mapped", "on_demand", "replay", "rollback"], "fused", 1024),
         (["foreach"], "foreach", 1024),
         (["tokens_512"], "fused", 512),
         (["fused"], "fused", 1024),
     ]
     assert json.loads(path.read_text()).keys() == nested | {"key"}
+
+
+def test_paged_has_a_row_for_what_refuses_the_budget(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If it pages nothing itself; a budget that paging refuses is an error of the experiment."""
+
+    def refuse(plan: paged.Plan, variant: paged.Variant, report: Any) -> int:
+        raise WorkerError(f"{variant.key} ended with code 1: warned\nit needs 4.77 MiB")
+
+    monkeypatch.setattr(paged_rows, "_headroom", refuse)
+    options: dict[str, Any] = {"preset": "tiny", "budget": "400KB", "limited": False}
+    result = paged.run(rows=("dtr",), **options, spill_dir=DISK)
+    assert result["dtr"] == {"infeasible": "it needs 4.77 MiB", "budget_bytes": 400_000}
+    assert "cannot run" in capsys.readouterr().out
+    with pytest.raises(WorkerError, match="replay ended"):
+        paged.run(rows=("replay",), **options, spill_dir=DISK)
 
 
 def test_paged_refuses_rows_it_does_not_have() -> None:

@@ -150,6 +150,8 @@ def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "steps": 6,
         "repeat": 1,
         "slowest": 60.0,
+        "preset": "tiny",
+        "learned": 9,
         "link": {"read_bps": 1e9, "write_bps": 1e9},
     }
 
@@ -209,6 +211,7 @@ def test_page_and_figure_name_every_policy(tmp_path: Path) -> None:
         assert policy.title in page
         assert policy.title in drawn
     assert "only simulated" in page
+    assert "--budgets 1,1/16 --policies pilot,repeat," in page
     assert "Only simulated: intervals (Sentinel), swap or recompute (Capuchin), clairvoyant" in page
     assert "rematerialisation (DTR) (measured), rematerialisation (DTR) (simulated): it n" in page
     assert len(reasons(result)) == 1
@@ -327,6 +330,7 @@ def test_who_fails_in_the_middle_leaves_the_turns() -> None:
     assert one.result(dying).side == Side("needs 3, has 2")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
 def test_paging_by_the_system_leaves_nothing_behind() -> None:
     """Its worker leaves the block, which removes the group and the swap file."""
