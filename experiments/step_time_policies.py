@@ -29,7 +29,7 @@ from typing import Any
 
 from dynoffload.config import POLICIES as CONFIGURED
 from dynoffload.config import OffloadConfig
-from dynoffload.errors import DynOffloadError
+from dynoffload.errors import ConfigError, DynOffloadError
 from dynoffload.experiments import simulation
 from dynoffload.experiments.simulation import Material
 from dynoffload.experiments.simulation_fit import Fit
@@ -99,7 +99,7 @@ class Side:
     """One side of a comparison: a policy under a budget, measured or simulated.
 
     Attributes:
-        why: it has no time; "" if it has.
+        why: it has no time; "" if it has, or if there is no such side.
         steps_s: seconds of the steps that count.
         bytes_in: read from the tier below, per step.
         bytes_out: written to it.
@@ -224,6 +224,8 @@ def simulated(
             return Side(refused)  # the runtime divides the simulated budget, too
         made = simulation.simulated(material, sizing, policy, fit.machine, fit.work)
         return _side(made.steps, counted)
+    except ConfigError as error:  # the runtime does more than its simulation knows
+        return Side(note=f"not simulated: {error}")
     except DynOffloadError as error:
         return Side(str(error))
 

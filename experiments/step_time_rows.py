@@ -89,7 +89,7 @@ def row_of(
         },
         "infeasible": {side: one.why or None if one else None for side, one in sides.items()},
         "losses_equal": own.losses_equal if own is not None else None,
-        "note": mine.note if mine is not None else "",
+        "note": "; ".join(one.note for one in sides.values() if one and one.note),
     }
 
 
@@ -181,9 +181,10 @@ def said(result: Mapping[str, Any]) -> list[str]:
         )
     else:
         lines.append(
-            f"the pilot against the better of paging by the system and DTR, where they run: "
-            f"{over['least']:.2f} to {over['most']:.2f} times as fast, {over['median']:.2f} in the "
-            f"median of {over['cells']} budgets; published: up to {result['published']}"
+            f"the pilot against the better of paging by the system and DTR: "
+            f"{over['least']:.2f} to {over['most']:.2f} times as fast, median "
+            f"{over['median']:.2f} ({over['cells']} budgets under which one of them runs); "
+            f"published: up to {result['published']}"
         )
     equal = result["summary"]["losses_equal"]
     lines.append(

@@ -76,8 +76,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         if seconds is not None:
             times += [format_seconds(seconds), f"{row['over_plain'][side]:.2f}"]
         else:
-            why = row["infeasible"][side]
-            times += ["cannot run" if why else "only simulated", ""]
+            lacks = "only simulated" if side == "measured" else "not simulated"
+            times += ["cannot run" if row["infeasible"][side] else lacks, ""]
     moved = [
         "" if row[key][side] is None or policy == "plain" else f"{row[key][side] / 1e6:.1f}"
         for side in ("measured", "simulated")

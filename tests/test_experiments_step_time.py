@@ -46,7 +46,7 @@ from dynoffload.memory.cgroup import remove_left, version
 from dynoffload.profiler import Trace, profile
 from dynoffload.runtime.swapping import why_unavailable
 from dynoffload.simulation import DTR, Link, Machine, simulate
-from dynoffload.simulation.own_work import Work
+from dynoffload.simulation.own_work import Division, Work
 from dynoffload.simulation.recorded import network_of, recorded
 
 FIT = Fit(Machine(Link(1e9, 1e9, 1.5e9, latency_s=1e-4, fault_s=2e-5), 1), Work(visit_s=2e-5))
@@ -290,6 +290,26 @@ def test_a_budget_that_the_runtime_refuses_is_not_simulated(
     work = replayed(material, traces)
     side = simulated("repeat", material, work, 1000, None, "needs more", FIT, [2, 3])
     assert (side.seconds, side.why) == (None, "needs more")
+
+
+def test_what_the_simulation_does_not_know_is_not_called_infeasible(
+    recording: tuple[Material, list[Trace]],
+) -> None:
+    """As where a budget is so large that no parameter is paged, and activations alone are."""
+    material, traces = recording
+    names = Division.__dataclass_fields__.keys() - {"draft_share"}
+    sizing = dict.fromkeys(names, 1 << 20) | {"min_paged_bytes": 1 << 30}
+    work = replayed(material, traces)
+    side = simulated("repeat", material, work, 1 << 30, sizing, "", FIT, [2, 3])
+    assert (side.seconds, side.why) == (None, "")
+    assert side.note.startswith("not simulated: no parameter has 1073741824 bytes")
+    rows = made(pilot=2.0, repeat=3.0)
+    own = Measured(Side("", (0.2,)), losses_equal=True)
+    rows.append(row_of("net", "on-demand", Fraction("1/4"), 1 << 20, own, side, (0.1,), (0.1,)))
+    assert rows[-1]["infeasible"] == {"measured": None, "simulated": None}
+    page = page_of(result_of(rows), "x.svg")
+    assert "| on demand * | 200.0 ms | 2.00 | not simulated |" in page
+    assert "on demand *: not simulated: no parameter" in page
 
 
 # The measured side
