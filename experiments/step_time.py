@@ -64,7 +64,7 @@ PRESETS: dict[str, dict[str, Spec]] = {
             sizes={"hidden": 512, "embedding": 256},
             shape={"max_nodes": 24},
         ),
-        TRUNK: Spec(TRUNK, "small", sizes={"blocks": 3}, shape={"rows": 5, **_FOLDS}),
+        TRUNK: Spec(TRUNK, "small", sizes={"blocks": 3}, shape={"rows": 4, **_FOLDS}),
     },
 }
 """Networks by preset and name."""

@@ -55,7 +55,7 @@ from dynoffload.simulation.workload import Step
 from dynoffload.units import KiB, format_seconds
 
 PAGE_BYTES = 64 * KiB
-PATIENCE_S = 20.0
+PATIENCE_S = 10.0
 """Of one simulation, see [Note: no end]."""
 PILOT = "pilot"
 BOUND = "clairvoyant"
