@@ -82,6 +82,7 @@ def of(result: dict[str, Any], budget: str, policy: str) -> dict[str, Any]:
     return next(r for r in result["rows"] if (r["budget"], r["policy"]) == (budget, policy))
 
 
+@pytest.mark.slow
 def test_every_row_has_both_sides_or_says_why_not(found: tuple[dict[str, Any], Path]) -> None:
     result = found[0]
     assert len(result["rows"]) == 2 * (1 + len(POLICIES_RUN))
@@ -105,6 +106,7 @@ def test_every_row_has_both_sides_or_says_why_not(found: tuple[dict[str, Any], P
         assert demanded[key]["simulated"] == pytest.approx(demanded[key]["measured"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_is_only_simulated_is_shown_by_that_side(found: tuple[dict[str, Any], Path]) -> None:
     for budget in ("1/2", "1/16"):
         row = of(found[0], budget, BOUND)
@@ -114,6 +116,7 @@ def test_what_is_only_simulated_is_shown_by_that_side(found: tuple[dict[str, Any
         assert row["losses_equal"] is None
 
 
+@pytest.mark.slow
 def test_the_files_are_written(found: tuple[dict[str, Any], Path]) -> None:
     result, folder = found
     assert json.loads((folder / "found.json").read_text()) == result
