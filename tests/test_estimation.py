@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import SMALL_PAGES, assert_same, needs_pager
@@ -16,11 +19,11 @@ from typer.testing import CliRunner
 
 import dynoffload
 from dynoffload.cli import app
-from dynoffload.errors import BackendError, BudgetError, ConfigError
+from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
 from dynoffload.estimation import Calibration, estimate, estimates
 from dynoffload.estimation.factory import job_of
 from dynoffload.estimation.hollow import hollowed
-from dynoffload.estimation.measuring import measure
+from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import Work
 from dynoffload.units import MiB
@@ -123,9 +126,14 @@ def test_small_weights_that_nothing_initialises_are_named() -> None:
         pytest.fail("the block must not begin")
     assert all(one.is_meta for one in model.parameters())
     dynoffload.materialize(model, lambda module: nn.init.ones_(module.scale))
-    with pytest.raises(AttributeError), hollowed(model, lambda module: module.scale):
-        pytest.fail("a function that fails")
+    with (
+        pytest.raises(ConfigError, match=r"AttributeError: .* build the model in memory"),
+        hollowed(model, lambda module: module.scale),
+    ):
+        pytest.fail("the block must not begin")
     assert all(one.is_meta for one in model.parameters())
+    with hollowed(model, "weights.safetensors"):  # of which none is read here
+        assert torch.equal(model[1].scale, torch.ones(4))
 
 
 # Measuring
@@ -135,10 +143,10 @@ def test_measuring_changes_nothing() -> None:
     model, optimizer = net()
     model.layers[0].weight.grad = torch.full_like(model.layers[0].weight, 2.0)
     before = copy.deepcopy(model.state_dict())
-    random = torch.get_rng_state()
-    found = measure(model, optimizer, BATCHES[:3], None, silent)
+    drawn = torch.get_rng_state()
+    found = measure(model, BATCHES[:3], None, silent)
     assert_same(dict(model.state_dict()), dict(before), "weights and statistics")
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert not optimizer.state
     assert bool((model.layers[0].weight.grad == 2.0).all())
     assert [one.grad is None for one in model.parameters()].count(False) == 1
@@ -156,7 +164,10 @@ def test_measuring_changes_nothing() -> None:
     )
     assert found.saved_bytes > 0
     assert found.temporaries > 0
-    assert all(step.update_s > 0 for step in found.steps)
+    assert update_seconds(optimizer) > 0
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert sum(map(len, states_of(model, optimizer).values())) == 2 * len(list(model.parameters()))
 
 
 def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
@@ -166,9 +177,129 @@ def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
 
     model, _ = net()
     with pytest.raises(ConfigError, match="a step of Closed"):
-        measure(model, Closed(model.parameters(), lr=0.1), BATCHES[:1], None, silent)
-    with pytest.raises(ConfigError, match="no batch"):
-        measure(model, None, [], None, silent)
+        update_seconds(Closed(model.parameters(), lr=0.1))
+    for batches, told in (([], "no batch"), ([iter([torch.ones(2)])], "a batch is an iterator")):
+        with pytest.raises(ConfigError, match=told):
+            measure(model, batches, None, silent)
+
+
+def test_timing_an_optimizer_takes_little_memory_and_steps_no_other() -> None:
+    """A part of a large parameter stands for it; what a scheduler has wrapped is let be."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(100_000, 1024), nn.Linear(1024, 1024))
+    optimizer = AdamW(model.parameters())
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    parts = [_part_of(one) for one in model.parameters()]
+    assert [tuple(part.shape) for part in parts[:2]] == [(4096, 1024), (1024, 1024)]
+    before = anonymous_bytes()
+    found = update_seconds(optimizer)
+    assert anonymous_bytes() - before < 160 * MiB
+    assert found > 0
+    assert not optimizer.state
+
+
+def test_what_forward_does_to_the_model_is_undone_or_refused() -> None:
+    class Counting(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.register_buffer("count", torch.zeros(1))
+            self.writes = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = torch.cat([self.count, torch.ones(1)])
+            random.random()
+            np.random.rand()
+            if self.writes:
+                with torch.no_grad():
+                    self.weight.mul_(0.5)
+            return (self.weight @ x).sum()
+
+    model, calls = Counting(), 0
+
+    def count(parameter: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.weight.register_post_accumulate_grad_hook(count)
+    buffer, states = model.count, (random.getstate(), np.random.get_state()[1].tolist())
+    measure(model, [torch.ones(4)], None, silent)
+    assert model.count is buffer
+    assert calls == 0
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+    model(torch.ones(4)).backward()
+    assert calls == 1
+    model.writes = True
+    with pytest.raises(ConfigError, match="forward writes into weight"):
+        measure(model, [torch.ones(4)], None, silent)
+    model.writes = False
+    model(torch.ones(4)).backward()
+    assert calls == 2
+
+
+def ones(module: nn.Module) -> None:
+    """Fill what a module owns."""
+    for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        nn.init.ones_(one)
+
+
+@pytest.mark.parametrize("what", ["error", "interrupt", "no loss", "kept"])
+def test_a_step_that_fails_leaves_a_model_on_meta_as_it_was(what: str) -> None:
+    """Whatever holds tensors of it: a traceback, or an attribute."""
+
+    class Failing(nn.Module):
+        kept: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(256, 256), nn.Linear(256, 256)
+            self.register_buffer("scale", torch.ones(256))
+
+        def forward(self, x: Tensor) -> Tensor:
+            view = self.first.weight[:2]
+            x = self.second(self.first(x)) * self.scale + view.sum()
+            if what == "error":
+                raise ValueError("in the middle")
+            if what == "interrupt":
+                raise KeyboardInterrupt
+            self.kept = x
+            return x if what == "no loss" else x.square().mean()
+
+    with torch.device("meta"):
+        model = Failing()
+    dynoffload.materialize(model, ones)
+    optimizer = AdamW(model.parameters())
+    kinds = {"error": ValueError, "interrupt": KeyboardInterrupt, "no loss": TraceError}
+    objects = [*model.parameters(), *model.buffers()]
+    with contextlib.ExitStack() as stack:
+        if what in kinds:
+            stack.enter_context(pytest.raises(kinds[what]))
+        found = estimate(
+            model,
+            [torch.ones(2, 256)],
+            budget="8MiB",
+            optimizer=optimizer,
+            calibration=CALIBRATION,
+        )
+        assert found.feasible
+    now = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(now, objects, strict=True))
+    assert all(one.is_meta for one in now)
+
+
+def test_what_tensors_on_meta_share_they_share_meanwhile() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([nn.BatchNorm1d(512), nn.BatchNorm1d(512), nn.Linear(512, 512)])
+        model[1].running_mean = model[0].running_mean
+        model[2].weight = nn.Parameter(torch.empty(512, 512).T)
+    with hollowed(model, None):
+        assert model[1].running_mean is model[0].running_mean
+        assert model[2].weight.stride() == (1, 512)
+        assert model[2].weight[0].std() > 0
+    assert model[1].running_mean is model[0].running_mean
+    assert model[2].weight.stride() == (1, 512)
 
 
 # Estimates
@@ -249,31 +380,87 @@ def test_what_cannot_be_estimated_is_refused() -> None:
     for config, told in (
         ({"policy": "dtr"}, "policy='dtr' cannot be estimated"),
         ({"backend": "mapped"}, "mapped-file backend cannot be estimated"),
+        ({"rollback": True}, "rollback=True cannot be estimated"),
+        ({"defer_updates": "never"}, "defer_updates='never' cannot be estimated"),
+        ({"page_activations": False}, "page_activations=False cannot be estimated"),
     ):
         with pytest.raises(ConfigError, match=told):
             estimate(model, BATCHES, budget="1MiB", optimizer=optimizer, config=config)
+    with (
+        dynoffload.offload(model, optimizer, budget="2MiB"),
+        pytest.raises(ConfigError, match=r"this Net is inside an offload\(\) block"),
+    ):
+        estimate(model, BATCHES, budget="1MiB", optimizer=optimizer)
+
+
+class Fused(nn.Module):
+    """Experts in one parameter, of which one runs."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(experts, 256, 256) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.experts[0]).square().mean()
 
 
 @needs_pager
-def test_fused_experts_are_said_to_be_estimated_whole() -> None:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.Parameter(torch.randn(8, 256, 256) * 0.02)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.experts[0]).square().mean()
-
-    model = Fused()
+@pytest.mark.parametrize("budget", ["4MiB", "24MiB"])
+def test_what_is_paged_by_experts_is_feasible_where_it_trains(budget: str) -> None:
+    """Whole it may not fit; then bytes and times are not estimated, and that is said."""
+    model = Fused(16)
+    optimizer = AdamW(model.parameters())
+    config = {"step_aside": False}
     found = estimate(
         model,
         [torch.randn(4, 256)],
-        budget="12MiB",
-        optimizer=SGD(model.parameters(), lr=0.1),
+        budget=budget,
+        optimizer=optimizer,
+        config=config,
+        calibration=CALIBRATION,
+    )
+    with dynoffload.offload(model, optimizer, budget=budget, config=config):
+        model(torch.randn(4, 256)).backward()
+        optimizer.step()
+    assert found.feasible
+    assert found.timed is (budget == "24MiB")
+    told = "as paged whole" if found.timed else "bytes and times are not estimated"
+    assert any("experts and 0 more" in note and told in note for note in found.assumptions)
+
+
+@needs_pager
+def test_where_nothing_is_paged_no_time_is_made_up() -> None:
+    model = nn.Linear(16, 16)
+    found = estimate(
+        model,
+        [torch.randn(4, 16)],
+        budget="8MiB",
+        optimizer=AdamW(model.parameters()),
+        loss=lambda output, batch: output.sum(),
         config={"step_aside": False},
         calibration=CALIBRATION,
     )
-    assert any("experts and 0 more are estimated as paged whole" in n for n in found.assumptions)
+    assert found.feasible
+    assert not found.timed
+    assert any("so none is paged" in note for note in found.assumptions)
+
+
+@needs_pager
+@pytest.mark.parametrize("over", [0.9, 1.25])
+def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
+    model, optimizer = net()
+    batches = [(torch.arange(24), 6)]
+    first = estimate(model, batches, budget="64MiB", optimizer=optimizer, calibration=CALIBRATION)
+    assert first.resident
+    budget = int(over * first.fast_peak)
+    found = estimate(model, batches, budget=budget, optimizer=optimizer, calibration=CALIBRATION)
+    with dynoffload.offload(model, optimizer, budget=budget, pilot=None) as session:
+        for _ in range(20):
+            model(*batches[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.paging is not found.resident
+    assert found.own_s >= 0
 
 
 # Calibrations
@@ -405,7 +592,6 @@ def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) 
     def refused(*_: Any) -> int:
         raise OSError("not here")
 
-    hollow._file.cache_clear()
     monkeypatch.setattr(hollow.os, "memfd_create", refused)
     with torch.device("meta"):
         model = nn.Linear(512, 512)

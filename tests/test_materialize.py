@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import math
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import ConfigError, SpillError
+from dynoffload.memory import copies
 from dynoffload.memory.limits import resident_bytes
+from dynoffload.memory.pieces import same_bits
 from dynoffload.runtime import access
 from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
@@ -513,11 +517,12 @@ def test_a_part_that_the_user_writes(
         found = model.embedding.weight.detach().clone()
         weight = model.hidden[0].weight.detach().clone()
     expected = plain()
-    told = [one.getMessage() for one in caplog.records if "what was not written" in one.message]
+    told = [one.getMessage() for one in caplog.records if "most of it is zero" in one.message]
     if said == "not at all":
         assert int(found.count_nonzero()) == 32
-        assert len(told) == 1
-        assert told[0].startswith("embedding.weight (and 1 more) had no value when it was written")
+        if backend == "pager":  # else nobody knows what is in memory
+            assert len(told) == 1
+            assert told[0].startswith("embedding.weight had no value when it was written")
     else:
         assert not told
         with torch.no_grad():
@@ -569,7 +574,7 @@ def test_a_part_of_what_weights_are_noted_for_is_refused() -> None:
         model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
     dynoffload.materialize(model)
     with (
-        pytest.raises(ConfigError, match="the Sequential whose part '1' is this Sequential"),
+        pytest.raises(ConfigError, match="the Sequential whose part '1' this Sequential is"),
         dynoffload.offload(model[1], budget="8MiB"),
     ):
         pytest.fail("the block must not begin")
@@ -846,3 +851,87 @@ def test_what_an_init_held_as_it_failed_is_let_go_of(trained: bool) -> None:
     dynoffload.materialize(model)
     with paged(model, optimizer):
         assert model(SAMPLES[0]).isfinite().all()
+
+
+class Replacing(nn.Module):
+    """A weight on the meta device beside buffers; initialising replaces one of them, and fails."""
+
+    fails = 1
+    stat: Tensor
+    view: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+        self.register_buffer("stat", torch.zeros(8))
+        self.register_buffer("view", torch.empty(4).expand(3, 4))
+
+    def reset_parameters(self) -> None:
+        """Fill the weight; give the buffer a new tensor."""
+        nn.init.ones_(self.weight)
+        self.stat = torch.zeros(8)
+        self.fails -= 1
+        if self.fails >= 0:
+            raise OSError("the disk is gone")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight @ x + self.stat
+
+
+def test_what_an_init_that_fails_has_replaced_is_put_back() -> None:
+    """And a tensor whose elements share memory, which cannot be written, is let be."""
+    with torch.device("meta"):
+        model = Replacing()
+    model.view = torch.arange(4.0).expand(3, 4)
+    with dynoffload.offload(model, budget="8MiB", pilot=None, config=CONFIG):
+        model.stat.fill_(7.0)
+        with pytest.raises(OSError, match="gone"):
+            model(torch.ones(8))
+        assert torch.equal(model(torch.ones(8)), torch.full((8,), 15.0))
+    assert torch.equal(model.stat, torch.full((8,), 7.0))
+    assert torch.equal(model.view, torch.arange(4.0).expand(3, 4))
+
+
+@needs_pager
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_signal_comes_when_what_the_user_wrote_is_whole_again(
+    noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is set back piece by piece, which no signal may cut off."""
+    with torch.device("meta"):
+        model = Pair(1024).requires_grad_(requires_grad=False)
+    model.first = nn.Parameter(torch.full((1024, 1024), 5.0), requires_grad=False)
+    if noted:
+        dynoffload.materialize(model)
+    calls, read = 0, os.preadv
+
+    def preadv(*arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            signal.raise_signal(signal.SIGINT)
+        return read(*arguments)
+
+    monkeypatch.setattr(copies.os, "preadv", preadv)
+
+    def use() -> None:
+        with dynoffload.offload(model, budget="16MiB", pilot=None, config=CONFIG):
+            model(torch.ones(1024))
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    assert calls >= 4  # pieces of a mebibyte; as the block ends it is initialised again
+    assert bool((model.first == 5.0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.bfloat16, torch.complex64])
+def test_the_bits_of_pieces_are_compared(dtype: torch.dtype) -> None:
+    one = torch.zeros(4, 6).to(dtype)
+    other = one.clone()
+    assert same_bits(one, other)
+    assert same_bits(one.T, other.T)
+    assert same_bits(one[:0], other[:0])
+    other[2, 3] = 1
+    assert not same_bits(one, other)
+    if dtype.is_floating_point:
+        assert not same_bits(one, -one)

@@ -103,12 +103,11 @@ def _show(found: list[Estimate]) -> None:
     for column in table.columns:
         column.justify = "right"
     for one in found:
-        shown = (cell(one) for cell in _COLUMNS.values()) if one.feasible else ["too small"]
-        table.add_row(format_bytes(one.budget), *shown)
+        table.add_row(format_bytes(one.budget), *_cells(one))
     stdout().print(table)
-    longest = max((one.step_s for one in found if one.feasible), default=0.0)
+    longest = max((one.step_s for one in found if one.timed), default=0.0)
     for one in found:
-        if one.feasible and longest:
+        if one.timed and longest:
             stdout().print(_bar(one, longest))
     if longest:
         said = Text("a step: ")
@@ -120,6 +119,14 @@ def _show(found: list[Estimate]) -> None:
             say_note(one.reason)
     for note in dict.fromkeys(note for one in found for note in one.assumptions):
         say_note(note)
+
+
+def _cells(one: Estimate) -> list[str]:
+    if not one.feasible:
+        return ["too small"]
+    if not one.timed:
+        return [format_bytes(one.fast_peak), format_bytes(one.file_peak), "not estimated"]
+    return [cell(one) for cell in _COLUMNS.values()]
 
 
 def _bar(one: Estimate, longest: float) -> Text:

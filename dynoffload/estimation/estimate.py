@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from torch import nn
@@ -21,23 +20,25 @@ from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.estimation.calibration import Calibration
 from dynoffload.estimation.hollow import hollowed
-from dynoffload.estimation.measuring import Loss, Measured, measure
+from dynoffload.estimation.measuring import Loss, Measured, measure, states_of, update_seconds
 from dynoffload.memory.pager import probe
 from dynoffload.memory.spill import default_spill_dir, grown
 from dynoffload.pilot.progress import Report
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
+from dynoffload.runtime.aside import ASIDE
 from dynoffload.runtime.counting import States, is_trained, whole_bytes
 from dynoffload.runtime.materialize import noted
+from dynoffload.runtime.offload import is_managed
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation import Machine
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.own_work import Division
 from dynoffload.simulation.training import Training
-from dynoffload.units import parse_bytes
+from dynoffload.units import format_bytes, parse_bytes
 
-POLICIES = ("repeat", "on-demand")
-"""The policies whose steps can be estimated; with a pilot they are no slower than with repeat."""
+POLICIES = ("repeat", "pilot", "on-demand")
+"""Policies whose steps can be estimated; what a pilot predicts is taken to be the last order."""
 
 _BATCHES = 6  # that are measured at most
 _WARMUP = 4  # simulated steps that do not count: in the first, state comes to be
@@ -54,6 +55,8 @@ class Estimate:
         budget: of fast memory.
         feasible: whether it can be trained under that.
         reason: why not, and what would be enough; "" if it can.
+        timed: whether bytes moved and seconds under the budget are estimated; if not,
+            ``assumptions`` say why.
         parameters: bytes of them, and of buffers.
         gradients: bytes.
         optimizer: bytes of its state.
@@ -63,13 +66,14 @@ class Estimate:
         fast_peak: most bytes that the runtime holds in fast memory.
         file_peak: bytes of the spill file.
         resident: all fits, so that nothing is paged.
-        plain_s: median seconds of a plain step.
-        step_s: of a step under the budget.
+        plain_s: mean seconds of a plain step.
+        step_s: mean seconds of a step under the budget.
         stall_s: of those, waiting for the file tier.
         own_s: of those, the runtime's own work.
         bytes_in: read in a step.
         bytes_out: written in a step.
-        bound: what takes longest: "compute", "reads", "writes", "own work".
+        bound: what takes longest: "compute", "own work", or what is waited for, "reads" or
+            "writes", by which of them takes longer.
         faster_link_s: seconds of a step were the link twice as fast.
         assumptions: what the numbers stand on.
     """
@@ -78,6 +82,7 @@ class Estimate:
     budget: int
     feasible: bool
     reason: str = ""
+    timed: bool = False
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
@@ -112,14 +117,17 @@ def estimate(
 ) -> Estimate:
     """Say what training ``model`` under ``budget`` would take; it is not trained, nor changed.
 
-    Forward and backward run on up to six batches, with gradients dropped as they come, so memory
-    for the activations of one step and for the largest gradient is enough: a model on the meta
-    device gets weights that take none (`dynoffload.estimation.hollow`).
+    Forward and backward run on up to six batches, with gradients dropped as they come, so they take
+    memory for the activations of one step and for its gradients until each is complete, and timing
+    the optimizer some hundred MiB: a model on the meta device gets weights that take none
+    (`dynoffload.estimation.hollow`). What forward keeps outside of buffers, such as a cache or a
+    generator of its own, is as after those steps.
 
     Args:
         model: in memory, or on the meta device.
         batches: as for `dynoffload.profile`; up to six are taken.
-        budget: bytes of fast memory, or a string such as ``"8GiB"``.
+        budget: bytes of fast memory, or a string such as ``"8GiB"``; it may be more than this
+            machine has.
         optimizer: that will train it.
         loss: as for `dynoffload.profile`.
         config: as for `dynoffload.offload`.
@@ -132,7 +140,8 @@ def estimate(
         The estimate; a budget that is too small gives one that says so.
 
     Raises:
-        ConfigError: a policy or backend that cannot be simulated, or no batch.
+        ConfigError: options that cannot be simulated, a model inside of an offload() block, one
+            whose forward writes into its weights, or no batch.
         TraceError: a batch gives no loss.
         SpillError: the spill directory cannot be used.
     """
@@ -164,6 +173,11 @@ def estimates(
     """Return an `estimate` for each of ``budgets``; steps and link are measured once."""
     options = OffloadConfig.of(config)
     _check(options)
+    if is_managed(model):
+        raise ConfigError(
+            f"this {type(model).__name__} is inside an offload() block, where its steps are not "
+            "plain: estimate before"
+        )
     tell = report or _silent
     sizes = [parse_bytes(budget) for budget in budgets]
     optimizer = None if optimizer is None else innermost(optimizer)
@@ -171,51 +185,97 @@ def estimates(
     assumed = []
     if any(parameter.is_meta for parameter in model.parameters()):
         assumed.append("weights are random numbers, as the model is on the meta device")
+    if options.policy == "pilot":
+        assumed.append("what is predicted is the last order; a pilot that knows better is faster")
     with hollowed(model, noted(model)):
-        measured = measure(model, optimizer, taken, loss, tell)
+        plain = measure(model, taken, loss, tell)
+    tell("timing the optimizer")
+    update_s = 0.0 if optimizer is None else update_seconds(optimizer)
+    states = states_of(model, optimizer)
+    measured = replace(
+        plain, steps=tuple(replace(s, update_s=update_s, states=states) for s in plain.steps)
+    )
     if calibration is None:
         tell("measuring the link")
         calibration = Calibration.of_link(spill_dir or default_spill_dir())
     assumed.append(calibration.said)
-    known = _known(model, optimizer, measured)
+    known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []
-    for number, budget in enumerate(sizes):
+    for number, size in enumerate(sizes):
         tell("simulating", number, len(sizes))
-        own, notes = _unsliced(model, optimizer, options, budget)
-        known = replace(known, budget=budget, assumptions=(*assumed, *notes))
-        try:
-            sizing = sizing_of(model, optimizer, budget, own)
-        except BudgetError as error:
-            found.append(replace(known, reason=str(error)))
-            continue
-        whole = whole_bytes(model, optimizer) + measured.saved_bytes
-        if own.step_aside and whole <= budget:
-            found.append(_resident(known, whole, sizing))
-        else:
-            found.append(_simulated(known, measured, sizing, own, calibration))
+        found.append(
+            _under(replace(known, budget=size), model, optimizer, measured, options, calibration)
+        )
     return found
+
+
+def _under(
+    known: Estimate,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    measured: Measured,
+    options: OffloadConfig,
+    calibration: Calibration,
+) -> Estimate:
+    """Return the estimate for the budget of ``known``."""
+    try:
+        sizing = sizing_of(model, optimizer, known.budget, options)
+    except BudgetError as error:
+        return replace(known, reason=str(error))
+    known = replace(
+        known,
+        feasible=True,
+        staging=2 * sizing.chunk_bytes + sizing.reserve_bytes,
+        fast_peak=known.budget,
+        file_peak=sizing.spill_bytes,
+    )
+    whole = whole_bytes(model, optimizer) + measured.saved_bytes
+    if options.step_aside and whole <= ASIDE * known.budget:
+        return replace(
+            known,
+            timed=True,
+            resident=True,
+            staging=0,
+            fast_peak=whole,
+            step_s=known.plain_s,
+            faster_link_s=known.plain_s,
+            bound="compute",
+        )
+    sliced = _sliced(model, optimizer, options, sizing)
+    if sliced:
+        options = replace(options, slices=False)
+        try:
+            sizing = sizing_of(model, optimizer, known.budget, options)
+        except BudgetError:
+            return _noted(
+                known,
+                f"{sliced} are paged by experts, whose steps are simulated as if they were paged "
+                "whole; so they do not fit, and bytes and times are not estimated",
+            )
+        known = _noted(
+            known,
+            f"{sliced} are estimated as paged whole, though experts that are not hit move no byte: "
+            "training is faster than this where few are hit",
+        )
+    if all(one.nbytes < sizing.min_paged_bytes for one in measured.network.parameters):
+        return _noted(
+            known,
+            f"no parameter has {format_bytes(sizing.min_paged_bytes)}, so none is paged, and bytes "
+            "and times are not estimated: lower min_paged_bytes",
+        )
+    return _simulated(known, measured, sizing, options, calibration)
+
+
+def _noted(known: Estimate, note: str) -> Estimate:
+    return replace(known, assumptions=(*known.assumptions, note))
 
 
 def _silent(doing: str, done: int | None = None, total: int | None = None) -> None:
     """Tell nobody."""
 
 
-def _resident(known: Estimate, whole: int, sizing: Sizing) -> Estimate:
-    """Return the estimate of what fits: paging steps aside."""
-    return replace(
-        known,
-        feasible=True,
-        resident=True,
-        fast_peak=whole,
-        file_peak=sizing.spill_bytes,
-        step_s=known.plain_s,
-        faster_link_s=known.plain_s,
-        bound="compute",
-    )
-
-
 def _check(options: OffloadConfig) -> None:
-    if options.policy not in POLICIES and options.policy != "pilot":
+    if options.policy not in POLICIES:
         raise ConfigError(
             f"policy={options.policy!r} cannot be estimated: use one of {', '.join(POLICIES)}"
         )
@@ -224,31 +284,27 @@ def _check(options: OffloadConfig) -> None:
             "the mapped-file backend cannot be estimated, as the kernel decides what moves"
             + ("" if options.backend == "mapped" else f" (no pager here: {probe()})")
         )
+    for key, usual in (("rollback", False), ("defer_updates", "auto"), ("page_activations", True)):
+        if getattr(options, key) != usual:
+            raise ConfigError(
+                f"{key}={getattr(options, key)!r} cannot be estimated: leave it at {usual!r}"
+            )
 
 
-def _unsliced(
-    model: nn.Module, optimizer: Optimizer | None, options: OffloadConfig, budget: int
-) -> tuple[OffloadConfig, list[str]]:
-    """Return options under which nothing is paged by slices, and what is to be said of that."""
+def _sliced(
+    model: nn.Module, optimizer: Optimizer | None, options: OffloadConfig, sizing: Sizing
+) -> str:
+    """Return the names of what is paged by slices, "" if nothing is."""
     if not (options.slices and may_slice(optimizer)):
-        return options, []
+        return ""
     alone = sole_owners(model.parameters())
-    try:
-        sizing = sizing_of(model, optimizer, budget, options)
-    except BudgetError:
-        return options, []  # and so it is reported
     page, least = sizing.page_bytes, sizing.min_paged_bytes
-    sliced = [
+    names = [
         name
         for name, one in model.named_parameters()
         if id(one) in alone and slices_of(one, page, least) > 1
     ]
-    if not sliced:
-        return options, []
-    return replace(options, slices=False), [
-        f"{sliced[0]} and {len(sliced) - 1} more are estimated as paged whole, though experts that "
-        "are not hit move no byte: training is faster than this where few are hit"
-    ]
+    return f"{names[0]} and {len(names) - 1} more" if names else ""
 
 
 def _known(model: nn.Module, optimizer: Optimizer | None, measured: Measured) -> Estimate:
@@ -301,22 +357,17 @@ def _simulated(
         mixed_bps=2 * link.mixed_bps,
     )
     quicker, _ = trained(replace(calibration.machine, link=faster))
-    seconds = median(one.seconds for one in steps)
-    compute = median(one.compute_s for one in steps)
-    stall = median(one.stall_s for one in steps)
-    count = len(steps)
-    bytes_in = sum(one.bytes_in for one in steps) / count
-    bytes_out = sum(one.bytes_out for one in steps) / count
+    seconds, compute, stall = (_mean(steps, key) for key in ("seconds", "compute_s", "stall_s"))
+    bytes_in, bytes_out = (_mean(steps, key) for key in ("bytes_in", "bytes_out"))
+    reading = bytes_in / link.read_bps >= bytes_out / link.write_bps
     parts = {
         "compute": compute,
-        "own work": seconds - compute - stall,
-        "reads": stall * _share(bytes_in / link.read_bps, bytes_out / link.write_bps),
-        "writes": stall * _share(bytes_out / link.write_bps, bytes_in / link.read_bps),
+        "own work": max(0.0, seconds - compute - stall),
+        "reads" if reading else "writes": stall,
     }
     return replace(
         known,
-        feasible=True,
-        staging=2 * sizing.chunk_bytes + sizing.reserve_bytes,
+        timed=True,
         fast_peak=max(one.peak_bytes for one in steps)
         + sizing.small_bytes
         + training.chunks.most_kept,
@@ -327,14 +378,14 @@ def _simulated(
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         bound=max(parts, key=lambda name: parts[name]),
-        faster_link_s=median(one.seconds for one in quicker),
+        faster_link_s=_mean(quicker, "seconds"),
     )
+
+
+def _mean(steps: Sequence[StepResult], key: str) -> float:
+    return sum(float(getattr(step, key)) for step in steps) / len(steps)
 
 
 def _file_bytes(need: int, regions: int) -> int:
     """Return what the spill file takes, which is made for ``need`` and holds ``regions``."""
     return need if regions <= need else grown(regions)
-
-
-def _share(one: float, other: float) -> float:
-    return one / (one + other) if one + other else 0.0

@@ -57,32 +57,33 @@ def job_of(name: str) -> Job:
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function:
         raise ConfigError(f"{name!r} names no function: write MODULE:FUNCTION or FILE.py:FUNCTION")
-    module = _module(where)
-    build = getattr(module, function, None)
-    if not callable(build):
-        raise ConfigError(f"{where} has no function {function!r} that can be called")
+    is_file = where.endswith(".py")
+    before = sys.path[:]
+    sys.path.insert(0, str(Path(where).parent.resolve() if is_file else Path.cwd()))
     try:
-        made = build()
-    except Exception as error:
-        raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}") from error
+        build = getattr(_module(where, is_file=is_file), function, None)
+        if not callable(build):
+            raise ConfigError(f"{where} has no function {function!r} that can be called")
+        try:
+            made = build()
+        except Exception as error:
+            raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path[:] = before
     return _job(name, made)
 
 
-def _module(where: str) -> ModuleType:
+def _module(where: str, *, is_file: bool) -> ModuleType:
     try:
-        if not where.endswith(".py"):
-            sys.path.insert(0, "")
-            try:
-                return importlib.import_module(where)
-            finally:
-                sys.path.remove("")
+        if not is_file:
+            return importlib.import_module(where)
         path = Path(where)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        name = f"dynoffload_factory_{path.stem}"  # and not that of a module which is there
+        spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None or not path.is_file():
             raise ConfigError(f"there is no file {where}")
         module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(path.parent.resolve()))
-        sys.modules[path.stem] = module  # dataclasses and pickle look it up
+        sys.modules[name] = module  # dataclasses and pickle look it up
         spec.loader.exec_module(module)
         return module
     except ConfigError:

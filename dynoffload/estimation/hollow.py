@@ -17,16 +17,15 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
 
 from dynoffload.errors import BackendError, ConfigError
 from dynoffload.runtime.access import InMemory
-from dynoffload.runtime.filling import Give, Initialiser, fill
-from dynoffload.runtime.materialize import Init, tensors_on_meta
-from dynoffload.runtime.placing import put_in_place, to_meta
+from dynoffload.runtime.filling import Give, Initialiser, fill, own_tensors
+from dynoffload.runtime.materialize import Init, tensors_on_meta, zero_buffers
 from dynoffload.units import KiB, MiB
 
 _CONTENT = 16 * MiB  # of the file for one dtype
@@ -40,11 +39,14 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 def hollowed(model: nn.Module, init: Init) -> Iterator[None]:
     """Have what of ``model`` is on the meta device compute while the block runs.
 
+    Others stand in the places of its parameters and buffers meanwhile; afterwards those that were
+    there are there again, whatever still holds the others.
+
     Args:
         model: the network.
         init: how its weights would be given, as in `dynoffload.materialize`; small ones, and
             buffers, get theirs so. Of a file none is read: their modules' ``reset_parameters``
-            are called, or what transformers itself calls.
+            are called, or what transformers itself calls, or they get ones and zeros.
 
     Raises:
         ConfigError: a module that owns small weights cannot initialise them.
@@ -54,36 +56,72 @@ def hollowed(model: nn.Module, init: Init) -> Iterator[None]:
     if not names:
         yield
         return
-    parameters = [one for one in model.parameters() if one.is_meta]
-    large = [one for one in parameters if one.nbytes >= _SMALL]
-    keep = {id(one) for one in large}
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta
-    ]
-    named = model.named_parameters(remove_duplicate=False)
-    small = names - {name for name, one in named if id(one) in keep}
+    parameters = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    stand_ins = _StandIns()
     try:
-        for one in parameters:
-            if id(one) not in keep:
-                put_in_place(one, torch.zeros_like(one, device="cpu"))
-        for module, name, buffer in buffers:
-            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            fill(model, _give_of(model, init), small, (), InMemory())
-        share = sum(one.nbytes for one in large) // _MOST_RANGES
-        for one in large:
-            put_in_place(one, _hollow(one, max(_CONTENT, -(-share // _CONTENT) * _CONTENT)))
+        large = {
+            name
+            for name, one in model.named_parameters(remove_duplicate=False)
+            if one.is_meta and one.nbytes >= _SMALL
+        }
+        stand_ins.put(model, lambda one: one.nbytes < _SMALL, _zeros)
+        zero_buffers(model)
+        _fill(model, init, names - large)
+        whole = sum(one.nbytes for one in model.parameters() if one.is_meta)
+        files = _Files(max(1, -(-whole // _MOST_RANGES // _CONTENT)) * _CONTENT)
+        with contextlib.closing(files):
+            stand_ins.put(model, lambda one: True, files.hollow)
         yield
     finally:
-        for one in parameters:
-            if not one.is_meta:
-                one.grad = None
-                to_meta(one)
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
+        for own, before in parameters:
+            own.clear()
+            own.update(before)
+        for there, earlier in buffers:
+            there.clear()
+            there.update(earlier)
+
+
+class _StandIns:
+    """Parameters in the places of others, one for each, under whatever names."""
+
+    def __init__(self) -> None:
+        self._of: dict[nn.Parameter, nn.Parameter] = {}
+
+    def put(
+        self,
+        model: nn.Module,
+        wanted: Callable[[nn.Parameter], bool],
+        make: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Let stand-ins take the places of those that are on the meta device and ``wanted``."""
+        for module in model.modules():
+            for name, one in module._parameters.items():
+                if one is not None and one.is_meta and wanted(one):
+                    if one not in self._of:
+                        made = nn.Parameter(make(one), requires_grad=one.requires_grad)
+                        made.__dict__.update(one.__dict__)
+                        self._of[one] = made
+                    module._parameters[name] = self._of[one]
+
+
+def _zeros(one: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(one, device="cpu", requires_grad=False)
+
+
+def _fill(model: nn.Module, init: Init, names: Collection[str]) -> None:
+    """Initialise ``names``, while all else is on the meta device, where writing does nothing."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            fill(model, _give_of(model, init), names, (), InMemory())
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the small weights of this {type(model).__name__} cannot be initialised while its "
+            f"large ones are on the meta device ({type(error).__name__}: {error}): build the model "
+            "in memory"
+        ) from error
 
 
 def _give_of(model: nn.Module, init: Init) -> Give | Initialiser | None:
@@ -96,24 +134,55 @@ def _give_of(model: nn.Module, init: Init) -> Give | Initialiser | None:
         from dynoffload.integrations.constructing import PlainWeights
 
         return PlainWeights()
-    return None
+    return None if init is None else _plainly
 
 
-def _hollow(like: torch.Tensor, span: int) -> torch.Tensor:
-    """Return a contiguous tensor like ``like`` whose pages are shared."""
-    if like.layout is not torch.strided:
-        raise ConfigError(f"a weight of layout {like.layout} cannot be estimated on meta")
-    memory = _Range(like.nbytes, _file(like.dtype, span), span)
-    flat = torch.frombuffer(memory.buffer(), dtype=torch.uint8, count=like.nbytes)
-    return flat.view(like.dtype).view(like.shape)
+def _plainly(module: nn.Module) -> None:
+    """Initialise a module whose weights come from a file."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+        return
+    for name, tensor in own_tensors(module).items():
+        tensor.fill_(0 if "bias" in name else 1)
 
 
-@functools.cache
+class _Files:
+    """Files in memory that hollow tensors are made of; these stay when the files are closed.
+
+    Args:
+        span: bytes of each.
+    """
+
+    def __init__(self, span: int) -> None:
+        self._span = span
+        self._files: dict[torch.dtype, int] = {}
+
+    def close(self) -> None:
+        """Close all."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def hollow(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like ``like`` whose pages are shared."""
+        if like.layout is not torch.strided:
+            raise ConfigError(
+                f"a weight of layout {like.layout} on the meta device cannot be estimated: build "
+                "the model in memory"
+            )
+        if like.dtype not in self._files:
+            self._files[like.dtype] = _file(like.dtype, self._span)
+        memory = _Range(like.nbytes, self._files[like.dtype], self._span)
+        flat = torch.frombuffer(memory.buffer(), dtype=torch.uint8, count=like.nbytes)
+        strides = torch.empty_like(like).stride()  # those of ``like``, without gaps
+        return flat.view(like.dtype).as_strided(like.shape, strides)
+
+
 def _file(dtype: torch.dtype, nbytes: int) -> int:
-    """Return the descriptor of a file in memory with random numbers."""
+    """Return the descriptor of a new file in memory with random numbers."""
     generator = torch.Generator().manual_seed(0)
-    element = torch.empty(0, dtype=dtype).element_size()
-    count = nbytes // element
+    count = nbytes // torch.empty(0, dtype=dtype).element_size()
     if dtype.is_floating_point or dtype.is_complex:
         drawn = torch.randn(count, generator=generator, dtype=torch.float32).mul_(_SPREAD)
         content = drawn.to(dtype)
@@ -121,12 +190,12 @@ def _file(dtype: torch.dtype, nbytes: int) -> int:
         content = torch.zeros(count, dtype=dtype)
     try:
         descriptor = os.memfd_create("dynoffload-weights")
-        os.ftruncate(descriptor, nbytes)
     except (AttributeError, OSError) as error:
         raise BackendError(
             f"weights that take no memory need Linux's memfd_create ({error}): build the model in "
             "memory rather than on the meta device"
         ) from error
+    os.ftruncate(descriptor, nbytes)
     with mmap.mmap(descriptor, nbytes) as file:
         target = torch.frombuffer(file, dtype=torch.uint8)
         target.copy_(content.view(torch.uint8))

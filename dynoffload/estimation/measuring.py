@@ -1,8 +1,9 @@
 """Steps of a network as they would be plainly, measured without training it.
 
 What it is: `measure`, which runs forward and backward on a few batches, records and times them, and
-times the optimizer on tensors like the model's. Weights, buffers, gradients and random numbers are
-afterwards what they were. What it is not: anything that knows of a budget.
+`update_seconds`, which times an optimizer on tensors like the model's. Weights, buffers, gradients
+and the random numbers of torch, numpy and Python are afterwards what they were; hooks on gradients
+are not called. What it is not: anything that knows of a budget.
 
 [Note: gradients]  Each gradient is dropped as it is complete, so that a model of which only one
 layer fits in memory can be measured.
@@ -12,18 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
+from dynoffload.memory.pieces import same_bits
 from dynoffload.pilot.progress import Report
 from dynoffload.planning.footprint import temporaries
 from dynoffload.profiler.profiling import call_model, loss_of
@@ -36,7 +40,7 @@ from dynoffload.units import MiB
 Loss = Callable[[Any, Any], torch.Tensor]
 
 _TIMED = 5  # times that each batch is timed
-_UPDATED = 128 * MiB  # of parameters on which the optimizer is timed
+_UPDATED, _PART = 64 * MiB, 16 * MiB  # of parameters, and of one, on which an optimizer is timed
 _UPDATES = 4  # of which the first makes the state
 
 
@@ -56,8 +60,8 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Median seconds of a plain step."""
-        return median(plain_seconds(step) for step in self.steps)
+        """Mean seconds of a plain step, without its update."""
+        return sum(map(plain_seconds, self.steps)) / len(self.steps)
 
     @property
     def saved_bytes(self) -> int:
@@ -71,49 +75,49 @@ def plain_seconds(step: Recorded) -> float:
 
 
 def measure(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    batches: Sequence[Any],
-    loss: Loss | None,
-    report: Report,
+    model: nn.Module, batches: Sequence[Any], loss: Loss | None, report: Report
 ) -> Measured:
-    """Measure a plain step of each batch.
+    """Measure plain steps, one of each batch, without their updates.
 
     Args:
         model: computes for real; see `dynoffload.estimation.hollow` for one that is on meta.
-        optimizer: its optimizer; it makes no step.
         batches: at least one.
         loss: as for `dynoffload.profile`.
         report: told what is done.
 
     Raises:
-        ConfigError: there is no batch, or the optimizer cannot be timed.
+        ConfigError: there is no batch, one can be used only once, or forward writes into weights.
         TraceError: a batch gives no loss.
     """
     if not batches:
         raise ConfigError("no batch to measure a step of: pass at least one")
+    if any(isinstance(batch, Iterator) for batch in batches):
+        raise ConfigError("a batch is an iterator, which can be used only once: pass tensors")
     traces: list[Trace] = []
     times: list[tuple[float, float]] = []
     recorder = Recorder(model, None, on_step=traces.append)
     with _untouched(model, recorder):
         report("measuring plain steps")
+        versions = {name: one._version for name, one in model.named_parameters()}
         _step(model, batches[0], loss)
+        for name, one in model.named_parameters():
+            if one._version != versions.get(name, one._version):
+                raise ConfigError(
+                    f"forward writes into {name}, so no step can be measured without changing it: "
+                    "it has been changed by one"
+                )
         for number, batch in enumerate(batches):
             report("measuring plain steps", number, len(batches))
-            # The same random numbers each time: the same path.
             runs = []
             for _ in range(_TIMED):
-                with torch.random.fork_rng(devices=[]):
+                with torch.random.fork_rng(devices=[]):  # the same path each time
                     runs.append(_step(model, batch, loss))
             times.append((median(f for f, _ in runs), median(b for _, b in runs)))
             with recorder:
                 _step(model, batch, loss)
-    report("timing the optimizer")
-    update_s = 0.0 if optimizer is None else _update_seconds(optimizer)
     network = network_of(model)
-    states = _states(model, optimizer)
     steps = tuple(
-        replace(recorded(trace, network), states=states).timed(*timed, update_s)
+        recorded(trace, network).timed(*timed, 0.0)
         for trace, timed in zip(traces, times, strict=True)
     )
     return Measured(network, steps, max(map(temporaries, traces)))
@@ -131,16 +135,25 @@ def _step(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[float, float
 @contextlib.contextmanager
 def _untouched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Leave ``model`` as it was; see [Note: gradients]."""
-    gradients = [(one, one.grad) for one in model.parameters()]
-    buffers = [(one, one.detach().clone()) for one in model.buffers()]
+    parameters = list(model.parameters())
+    gradients = [(one, one.grad) for one in parameters]
+    places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    contents = [(one, one._version, one.detach().clone()) for one in model.buffers()]
+    hooks = [
+        (one._post_accumulate_grad_hooks, dict(one._post_accumulate_grad_hooks or ()))
+        for one in parameters
+    ]
 
     def drop(parameter: torch.Tensor) -> None:
         recorder.note_gradient(parameter)
         parameter.grad = None
 
     handles = []
-    with torch.random.fork_rng():
+    with same_random():
         try:
+            for live, _ in hooks:
+                if live:
+                    live.clear()
             for parameter, _ in gradients:
                 parameter.grad = None
                 if parameter.requires_grad:
@@ -149,19 +162,42 @@ def _untouched(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         finally:
             for handle in handles:
                 handle.remove()
+            for live, before in hooks:
+                if live is not None:
+                    live.update(before)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            for now, there in places:
+                now.clear()
+                now.update(there)
             with torch.no_grad():
-                for buffer, before in buffers:
-                    if not torch.equal(buffer, before):
-                        buffer.copy_(before)
+                for buffer, version, content in contents:
+                    if buffer.layout is torch.strided:  # statistics are written unversioned
+                        same = same_bits(buffer, content)
+                    else:
+                        same = buffer._version == version
+                    if not same:
+                        buffer.copy_(content)
+
+
+@contextlib.contextmanager
+def same_random() -> Iterator[None]:
+    """Leave the random numbers of torch, numpy and Python where they were."""
+    python, theirs = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(theirs)
 
 
 def _on_gradient(parameter: nn.Parameter, call: Callable[[torch.Tensor], None]) -> Any:
     return parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
-def _states(model: nn.Module, optimizer: Optimizer | None) -> dict[int, dict[str, int]]:
+def states_of(model: nn.Module, optimizer: Optimizer | None) -> dict[int, dict[str, int]]:
+    """Return the bytes of what the optimizer keeps for each parameter, by its number."""
     states = States(optimizer)
     return {
         number: {f"state {n}": nbytes for n, nbytes in enumerate(sizes)}
@@ -170,37 +206,62 @@ def _states(model: nn.Module, optimizer: Optimizer | None) -> dict[int, dict[str
     }
 
 
-def _update_seconds(optimizer: Optimizer) -> float:
-    """Return the seconds of a step of ``optimizer``, from one of its kind over some tensors."""
+def update_seconds(optimizer: Optimizer) -> float:
+    """Return the seconds of a step of ``optimizer``, by the bytes of the parameters.
+
+    Timed is another of its kind, on tensors like some of the parameters, or like parts of large
+    ones: at most 64 MiB of them, and as much again for each of gradients and states.
+
+    Raises:
+        ConfigError: its step needs more than gradients.
+    """
     trained = [
         (number, one)
         for number, group in enumerate(optimizer.param_groups)
         for one in group["params"]
-        if is_trained(one)
+        if is_trained(one) and one.numel()
     ]
     whole: int = sum(one.nbytes for _, one in trained)
     if not whole:
         return 0.0
-    stride = max(1, -(-whole // _UPDATED))
-    chosen = trained[::stride] or trained[:1]
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    for number, one in chosen:
-        like = torch.zeros(one.shape, dtype=one.dtype, requires_grad=True)
-        like.grad = torch.full_like(like, 1e-3)
-        groups[number]["params"].append(like)
+    likes = [(number, _part_of(one)) for number, one in trained]
+    stride = -(-sum(like.nbytes for _, like in likes) // _UPDATED)
+    groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
+    taken = 0
+    for number, like in likes[::stride]:
+        if taken and taken + like.nbytes > _UPDATED:
+            break
+        made = torch.zeros(like.shape, dtype=like.dtype, requires_grad=True)
+        made.grad = torch.full_like(made, 1e-3)
+        groups[number]["params"].append(made)
+        taken += like.nbytes
     other = copy.copy(optimizer)  # options and all, hooks left out
+    for key, value in vars(optimizer).items():
+        if not callable(value):  # a scheduler's wrapper is the other's, and would step that
+            vars(other).setdefault(key, value)
     other.state = defaultdict(dict)
     other.param_groups = [group for group in groups if group["params"]]
     seconds = []
     try:
-        for _ in range(_UPDATES):
-            begin = time.perf_counter()
-            other.step()
-            seconds.append(time.perf_counter() - begin)
-    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+        with same_random():
+            for _ in range(_UPDATES):
+                begin = time.perf_counter()
+                other.step()
+                seconds.append(time.perf_counter() - begin)
+    except Exception as error:
         raise ConfigError(
             f"a step of {type(optimizer).__name__} over tensors like the model's cannot be timed "
-            f"({error}): pass an optimizer whose step() needs nothing but gradients"
+            f"({type(error).__name__}: {error}): pass an optimizer whose step() needs nothing but "
+            "gradients"
         ) from error
-    share: float = sum(one.nbytes for _, one in chosen) / whole
-    return median(seconds[1:]) / share
+    return median(seconds[1:]) * (whole / taken)
+
+
+def _part_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the meta device like ``parameter``, or like the first rows of it."""
+    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    if like.nbytes <= _PART:
+        return like
+    if like.nbytes // len(like) > _PART:  # its rows are large too
+        return like.flatten()[: _PART // like.element_size()]
+    return like[: _PART // (like.nbytes // len(like))]

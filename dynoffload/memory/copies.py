@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dynoffload.errors import SpillError
-from dynoffload.memory.pieces import Buffer, Holder
+from dynoffload.memory.pieces import Buffer, Holder, same_bits
 from dynoffload.memory.spill import SpillFile, reason
 
 
@@ -79,7 +79,8 @@ class Copies:
         return start
 
     def read(self, start: int, tensor: torch.Tensor) -> None:
-        """Give ``tensor`` the bytes of the copy that begins at ``start``.
+        """Give ``tensor`` the bytes of the copy that begins at ``start``; it is written to where
+        they differ only.
 
         Raises:
             SpillError: the copy, or what lies beside it, cannot be read.
@@ -96,5 +97,7 @@ class Copies:
                     message = self._file.unreadable(self._what, reason(error.errno or 0))
                     raise SpillError(error.errno, message) from error
                 content, at = content[done:], at + done
+            before = self._buffer.like(piece)
             with self._memory.held(piece), torch.no_grad():
-                piece.copy_(self._buffer.like(piece))
+                if not same_bits(piece, before):
+                    piece.copy_(before)

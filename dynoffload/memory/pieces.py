@@ -33,6 +33,15 @@ def pieces(tensor: torch.Tensor, limit: int = PIECE) -> Iterator[torch.Tensor]:
             yield from pieces(row, limit)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two strided tensors of one dtype and shape have the same bits.
+
+    It copies what is not contiguous: for pieces.
+    """
+    whole = (t.detach().resolve_conj().resolve_neg().contiguous().flatten() for t in (one, other))
+    return torch.equal(*(t.view(torch.uint8) for t in whole))
+
+
 class Holder(Protocol):
     """Memory whose tensors can be kept present, piece by piece."""
 

@@ -16,8 +16,9 @@ import torch
 
 from dynoffload.memory.copies import Copies
 from dynoffload.memory.device import Device
-from dynoffload.memory.pieces import PIECE
+from dynoffload.memory.pieces import PIECE, same_bits
 from dynoffload.runtime.adopting import Adoption
+from dynoffload.runtime.interrupts import uninterrupted
 
 
 class Access(Protocol):
@@ -30,7 +31,8 @@ class Access(Protocol):
         """Return whether ``tensor`` has zeros only, as what nobody has written has."""
 
     def zeros(self, tensor: torch.Tensor) -> float:
-        """Return the share of the elements of ``tensor`` that are zero."""
+        """Return the share of the elements of ``tensor`` that are zero; 0.0 where that would have
+        to be read from a file."""
 
     def kept(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Give ``tensors`` back what they have now when the block ends."""
@@ -53,13 +55,31 @@ class InMemory:
     @contextlib.contextmanager
     def kept(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """See `Access.kept`."""
-        copies = [tensor.detach().clone() for tensor in tensors]
+        kept = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
         try:
             yield
         finally:
-            with torch.no_grad():
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    tensor.copy_(copy)
+            _set_back(kept)
+
+
+@uninterrupted
+def _set_back(kept: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+    """Give tensors the values of their copies, with no signal in between."""
+    with torch.no_grad():
+        for tensor, version, copy in kept:
+            if tensor.layout is torch.strided:
+                same = same_bits(tensor, copy)
+            else:
+                same = tensor._version == version
+            if not same:
+                tensor.copy_(copy)
+
+
+@uninterrupted
+def _read_back(copies: Copies, tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+    """Give tensors the bytes of their copies, with no signal in between."""
+    for tensor, start in zip(tensors, starts, strict=True):
+        copies.read(start, tensor)
 
 
 class Paged:
@@ -92,6 +112,9 @@ class Paged:
 
     def zeros(self, tensor: torch.Tensor) -> float:
         """See `Access.zeros`."""
+        regions = self._adoption.store.regions_under(tensor)
+        if not set(self._device.resident()).issuperset(regions):
+            return 0.0
         found = 0
         for piece in self._adoption.pieces(tensor.detach()):
             with self._adoption.held(piece):
@@ -116,12 +139,11 @@ class Paged:
                 sum(tensor.nbytes for tensor in large),
                 what="a copy of what has its values",
                 purpose="what has its values already, while the rest is given its own,",
-                unwritten="nothing was initialised",
+                unwritten="the module was not initialised",
             )
             with contextlib.closing(copies):
                 starts = [copies.write(tensor) for tensor in large]
                 try:
                     yield
                 finally:
-                    for tensor, start in zip(large, starts, strict=True):
-                        copies.read(start, tensor)
+                    _read_back(copies, large, starts)

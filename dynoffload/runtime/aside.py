@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.counting import state_tensors, whole_bytes
 
+ASIDE = 0.9
+"""Of the budget: a session that needs no more than this steps aside."""
+
 
 class Whole:
     """The bytes of a step that touches everything, the most that there have been since `reset`.

@@ -166,11 +166,13 @@ class _Filling:
                 self._marks[name] = self._of_tensors[tensor]
             elif name not in self._free:
                 kept.append((key, tensor))
-        with self._access.kept([tensor for _, tensor in kept]):
-            yield
-        for key, tensor in kept:
-            if key in module._buffers:
-                module._buffers[key] = tensor
+        try:
+            with self._access.kept([tensor for _, tensor in kept]):
+                yield
+        finally:
+            for key, tensor in kept:
+                if key in module._buffers:
+                    module._buffers[key] = tensor
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write ``values``, by name, into the tensors of the model that are like them."""

@@ -11,6 +11,7 @@ needs no move, as they will be given on the CPU: until then its ``to`` and ``cpu
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dynoffload.runtime.stored import Stored
 Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] | None
 
 _RECIPE = "_dynoffload_init"
-_PART = "_dynoffload_part"  # on modules of a model with a recipe: whose part, and which
+_wholes: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with a recipe
 
 
 def check_kind(init: object) -> None:
@@ -81,9 +82,7 @@ def remember(model: nn.Module, init: Init) -> None:
 def note(model: nn.Module, init: Init) -> None:
     """Note ``init``, which was checked."""
     model.__dict__[_RECIPE] = (init,)
-    for path, module in model.named_modules():
-        if path:
-            module.__dict__[_PART] = type(model).__name__, path
+    _wholes.add(model)
     if tensors_on_meta(model):
         model.__dict__["to"] = functools.partial(_stay, model)
         model.__dict__["cpu"] = functools.partial(_stay, model, "cpu")
@@ -103,12 +102,18 @@ def check_parts(model: nn.Module) -> None:
                 f"materialize() was called with the part {path!r} of this {type(model).__name__}: "
                 f"{remedy}"
             )
-    whole, path = model.__dict__.get(_PART, ("", ""))
-    if whole and not recipe_is_noted(model) and tensors_on_meta(model):
-        raise ConfigError(
-            f"materialize() was called with the {whole} whose part {path!r} is this "
-            f"{type(model).__name__}: {remedy}"
-        )
+    if recipe_is_noted(model):
+        return
+    own = set(model.modules())
+    for whole in list(_wholes):
+        if not recipe_is_noted(whole):
+            continue
+        for path, part in whole.named_modules():
+            if part in own and tensors_on_meta(part):
+                raise ConfigError(
+                    f"materialize() was called with the {type(whole).__name__} whose part {path!r} "
+                    f"this {type(model).__name__} {'is' if part is model else 'has'}: {remedy}"
+                )
 
 
 def _stay(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -142,8 +147,7 @@ def recipe_of(model: nn.Module) -> tuple[Init] | None:
     """Return and forget what `remember` noted, as a tuple of one; None if nothing was."""
     recipe: tuple[Init] | None = model.__dict__.pop(_RECIPE, None)
     if recipe is not None:
-        for module in model.modules():
-            module.__dict__.pop(_PART, None)
+        _wholes.discard(model)
         for name in ("to", "cpu"):
             model.__dict__.pop(name, None)
     return recipe
@@ -210,7 +214,12 @@ def leave_meta(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.is_meta:
             put_in_place(parameter, torch.zeros_like(parameter, device="cpu"))
-    # Buffers are not swapped: one that is a view of another cannot be.
+    zero_buffers(model)
+
+
+def zero_buffers(model: nn.Module) -> None:
+    """Give buffers on the meta device memory, of zeros; what is shared among them stays so."""
+    # They are not swapped: one that is a view of another cannot be.
     made: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for module in model.modules():

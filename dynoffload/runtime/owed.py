@@ -13,7 +13,7 @@ told from none; nor can anything else that is, once giving has failed.
 [Note: in part]  Nobody knows which elements of a tensor were written, so one that was written in
 part keeps its zeros elsewhere. Where somebody has said before the block how values are given, they
 are given as it begins, and what is written comes after. Where not, a tensor with zeros for the most
-part is told of.
+part is told of, if it is in memory still.
 
 [Note: what fails]  A file or function that fails is asked again at the next use, and fails again:
 nothing runs on half of a model. What it wrote before is not the user's, so versions are noted anew.
@@ -38,7 +38,7 @@ from dynoffload.runtime.materialize import (
     note,
     tensors_on_meta,
 )
-from dynoffload.runtime.placing import to_meta
+from dynoffload.runtime.placing import leave_for_meta
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,6 @@ class Owed:
         """Not all has values, and nobody will give them: what has none is on the meta device as
         before, and how it is to be given is noted again."""
         written = self.written()
-        for parameter in self._parameters:
-            if not parameter.is_meta and id(parameter) not in written:
-                to_meta(parameter)
         for module, name, buffer in self._buffers:
             now = module._buffers.get(name)
             if now is not None and id(now) not in written:
@@ -93,6 +90,7 @@ class Owed:
         self._seen.clear()
         if self.init is not None and self.said:
             note(self._model, self.init[0])
+        leave_for_meta(one for one in self._parameters if id(one) not in written)
 
     def undo(self) -> None:
         """The block has not begun: the model lacks what it lacked, whoever has given it since."""
@@ -146,12 +144,14 @@ class Owed:
         new = self._written(access.reads_zero) - self._kept
         self._kept |= new
         tensors = self._tensors()
-        told = [name for name in sorted(new) if _MOSTLY < access.zeros(tensors[name]) < 1.0]
+        once = {tensors[name]: name for name in sorted(new, reverse=True)}
+        told = [name for tensor, name in once.items() if _MOSTLY < access.zeros(tensor) < 1.0]
         if told:
             logger.warning(
-                "%s%s had no value when it was written, and what was not written of it is zero: "
-                "call materialize() before, in the block or ahead of it, to write over part of it",
-                told[0],
+                "%s%s had no value when it was written, and most of it is zero: if a part of it "
+                "was to be written over its values, call materialize() before, in the block or "
+                "ahead of it",
+                min(told),
                 f" (and {len(told) - 1} more)" if told[1:] else "",
             )
 

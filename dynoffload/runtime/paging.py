@@ -47,7 +47,7 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
-from dynoffload.runtime.placing import is_held, to_meta
+from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.updates.drafts import Drafts
@@ -566,9 +566,8 @@ class Paging:
             self._restore_all()
 
     def _leave_for_meta(self) -> None:
-        for parameter in self._meta if self._undoes else ():
-            if not parameter.is_meta:
-                to_meta(parameter)
+        if self._undoes:
+            leave_for_meta(self._meta)
 
     def _restore_all(self) -> None:
         try:

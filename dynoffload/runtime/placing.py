@@ -6,8 +6,12 @@ a parameter, such as ``weight.no_decay = True``, is the object's and stays with 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
+
+from dynoffload.errors import ConfigError
 
 
 def put_in_place(parameter: nn.Parameter, data: torch.Tensor) -> None:
@@ -20,6 +24,26 @@ def put_in_place(parameter: nn.Parameter, data: torch.Tensor) -> None:
 def to_meta(parameter: nn.Parameter) -> None:
     """Have ``parameter`` be on the meta device, without values."""
     put_in_place(parameter, torch.empty_like(parameter, device="meta"))
+
+
+def leave_for_meta(parameters: Iterable[nn.Parameter]) -> None:
+    """Have all ``parameters`` be on the meta device.
+
+    Raises:
+        ConfigError: some cannot, as something holds views of them; all others are.
+    """
+    held = 0
+    for parameter in parameters:
+        if not parameter.is_meta:
+            try:
+                to_meta(parameter)
+            except RuntimeError:
+                held += 1
+    if held:
+        raise ConfigError(
+            f"{held} parameters whose weights were cut off cannot go back to the meta device, as "
+            "something holds views of them, and have values in part: build the model anew"
+        )
 
 
 def is_held(parameter: nn.Parameter) -> bool:

@@ -20,7 +20,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.access import Access, InMemory, Paged
 from dynoffload.runtime.adoption.held import has_its_own
-from dynoffload.runtime.aside import Whole
+from dynoffload.runtime.aside import ASIDE, Whole
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MEASURED_STEPS = 2  # steps watched before stepping aside
-_ASIDE = 0.9  # of the budget that may be used to step aside
 _GROWTH = 1.1  # a sample so much larger than those measured is paged again
 
 _ITEMS = 64  # of a list, by which the size of the rest is judged
@@ -101,8 +100,11 @@ class Session:
             if paging.meta_is_held():  # by code of the user's that was cut off
                 clear_frames(error, ours=False)
             paging.revert()
-            paging.close()
-        self._owed.undo()
+        try:
+            if paging is not None:
+                paging.close()
+        finally:
+            self._owed.undo()
 
     def _begin(self, spill_reason: str) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
@@ -329,7 +331,7 @@ class Session:
         assert paging is not None
         need = self._measured_peak + paging.absent_bytes(self._whole.look())
         need = self._need = max(self._need, need)  # also of steps that trained more than this one
-        if need > _ASIDE * self.sizing.budget or stats.step < _MEASURED_STEPS:
+        if need > ASIDE * self.sizing.budget or stats.step < _MEASURED_STEPS:
             return
         if paging.is_held_outside() or paging.loss:
             return  # somebody looks at our memory, which would end; or a loss would be forgotten
