@@ -73,11 +73,13 @@ SETTINGS = (
 """What is validated."""
 FIT = tuple(
     Setting(network, share, policy)
-    for network in ("moe (fit)", "tree (fit)", "t5 (fit)")
-    for share, policy in ((1.3, "repeat"), (0.375, "on-demand"))
+    for network in ("moe (fit)", "tree (fit)", "t5 (fit)", "mixtral (fit)")
+    for share, policy in (
+        *((1.3, "repeat"), (0.5, "repeat"), (0.25, "repeat")),
+        *((0.375, "on-demand"), (0.2, "on-demand")),
+    )
 )
-"""What the runtime's own work is fitted on: where nothing moves, and where nothing is fetched
-ahead, so that whatever it does adds to the time of a step."""
+"""What the runtime's own work is fitted on: from where nothing moves to where most does."""
 _PILOTED = frozenset(one.network for one in SETTINGS if one.policy == "pilot")
 
 
