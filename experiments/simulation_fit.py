@@ -5,13 +5,13 @@ their simulations. What it is not: a fit of the network's work, nor of what the 
 second, which are measured.
 
 [Note: the fit]  Real seconds less simulated ones are explained, setting by setting and relative to
-the real ones, by how often the runtime does what it does, with no negative cost (Lawson and Hanson's
-non-negative least squares): visits, tensors saved and asked for, updates made by themselves, uses
-planned, bytes copied and faults. Part of that hides behind transfers, and the other way round, so
-the simulation is made anew with what was found, and half of the way gone, several times. Before that
-a transfer's latency is taken from fetches that somebody waited for, as what they took beyond their
-bytes. That transfers slow compute down is not fitted: left out, the settings of one network were
-foretold no worse from the others'.
+the real ones, by how often the runtime does what it does, with no negative cost (Lawson and
+Hanson's non-negative least squares): visits, tensors saved and asked for, updates made by
+themselves, uses planned, bytes copied and faults. Part of that hides behind transfers, and the
+other way round, so the simulation is made anew with what was found, and half of the way gone,
+several times. Before that a transfer's latency is taken from fetches that somebody waited for, as
+what they took beyond their bytes. That transfers slow compute down is not fitted: without it the
+settings of one network were foretold as well from those of the others.
 """
 
 from __future__ import annotations
