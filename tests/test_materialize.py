@@ -574,7 +574,7 @@ def test_a_part_of_what_weights_are_noted_for_is_refused() -> None:
         model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
     dynoffload.materialize(model)
     with (
-        pytest.raises(ConfigError, match="the Sequential whose part '1' this Sequential is"),
+        pytest.raises(ConfigError, match="was called with the Sequential whose part '1' this Sequential is"),
         dynoffload.offload(model[1], budget="8MiB"),
     ):
         pytest.fail("the block must not begin")
