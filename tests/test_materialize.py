@@ -573,8 +573,9 @@ def test_a_part_of_what_weights_are_noted_for_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
     dynoffload.materialize(model)
+    told = "was called with the Sequential whose part '1' this Sequential is"
     with (
-        pytest.raises(ConfigError, match="was called with the Sequential whose part '1' this Sequential is"),
+        pytest.raises(ConfigError, match=told),
         dynoffload.offload(model[1], budget="8MiB"),
     ):
         pytest.fail("the block must not begin")
