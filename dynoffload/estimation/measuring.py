@@ -60,18 +60,13 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Mean seconds of a plain step, without its update."""
-        return sum(map(plain_seconds, self.steps)) / len(self.steps)
+        """Mean seconds of a plain step."""
+        return sum(sum(step.seconds) for step in self.steps) / len(self.steps)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes that the step which saves most saves for backward."""
         return max(step.saved_bytes for step in self.steps)
-
-
-def plain_seconds(step: Recorded) -> float:
-    """Return how long a step takes plainly."""
-    return sum(piece.seconds for piece in (*step.forward, *step.backward)) + step.update_s
 
 
 def measure(
