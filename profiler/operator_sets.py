@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from importlib.resources import files
 
 import torch
@@ -16,20 +17,26 @@ import torch
 from dynoffload.profiler.idioms import base_name
 
 Overload = torch._ops.OpOverload
+_Packet = torch._ops.OpOverloadPacket
 
 
 def registered(namespace: str = "aten") -> list[Overload]:
     """Return every overload that torch's dispatcher has in ``namespace``, by name.
 
     TorchScript's own builtins (``aten::len.str``) are not operators of the dispatcher. What Python
-    code has added to ``aten`` after torch was built is left out; all of ``prims`` is such code.
+    code has added to ``aten`` after torch was built is left out; all of ``prims`` is such code, of
+    which those are left out that torch's compiler adds for itself, once it is imported.
     """
     if namespace == "prims":
         importlib.import_module("torch._prims")  # registers them
+    module = sys.modules.get("torch._inductor.inductor_prims")
+    compiler = [] if module is None else list(vars(module).values())
+    theirs = {one.name() for one in compiler if isinstance(one, Overload)}
+    theirs |= {one._qualified_op_name for one in compiler if isinstance(one, _Packet)}
     found = {}
     for full in torch._C._dispatch_get_all_op_names():
         space, _, name = full.partition("::")
-        if space != namespace:
+        if space != namespace or full in theirs:
             continue
         base, _, overload = name.partition(".")
         func = getattr(getattr(getattr(torch.ops, space), base), overload or "default")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from importlib.resources import files
@@ -287,6 +288,13 @@ def test_rows_are_six_counts() -> None:
         assert len(row) == 6, name
         assert all(isinstance(count, int) and 0 <= count < 100 for count in row), name
     assert tuple(Idioms()) == NOTHING
+
+
+def test_what_the_compiler_adds_for_itself_is_left_out() -> None:
+    before = [func.name() for func in registered("prims")]
+    importlib.import_module("torch._inductor.inductor_prims")
+    assert [func.name() for func in registered("prims")] == before
+    assert "prims::inductor_random" not in before
 
 
 def test_all_of_aten_is_covered() -> None:

@@ -38,6 +38,7 @@ class Unpaged:
         optimizer: its optimizer, or None.
         sizing: nothing is divided: all but the budget is 0.
         spill_dir: None, where nothing is spilled.
+        spill_bytes: 0.
         log: all that was recorded so far.
         backend: who keeps the budget.
         paging: False, as no tensor is paged by dynoffload.
@@ -45,6 +46,7 @@ class Unpaged:
 
     paging = False
     spill_dir: Path | None = None
+    spill_bytes = 0
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, backend: str, policy: str, budget: int
