@@ -31,7 +31,7 @@ def registered(namespace: str = "aten") -> list[Overload]:
         importlib.import_module("torch._prims")  # registers them
     module = sys.modules.get("torch._inductor.inductor_prims")
     compiler = [] if module is None else list(vars(module).values())
-    theirs = {one.name() for one in compiler if isinstance(one, Overload)}
+    theirs = {one.name() for one in compiler if isinstance(one, Overload)}  # type: ignore[no-untyped-call]
     theirs |= {one._qualified_op_name for one in compiler if isinstance(one, _Packet)}
     found = {}
     for full in torch._C._dispatch_get_all_op_names():
