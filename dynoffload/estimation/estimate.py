@@ -186,7 +186,7 @@ def estimates(
     if any(parameter.is_meta for parameter in model.parameters()):
         assumed.append("weights are random numbers, as the model is on the meta device")
     if options.policy == "pilot":
-        assumed.append("what is predicted is the last order; a pilot that knows better is faster")
+        assumed.append("the prediction is taken to be the last order, whatever a pilot knows")
     with hollowed(model, noted(model)):
         plain = measure(model, taken, loss, tell)
     tell("timing the optimizer")
