@@ -13,7 +13,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dynoffload.experiments.largest import WAYS, Search, draw, measure, show
+from dynoffload.experiments.comparing import write_between
+from dynoffload.experiments.largest import WAYS, Search, measure
+from dynoffload.experiments.largest_views import draw, show, table_of
 from dynoffload.experiments.trainer import Spec
 from dynoffload.pilot.progress import progress_bar
 from dynoffload.units import format_bytes, parse_bytes
@@ -22,6 +24,7 @@ PUBLISHED = 8.0
 """Times the largest network of plain PyTorch, as published for this way of offloading."""
 SIZES = {"hidden": 256, "heads": 8, "experts": 8, "width": 512}
 """Of each layer: 3.4 million parameters, so that plain training holds a handful of layers."""
+_UNIT = "layers"
 
 
 def run(
@@ -29,11 +32,12 @@ def run(
     *,
     memory: str = "512MiB",
     share: float = 0.5,
-    tokens: int = 64,
+    tokens: int = 512,
     steps: int = 2,
     slowest: float = 8.0,
     most: int = 128,
     ways: str = ",".join(WAYS),
+    page: Path | None = None,
     spill_dir: Path | None = None,
 ) -> dict[str, Any]:
     """Search for each way.
@@ -47,6 +51,7 @@ def run(
         slowest: times what plain training takes for a layer, that a step may take for one.
         most: layers that are tried at the most.
         ways: keys of `dynoffload.experiments.largest.WAYS`, separated by commas.
+        page: a page whose table is written anew, between its marks.
         spill_dir: where spill and swap files lie.
     """
     search = Search(
@@ -77,13 +82,15 @@ def run(
         **found,
     }
     title = f"layers of a mixture of experts in {format_bytes(search.memory)}"
-    show(title, "layers", result)
+    show(title, _UNIT, result)
     if json_path is not None:
         from dynoffload.reporting.canvas import write_figure
 
         write_figure(
-            lambda figure, color: draw(figure.subplots(), color, title, result),
+            lambda figure, color: draw(figure, color, [(title, _UNIT, result)]),
             json_path.with_suffix(".svg"),
             height=3.2,
         )
+    if page is not None:
+        write_between(page, table_of(_UNIT, result))
     return result

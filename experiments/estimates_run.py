@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 ESTIMATED, TRAINED = "estimated", "trained"
@@ -25,7 +24,7 @@ class Task:
     """What one process does.
 
     Attributes:
-        network: a key of `dynoffload.experiments.estimates_networks.NETWORKS`.
+        network: a key of `dynoffload.experiments.simulated_networks.NETWORKS`.
         mode: `ESTIMATED` or `TRAINED`.
         budgets: bytes; of one of them it is trained under.
         steps: of a training.
@@ -46,8 +45,9 @@ class Task:
 def estimated(task: Task) -> dict[str, Any]:
     """Return the estimates."""
     from dynoffload.estimation import Calibration, estimates
-    from dynoffload.experiments.estimates_networks import NETWORKS
+    from dynoffload.experiments.simulated_networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
+    from dynoffload.memory.spill import default_spill_dir
 
     kind = NETWORKS[task.network]()
     model = kind.build()
@@ -59,7 +59,7 @@ def estimated(task: Task) -> dict[str, Any]:
         optimizer=adamw(model),
         config=_CONFIG,
         spill_dir=task.spill_dir or None,
-        calibration=Calibration.load(Path(task.calibration)) if task.calibration else None,
+        calibration=Calibration.of(task.spill_dir or default_spill_dir(), task.calibration or None),
     )
     return {
         "estimates": [asdict(one) for one in found],
@@ -71,7 +71,7 @@ def trained(task: Task) -> dict[str, Any]:
     """Train under a budget; return a step's seconds, and the peaks."""
     import dynoffload
     from dynoffload.errors import BudgetError
-    from dynoffload.experiments.estimates_networks import NETWORKS
+    from dynoffload.experiments.simulated_networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
 
     kind = NETWORKS[task.network]()
@@ -115,7 +115,7 @@ def trained(task: Task) -> dict[str, Any]:
 
 def footprint(task: Task) -> dict[str, Any]:
     """Return the bytes of a network's parameters, gradients and optimizer state."""
-    from dynoffload.experiments.estimates_networks import NETWORKS
+    from dynoffload.experiments.simulated_networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
     from dynoffload.runtime.counting import whole_bytes
 

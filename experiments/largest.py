@@ -1,15 +1,16 @@
 """The largest that fits, found by trying: ways of training one network in so much memory.
 
 What it is: `Way`, one way of training; `search`, which doubles a size and then halves the gap until
-it is known what still trains, each try in a process and a memory cgroup of its own; and the table
-and figure of several ways side by side. What it is not: a model of memory; nothing is computed,
-everything is tried. What a size is (layers, rows) is the caller's business.
+it is known what still trains, each try in a process and a memory cgroup of its own. What it is not:
+a model of memory; nothing is computed, everything is tried. What a size is (layers, rows) is the
+caller's business, tables and figures are those of `dynoffload.experiments.largest_views`.
 
 [Note: what fits]  Every way has the same memory: what a process takes before there is a network,
 and so many bytes. A try fits if it makes its steps without being refused or killed, none of them
 longer than `Search.slowest` times what plain training takes for as much: paging by the system has
-no other end than the disk's. Ways that count bytes themselves get a share of the memory as their
-budget, and the rest is for operators' temporaries, which nobody can put off.
+no other end than the disk's. How slow is too slow is a matter of taste, so the largest of what was
+tried is also told for the paces of `PACES`. Ways that count bytes themselves get a share of the
+memory as their budget, and the rest is for operators' temporaries, which nobody can put off.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynoffload.config import POLICIES
 from dynoffload.errors import ConfigError
@@ -30,9 +31,8 @@ from dynoffload.memory.cgroup import memory_group, swap_file
 from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
+PACES = (2.0, 4.0, 8.0)
+"""Times what plain training takes for as much."""
 _START_S = 120.0  # to come to the block and make a first step
 _PLAIN_S = 600.0  # of a step of plain training, before its pace is known
 _SPARE = 1.5  # of swap: pages stay in it after they were read back
@@ -171,8 +171,12 @@ def measure(search: Search, keys: Sequence[str], report: Report) -> dict[str, An
             "seconds": None if best is None else best.seconds,
             "seconds_over_plain": None if best is None else best.seconds / room.paced(best.size),
             "ended_by": _ended_by(tries, search),
-            "tries": [asdict(each) for each in sorted(tries, key=lambda each: each.size)],
+            "tries": [
+                asdict(each) | {"pace": each.seconds / room.paced(each.size)}
+                for each in sorted(tries, key=lambda each: each.size)
+            ],
         }
+        found[key]["within"] = _within(found[key]["tries"])
     plain = found["plain"]["largest"]
     for row in found.values():
         row["over_plain"] = row["largest"] / plain
@@ -269,6 +273,16 @@ def _ended_by(tries: Sequence[Try], search: Search) -> str:
     return min(failed, key=lambda each: each.size).why
 
 
+def _within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the largest of what was tried and kept a pace, by the pace; 0 if nothing did."""
+    return {
+        f"{most:g}": max(
+            (t["size"] for t in tries if t["seconds"] and t["pace"] <= most), default=0
+        )
+        for most in PACES
+    }
+
+
 def _same_losses(found: Mapping[str, Any]) -> bool:
     """Return whether all ways had the same losses wherever two made steps of one size."""
     known: dict[int, tuple[str, ...]] = {}
@@ -281,42 +295,3 @@ def _same_losses(found: Mapping[str, Any]) -> bool:
                 if first[:common] != losses[:common]:
                     return False
     return True
-
-
-# What people see
-
-
-def show(title: str, unit: str, result: Mapping[str, Any]) -> None:
-    """Print one search as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    table.add_column("way")
-    for column in (f"largest ({unit})", "times plain", "step", f"per {unit[:-1]}, times plain"):
-        table.add_column(column, justify="right")
-    table.add_column("more fails by", overflow="fold")
-    for row in result["ways"].values():
-        known = row["seconds"] is not None
-        table.add_row(
-            row["title"],
-            str(row["largest"]),
-            f"{row['over_plain']:.2f}",
-            format_seconds(row["seconds"]) if known else "",
-            f"{row['seconds_over_plain']:.2f}" if known else "",
-            row["ended_by"],
-        )
-    Console().print(table)
-
-
-def draw(axes: Axes, color: Mapping[str, str], title: str, result: Mapping[str, Any]) -> None:
-    """Draw one search as bars: how many times plain training's largest each way reaches."""
-    rows = list(result["ways"].values())[::-1]
-    values = [row["over_plain"] for row in rows]
-    shades = ["plan" if row["title"].startswith("dynoffload") else "fault" for row in rows]
-    bars = axes.barh([row["title"] for row in rows], values, color=[color[s] for s in shades])
-    labels = [f"{row['over_plain']:.1f}x ({row['largest']})" for row in rows]
-    axes.bar_label(bars, labels=labels, padding=4)
-    axes.set_xlim(0, 1.3 * max(values))
-    axes.set_title(title, loc="left")
-    axes.set_xlabel("largest, times that of plain training")

@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynoffload.experiments.largest import WAYS, Search, draw, measure, show
+from dynoffload.experiments.comparing import write_between
+from dynoffload.experiments.largest import WAYS, Search, measure
+from dynoffload.experiments.largest_views import draw, show, table_of
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.zoo import FOLDING, TRUNK
 from dynoffload.pilot.progress import progress_bar
@@ -23,6 +25,7 @@ from dynoffload.units import format_bytes, parse_bytes
 
 PUBLISHED = {"over_system": 3.0, "over_dtr": 2.1}
 """Times the largest batch of unified memory, and of dynamic tensor rematerialisation."""
+_UNIT = "rows"
 
 
 def run(
@@ -34,11 +37,12 @@ def run(
     length: int = 24,
     depth: int = 8,
     cycles: int = 3,
-    steps: int = 3,
-    slowest: float = 3.0,
+    steps: int = 2,
+    slowest: float = 8.0,
     most: int = 64,
     networks: str = f"{TRUNK},{FOLDING}",
     ways: str = ",".join(WAYS),
+    page: Path | None = None,
     spill_dir: Path | None = None,
 ) -> dict[str, Any]:
     """Search for each network and way.
@@ -56,6 +60,7 @@ def run(
         most: rows that are tried at the most.
         networks: names in the zoo, separated by commas.
         ways: keys of `dynoffload.experiments.largest.WAYS`, separated by commas.
+        page: a page whose tables are written anew, between its marks.
         spill_dir: where spill and swap files lie.
     """
     result: dict[str, Any] = {
@@ -88,32 +93,49 @@ def run(
             found = measure(search, [key.strip() for key in ways.split(",")], report)
             result["networks"][network.strip()] = found | _ratios(found)
             result["budget_bytes"] = search.budget
-    for network, found in result["networks"].items():
-        show(_title(network, result), "rows", found)
+    searches = [
+        (f"rows of {network} in {format_bytes(result['memory_bytes'])}", _UNIT, found)
+        for network, found in result["networks"].items()
+    ]
+    for each in searches:
+        show(*each)
     if json_path is not None:
         from dynoffload.reporting.canvas import write_figure
 
         write_figure(
-            lambda figure, color: _draw(figure, color, result),
+            lambda figure, color: draw(figure, color, searches),
             json_path.with_suffix(".svg"),
-            height=2.8 * len(result["networks"]),
+            height=3.2 * len(searches),
         )
+    if page is not None:
+        lines = [
+            line
+            for title, unit, found in searches
+            for line in (f"### {title}", "", *table_of(unit, found), "")
+        ]
+        write_between(page, lines[:-1])
     return result
 
 
-def _title(network: str, result: dict[str, Any]) -> str:
-    return f"rows of {network} in {format_bytes(result['memory_bytes'])}"
-
-
-def _ratios(found: dict[str, Any]) -> dict[str, float]:
-    """Return how many times the others' largest batch the pilot's is."""
-    rows = {key: row["largest"] for key, row in found["ways"].items()}
-    ours = rows.get("pilot", 0)
-    return {f"over_{key}": ours / other for key, other in rows.items() if key != "pilot" and other}
-
-
-def _draw(figure: Any, color: Any, result: dict[str, Any]) -> None:
-    networks = result["networks"]
-    every = figure.subplots(len(networks), 1, squeeze=False)[:, 0]
-    for axes, (network, found) in zip(every, networks.items(), strict=True):
-        draw(axes, color, _title(network, result), found)
+def _ratios(found: dict[str, Any]) -> dict[str, Any]:
+    """Return how many times the others' largest batch the pilot's is: of all, and by pace."""
+    ways = found["ways"]
+    if "pilot" not in ways:
+        return {}
+    others = [key for key in ways if key != "pilot"]
+    ours = ways["pilot"]
+    return {
+        **{
+            f"over_{key}": ours["largest"] / ways[key]["largest"]
+            for key in others
+            if ways[key]["largest"]
+        },
+        "within": {
+            pace: {
+                f"over_{key}": rows / ways[key]["within"][pace]
+                for key in others
+                if ways[key]["within"][pace]
+            }
+            for pace, rows in ours["within"].items()
+        },
+    }

@@ -12,15 +12,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynoffload.experiments.simulated_networks import NETWORKS, Kind, zoo_kind
+
 if TYPE_CHECKING:
     from torch import nn
 
-PLAIN, BUDGETED, PILOT = "plain", "budgeted", "pilot"
+PLAIN, TIMED, BUDGETED, PILOT = "plain", "timed", "budgeted", "pilot"
 _LEARNED = 48
 _TIMED = 3  # plain trainings whose times are recorded, of which each step's median counts
 
@@ -30,8 +32,9 @@ class Task:
     """What one process does.
 
     Attributes:
-        network: a key of `NETWORKS`, or what messages call ``zoo``.
-        mode: one of `PLAIN`, `BUDGETED` and `PILOT`.
+        network: a key of `dynoffload.experiments.simulated_networks.NETWORKS`, or what messages
+            call ``zoo``.
+        mode: one of `PLAIN`, `TIMED`, `BUDGETED` and `PILOT`.
         steps: how many.
         folder: where traces go, or the pilot.
         budget: bytes.
@@ -60,81 +63,6 @@ class Task:
             return NETWORKS[self.network]()
         of = self.zoo
         return zoo_kind(of["network"], of["preset"], of["shape"], **of["sizes"])
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The arguments of one forward."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    source: str = ""
-
-    def call(self, model: nn.Module) -> Any:
-        """Return the loss."""
-        return model(*self.args, **self.kwargs).loss
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A network with its samples.
-
-    Attributes:
-        build: makes it, always with the same weights.
-        samples: yields its samples for a seed.
-    """
-
-    build: Callable[[], nn.Module]
-    samples: Callable[[int], Iterator[Sample]]
-
-
-def zoo_kind(name: str, preset: str, shape: Mapping[str, int], **sizes: int) -> Kind:
-    """Return a network of the zoo; ``shape`` is its samples', ``sizes`` are its configuration's."""
-    from dynoffload.experiments import zoo
-
-    def samples(seed: int) -> Iterator[Sample]:
-        split = "train" if seed else "held-out"
-        for one in zoo.samples(name, split, seed=seed, **shape):
-            yield Sample(one.args, source=one.source)
-
-    return Kind(lambda: zoo.build(name, preset, **sizes), samples)
-
-
-def _t5(length: int, **sizes: int) -> Kind:
-    import torch
-
-    def build() -> nn.Module:
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        torch.manual_seed(0)
-        config = T5Config(vocab_size=512, decoder_start_token_id=0, pad_token_id=0, **sizes)
-        model: nn.Module = T5ForConditionalGeneration(config)
-        return model.train()
-
-    def samples(seed: int) -> Iterator[Sample]:
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            source, target = torch.randint(3, 512, (2, 1, length), generator=generator)
-            yield Sample(kwargs={"input_ids": source, "labels": target})
-
-    return Kind(build, samples)
-
-
-_TEXT = {"rows": 1, "length": 24}
-_TREES = {"max_nodes": 40}
-
-NETWORKS: dict[str, Callable[[], Kind]] = {
-    "moe": lambda: zoo_kind("moe", "tiny", _TEXT, hidden=256, width=512, layers=4),
-    "tree": lambda: zoo_kind("tree", "tiny-untied", _TREES, hidden=320, embedding=160),
-    # Slices of 172.5 and 86.25 KiB are no whole pages, so experts are paged whole.
-    "mixtral": lambda: zoo_kind("fused", "tiny", _TEXT, hidden=120, width=184, layers=12),
-    "t5": lambda: _t5(32, d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8),
-    "mixtral (fit)": lambda: zoo_kind("fused", "tiny", _TEXT, hidden=104, width=168, layers=10),
-    "moe (fit)": lambda: zoo_kind("moe", "tiny", _TEXT, hidden=192, width=640, layers=5, experts=6),
-    "tree (fit)": lambda: zoo_kind("tree", "tiny-untied", _TREES, hidden=256, embedding=256),
-    "t5 (fit)": lambda: _t5(24, d_model=320, d_kv=40, d_ff=640, num_layers=4, num_heads=8),
-}
-"""By name; those to fit are other networks than those to validate by."""
 
 
 def adamw(model: nn.Module) -> Any:
@@ -194,6 +122,11 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
             optimizer.zero_grad()
     forecast.unwatch()
     return {"times": times, "orders": orders, "network": asdict(network)}
+
+
+def timed(task: Task, kind: Kind) -> dict[str, Any]:
+    """Train plainly, for its times only."""
+    return {"times": _timed(kind, task.steps)}
 
 
 def budgeted(task: Task, kind: Kind) -> dict[str, Any]:
@@ -263,7 +196,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     task = Task(**json.loads(sys.argv[1]))
-    work = {PLAIN: plain, BUDGETED: budgeted, PILOT: pilot}[task.mode]
+    work = {PLAIN: plain, TIMED: timed, BUDGETED: budgeted, PILOT: pilot}[task.mode]
     answer = work(task, task.kind())
     sys.stdout.write(json.dumps(answer) + "\n")
 

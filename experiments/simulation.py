@@ -12,9 +12,6 @@ With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffi
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, Task
-from dynoffload.experiments.workers import WorkerError
+from dynoffload.experiments.children import answer_of
+from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, Task
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.simulation import Machine, StepResult
+from dynoffload.simulation import Link, Machine, StepResult
 from dynoffload.simulation.own_work import Counts, Division, Work
 from dynoffload.simulation.recorded import Network, Parameter, Recorded, recorded
 from dynoffload.simulation.training import Training
+from dynoffload.units import MiB
 
 if TYPE_CHECKING:
     from dynoffload.doctor import Tiers
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 STEP_MEDIAN, STEP_WORST, BYTES_WORST = 0.10, 0.20, 0.02
 """Relative errors that are asked for."""
 _MOST_STEPS = 10  # from the eleventh on a session may try what waits without prefetch
-_SAID = 1_000
+_TIER_SECONDS, _TIER_BYTES = 0.2, 512 * MiB
 TRACES, PILOT_NAME = "traces", "trained.pilot"
 
 
@@ -73,10 +71,13 @@ SETTINGS = (
 """What is validated."""
 FIT = tuple(
     Setting(network, share, policy)
-    for network in ("moe (fit)", "tree (fit)", "t5 (fit)", "mixtral (fit)")
+    for network, more in (
+        *((f"{name} (fit)", True) for name in ("moe", "tree", "t5", "mixtral")),
+        *((f"{name} (fit)", False) for name in ("evoformer", "gpt2", "vit")),
+    )
     for share, policy in (
-        *((1.3, "repeat"), (0.5, "repeat"), (0.25, "repeat")),
-        *((0.375, "on-demand"), (0.2, "on-demand")),
+        *((1.3, "repeat"), (0.5, "repeat"), (0.25, "repeat"), (0.3, "on-demand")),
+        *([(0.2, "on-demand")] if more else []),
     )
 )
 """What the runtime's own work is fitted on: from where nothing moves to where most does."""
@@ -99,15 +100,36 @@ class Material:
     orders: tuple[Sequence[str] | None, ...]
     footprint: int
 
+    def timed(self, runs: Sequence[Sequence[Sequence[float]]]) -> Material:
+        """Return the same with the times of other plain trainings: run by run and step by step the
+        seconds of forward, backward and optimizer, of which each step's median counts."""
+        times = [
+            [median(parts) for parts in zip(*each, strict=True)] for each in zip(*runs, strict=True)
+        ]
+        steps = zip(self.steps, times, strict=True)
+        return replace(self, steps=tuple(step.timed(*seconds) for step, seconds in steps))
+
 
 @dataclass(frozen=True)
 class Real:
-    """What a setting did, run by run and step by step."""
+    """What a setting did, run by run and step by step.
+
+    Attributes:
+        runs: numbers of each step.
+        sizing: how the budget was divided.
+        fetches: seconds and bytes of what was waited for.
+        backend: of the session.
+        link: as measured before.
+        plain: the seconds of forward, backward and optimizer of plain steps, each run's before it:
+            how fast the machine is, and its link, changes from minute to minute.
+    """
 
     runs: tuple[Sequence[Mapping[str, Any]], ...]
     sizing: Mapping[str, int]
     fetches: tuple[tuple[float, int], ...]
     backend: str
+    link: Link
+    plain: tuple[Sequence[Sequence[float]], ...]
 
     def per_step(self, key: str) -> list[float]:
         """Return the median over runs of one number of each step."""
@@ -143,7 +165,6 @@ def run(
         page: a page whose table is written anew, between its marks.
         spill_dir: where the spill files lie.
     """
-    from dynoffload.doctor.tiers import measure_tiers
     from dynoffload.experiments.simulation_views import show, write_figure, write_table
 
     if not warmup < steps <= _MOST_STEPS:
@@ -157,9 +178,7 @@ def run(
         raise ConfigError(f"only={','.join(only)!r} names no network that is validated: {known}")
     spill = "" if spill_dir is None else str(spill_dir)
     with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
-        report("the link", 0, None)
-        tiers = measure_tiers(spill or tempfile.gettempdir(), 0.5)
-        fit, cases = fit_machine(tiers, steps, warmup, runs, Path(folder), spill, report)
+        fit, cases = fit_machine(steps, warmup, runs, Path(folder), spill, report)
         materials = {
             name: material(name, steps, Path(folder), report, learn=name in _PILOTED)
             for name in dict.fromkeys(one.network for one in settings)
@@ -169,11 +188,8 @@ def run(
             report(one.name, number, len(settings))
             pilot = str(Path(folder) / one.network / PILOT_NAME) if one.policy == "pilot" else ""
             real = _real(one, materials[one.network], steps, runs, pilot, spill)
-            rows.append(_row(one, materials[one.network], real, fit.machine, fit.work, warmup))
-        fit_rows = [
-            _row(one, known, real, fit.machine, fit.work, warmup)
-            for one, (known, real) in cases.items()
-        ]
+            rows.append(_row(one, materials[one.network].timed(real.plain), real, fit, warmup))
+        fit_rows = [_row(one, known, real, fit, warmup) for one, (known, real) in cases.items()]
     result = {
         "steps": steps,
         "warmup": warmup,
@@ -196,22 +212,17 @@ def run(
 # Running
 
 
+def _tiers(spill: str) -> Tiers:
+    from dynoffload.doctor import measure_tiers
+
+    return measure_tiers(spill or tempfile.gettempdir(), _TIER_SECONDS, file_bytes=_TIER_BYTES)
+
+
 def _child(task: Task) -> dict[str, Any]:
-    command = [sys.executable, "-P", "-m", "dynoffload.experiments.simulated_run"]
-    done = subprocess.run(
-        [*command, json.dumps(asdict(task))], capture_output=True, text=True, check=False
-    )
-    if done.returncode or not done.stdout:
-        raise WorkerError(
-            f"{task.network}, {task.mode}, ended with code {done.returncode}: "
-            f"{done.stderr.strip()[-_SAID:]}"
-        )
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return answer_of("simulated_run", task, f"{task.network}, {task.mode},")
 
 
 def fit_machine(
-    tiers: Tiers,
     steps: int,
     warmup: int,
     runs: int,
@@ -219,10 +230,10 @@ def fit_machine(
     spill: str,
     report: Report,
 ) -> tuple[Fit, dict[Setting, tuple[Material, Real]]]:
-    """Train the settings of `FIT`, and return what fits them, with what they did.
+    """Measure the link and the pager, train the settings of `FIT`, and return what fits them, with
+    what they did.
 
     Args:
-        tiers: the measured link.
         steps: of each run.
         warmup: of them, those that do not count.
         runs: of each setting.
@@ -230,8 +241,12 @@ def fit_machine(
         spill: where the spill files lie, "" for the default.
         report: is told of progress.
     """
+    from dynoffload.doctor import measure_moves
     from dynoffload.experiments.simulation_fit import fitted
 
+    report("the link", 0, None)
+    tiers = _tiers(spill)
+    moves = measure_moves(spill or tempfile.gettempdir())
     materials = {
         name: material(name, steps, folder, report)
         for name in dict.fromkeys(one.network for one in FIT)
@@ -240,8 +255,10 @@ def fit_machine(
     for number, one in enumerate(FIT):
         report(one.name, number, len(FIT))
         known = materials[one.network]
-        cases[one] = known, _real(one, known, steps, runs, "", spill)
-    fit = fitted([(*case, one.policy) for one, case in cases.items()], tiers, warmup)
+        real = _real(one, known, steps, runs, "", spill)
+        cases[one] = known.timed(real.plain), real
+    link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)
+    fit = fitted([(*case, one.policy) for one, case in cases.items()], link, moves, warmup)
     return fit, cases
 
 
@@ -305,12 +322,18 @@ def _real(
         pilot=pilot,
         spill_dir=spill,
     )
-    found = [_child(task) for _ in range(runs)]
+    found, plain = [], []
+    tiers = _tiers(spill)
+    for _ in range(runs):
+        plain.append(_child(Task(setting.network, TIMED, steps))["times"])
+        found.append(_child(task))
     return Real(
         tuple(one["steps"] for one in found),
         found[0]["sizing"],
         tuple((seconds, nbytes) for one in found for seconds, nbytes in one["fetches"]),
         found[0]["backend"],
+        Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps),
+        tuple(plain),
     )
 
 
@@ -335,11 +358,10 @@ def simulated(
     return Simulated(tuple(results), tuple(counts))
 
 
-def _row(
-    setting: Setting, material: Material, real: Real, machine: Machine, work: Work, warmup: int
-) -> dict[str, Any]:
+def _row(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int) -> dict[str, Any]:
     """Return one setting's numbers, real and simulated, and how far they are apart."""
-    made = simulated(material, real.sizing, setting.policy, machine, work).steps[warmup:]
+    machine = fit.on(real.link)
+    made = simulated(material, real.sizing, setting.policy, machine, fit.work).steps[warmup:]
     own = {
         "seconds": median(step.seconds for step in made),
         "bytes_in": sum(step.bytes_in for step in made) / len(made),
@@ -355,6 +377,7 @@ def _row(
         **asdict(setting),
         "backend": real.backend,
         "budget": real.sizing["budget"],
+        "link": {key: getattr(real.link, key) for key in ("read_bps", "write_bps", "mixed_bps")},
         "plain_s": median(sum(step.seconds) for step in material.steps[warmup:]),
         "real": ran,
         "simulated": own,

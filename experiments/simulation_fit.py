@@ -7,11 +7,11 @@ second, which are measured.
 [Note: the fit]  Real seconds less simulated ones are explained, setting by setting and relative to
 the real ones, by how often the runtime does what it does, with no negative cost (Lawson and
 Hanson's non-negative least squares): visits, tensors saved and asked for, updates made by
-themselves, uses planned, bytes copied and faults. Part of that hides behind transfers, and the
-other way round, so the simulation is made anew with what was found, and half of the way gone,
-several times. Before that a transfer's latency is taken from fetches that somebody waited for, as
-what they took beyond their bytes. That transfers slow compute down is not fitted: without it the
-settings of one network were foretold as well from those of the others.
+themselves, uses planned, bytes copied, faults, and seconds of work beside transfers. Part of that
+hides behind transfers, and the other way round, so the simulation is made anew with what was found,
+and half of the way gone, several times. What the kernel takes to move pages is measured, not
+fitted. Before all that a transfer's latency is taken from fetches that somebody waited for, as what
+they took beyond their bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynoffload.doctor import Tiers
+from dynoffload.doctor import Moves
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import Work
 
 if TYPE_CHECKING:
     from dynoffload.experiments.simulation import Material, Real, Simulated
 
-_ROUNDS = 10
+_ROUNDS = 8
+_COSTS = 7
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,22 @@ class Fit:
     machine: Machine
     work: Work
 
+    def on(self, link: Link) -> Machine:
+        """Return the machine with the bandwidths of another hour."""
+        own = self.machine.link
+        link = replace(link, latency_s=own.latency_s, fault_s=own.fault_s)
+        return replace(self.machine, link=link)
 
-def fitted(cases: Sequence[tuple[Material, Real, str]], tiers: Tiers, warmup: int) -> Fit:
+
+def fitted(
+    cases: Sequence[tuple[Material, Real, str]], link: Link, moves: Moves, warmup: int
+) -> Fit:
     """Return what fits ``cases`` best.
 
     Args:
         cases: materials, what was run, and the policies.
-        tiers: the measured link.
+        link: as measured; each case has its own besides.
+        moves: as measured.
         warmup: steps that do not count.
     """
     from scipy.optimize import nnls
@@ -54,19 +64,18 @@ def fitted(cases: Sequence[tuple[Material, Real, str]], tiers: Tiers, warmup: in
     from dynoffload.experiments.simulation import simulated
 
     beyond = [
-        seconds - nbytes / tiers.read_bps
+        seconds - nbytes / real.link.read_bps
         for _, real, policy in cases
         if policy == "on-demand"
         for seconds, nbytes in real.fetches
     ]
-    latency = max(0.0, median(beyond)) if beyond else 0.0
-    link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps, latency_s=latency)
-    costs = np.zeros(6)
+    link = replace(link, latency_s=max(0.0, median(beyond)) if beyond else 0.0)
+    costs = np.zeros(_COSTS)
     for number in range(_ROUNDS):
-        fit = _fit_of(costs, link)
+        fit = _fit_of(costs, link, moves)
         rows, left = [], []
         for material, real, policy in cases:
-            made = simulated(material, real.sizing, policy, fit.machine, fit.work)
+            made = simulated(material, real.sizing, policy, fit.on(real.link), fit.work)
             seconds = real.per_step("seconds")
             steps = range(warmup, len(seconds))
             theirs = mean(seconds[step] for step in steps)
@@ -78,16 +87,18 @@ def fitted(cases: Sequence[tuple[Material, Real, str]], tiers: Tiers, warmup: in
         scale = np.where(table.any(axis=0), np.abs(table).max(axis=0), 1.0)
         found, _ = nnls(table / scale, np.array(left))
         costs = found / scale if number == 0 else (costs + found / scale) / 2
-    return _fit_of(costs, link)
+    return _fit_of(costs, link, moves)
 
 
 def _counted(made: Simulated, step: int) -> np.ndarray:
     counts, result = made.counts[step], made.steps[step]
     own = (counts.visits, counts.saves, counts.updates, counts.planned, counts.copied)
-    return np.array([*own, result.faults], dtype=float)
+    return np.array([*own, result.faults, result.beside_s], dtype=float)
 
 
-def _fit_of(costs: np.ndarray, link: Link) -> Fit:
-    visit, save, update, plan, copy, fault = map(float, costs)
-    machine = Machine(replace(link, fault_s=fault), fast_bytes=1)
-    return Fit(machine, Work(visit, save, update, plan, copy))
+def _fit_of(costs: np.ndarray, link: Link, moves: Moves) -> Fit:
+    visit, save, update, plan, copy, fault, beside = map(float, costs)
+    machine = Machine(
+        replace(link, fault_s=fault), fast_bytes=1, interference=beside / (1 + beside)
+    )
+    return Fit(machine, Work(visit, save, update, plan, copy, **vars(moves)))

@@ -70,7 +70,6 @@ PRESETS: dict[str, dict[str, Spec]] = {
 """Networks by preset and name."""
 _LEAST_STEPS = 5
 _FIT_STEPS, _FIT_WARMUP = 10, 4
-_TIER_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,6 @@ def run(
         ConfigError: an option names nothing that there is, or a number is too small.
         WorkerError: plain training failed.
     """
-    from dynoffload.doctor.tiers import measure_tiers
-
     specs = _networks(network, preset)
     asked = _Asked(
         _policies(policies),
@@ -159,11 +156,7 @@ def run(
         "rows": [],
     }
     with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
-        report("the link", 0, None)
-        tiers = measure_tiers(asked.spill_dir, _TIER_SECONDS)
-        fit, _ = fit_machine(
-            tiers, _FIT_STEPS, _FIT_WARMUP, 1, Path(folder), asked.spill_dir, report
-        )
+        fit, _ = fit_machine(_FIT_STEPS, _FIT_WARMUP, 1, Path(folder), asked.spill_dir, report)
         result |= {
             "link": asdict(fit.machine.link),
             "interference": fit.machine.interference,

@@ -173,6 +173,12 @@ def said(result: Mapping[str, Any]) -> list[str]:
                 verdict = "wins" if found["ratio"] >= 1 else "loses"
                 line += f"; the pilot {verdict} against {best}, {found['ratio']:.2f} times"
             lines.append(line)
+    return lines + overall(result)
+
+
+def overall(result: Mapping[str, Any]) -> list[str]:
+    """Return in words what comes of all rows together."""
+    lines = []
     over = result["summary"]["over_published"]
     if over["most"] is None:
         lines.append(

@@ -5,12 +5,13 @@ What it is: its numbers as people read them. What it is not: their measurement.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.experiments.step_time_policies import POLICIES
-from dynoffload.experiments.step_time_rows import budget_name, said
+from dynoffload.experiments.step_time_rows import budget_name, overall, said
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _HEADS = (
     *("budget", "policy", "measured", "times plain", "simulated", "times plain"),
     *("MB in", "out", "simulated MB in", "out", "losses equal"),
 )
+_NUMBER = re.compile(r"\d[\d.]*( [KMG]?i?B)?")
 _WIDTH = 150  # of the table, where the output is no terminal
 _SHADES = {
     "pilot": ("plan", "o"),
@@ -89,19 +91,27 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def reasons(result: Mapping[str, Any]) -> list[str]:
-    """Return why what cannot run cannot, and the notes of rows."""
+    """Return why what cannot run cannot, and the notes of rows. A reason that differs by no more
+    than its numbers under other budgets is told for the first of them."""
     found = []
-    told: dict[tuple[str, str], list[str]] = {}
+    told: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {}
     for row in result["rows"]:
         if row["policy"] == "plain":
             continue
-        where, title = f"{row['network']}, {row['budget']}", POLICIES[row["policy"]].title
+        title = POLICIES[row["policy"]].title
         for side, why in row["infeasible"].items():
             if why:
-                told.setdefault((where, why), []).append(f"{title} ({side})")
+                same = told.setdefault((row["network"], _NUMBER.sub("", why)), {})
+                same.setdefault(f"{title} ({side})", []).append((row["budget"], why))
         if row["note"]:
-            found.append(f"{where}, {title} *: {row['note']}")
-    return [f"{where}: {', '.join(who)}: {why}" for (where, why), who in told.items()] + found
+            found.append(f"{row['network']}, {row['budget']}, {title} *: {row['note']}")
+    lines = []
+    for (network, _), who in told.items():
+        for each, where in who.items():
+            (first, why), *others = where
+            also = f"; so too under {', '.join(budget for budget, _ in others)}" if others else ""
+            lines.append(f"{network}, {first}: {each}: {why}{also}")
+    return lines + found
 
 
 # Figure -------------------------------------------------------------------------------------------
@@ -235,6 +245,26 @@ def _asked(result: Mapping[str, Any]) -> str:
     return said_once + "".join(f" --{key} {result[key]}" for key in numbers)
 
 
+def _standings(result: Mapping[str, Any]) -> list[str]:
+    """Return a table of who is fastest where, and how the pilot stands against the best other."""
+    sides = ("measured", "simulated")
+    heads = [
+        head for side in sides for head in (f"fastest, {side}", "pilot against the best other")
+    ]
+    rows = [["network", "budget", *heads], ["---", "---", *["---", "---:"] * len(sides)]]
+    for cell in result["summary"]["cells"]:
+        row = [cell["network"], cell["budget"]]
+        for side in sides:
+            found = cell[side]
+            ratio = None if found is None else found["ratio"]
+            row += [
+                "none runs" if found is None else POLICIES[found["fastest"]].title,
+                "" if ratio is None else f"{ratio:.2f} times as fast",
+            ]
+        rows.append(row)
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
 def page_of(result: Mapping[str, Any], figure: str) -> str:
     """Return the page as Markdown; ``figure`` is where the figure lies, seen from it."""
     tables = []
@@ -243,7 +273,7 @@ def page_of(result: Mapping[str, Any], figure: str) -> str:
         body = [f"| {' | '.join(one)} |" for one in (*lines, *map(cells, _rows(result, network)))]
         tables.append(f"### {_title(result, network)}\n\n" + "\n".join(body))
     why = "\n".join(f"- {line}" for line in reasons(result)) or "Every policy ran everywhere."
-    told = "\n".join(f"- {line}" for line in said(result))
+    told = "\n".join((*_standings(result), "", *(f"- {line}" for line in overall(result))))
     only = [one["title"] for one in result["policies"].values() if not one["measured"]]
     alone = f"Only simulated: {', '.join(only)}." if only else "Each policy has both sides."
     runs = "" if result["repeat"] == 1 else f" of {result['repeat']} runs"

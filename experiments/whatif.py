@@ -12,7 +12,7 @@ With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError, TraceError
+from dynoffload.experiments.comparing import write_between
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.profiler import Trace
 from dynoffload.simulation import (
@@ -66,6 +67,7 @@ def run(
     steps: int = 4,
     preset: str = "small",
     tokens: int = 256,
+    page: Path | None = None,
 ) -> dict[str, Any]:
     """Answer for each tier.
 
@@ -80,6 +82,7 @@ def run(
         steps: how many of the traces are run.
         preset: of the mixture of experts, where no traces are given.
         tokens: of its samples.
+        page: a page whose tables are written anew, between its marks.
     """
     if not 0 < tolerance < 1:
         raise ConfigError(f"tolerance is {tolerance}: it is a share of a step, between 0 and 1")
@@ -111,6 +114,8 @@ def run(
             json_path.with_suffix(".svg"),
             height=3.6,
         )
+    if page is not None:
+        write_between(page, _lines(result))
     return result
 
 
@@ -236,32 +241,56 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
-    if result["modelled_s"] is not None:
-        recorded, modelled = (format_seconds(result[key]) for key in ("recorded_s", "modelled_s"))
-        told = f"operators take {modelled} by [compute], {recorded} were recorded"
-        console.print(told, markup=False, highlight=False)
-    whole = format_bytes(result["step_bytes"])
+    for line in _modelled(result):
+        console.print(line, markup=False, highlight=False)
     for name, tier in result["tiers"].items():
-        table = Table(
-            title=f"{name}: a step takes {whole} with everything in memory", title_justify="left"
-        )
-        for column in ("budget", "of it"):
-            table.add_column(column, justify="right")
-        for policy in POLICIES:
-            table.add_column(policy, justify="right")
-            table.add_column("exposed", justify="right")
-        for row in tier["budgets"]:
-            cells = [format_bytes(row["budget_bytes"]), f"{row['share']:.1%}"]
-            for policy in POLICIES:
-                one = row[policy]
-                if "seconds" in one:
-                    cells += [format_seconds(one["seconds"]), f"{one['exposed']:.1%}"]
-                else:
-                    cells += ["cannot run", ""]
+        table = Table(title=_title(name, result), title_justify="left")
+        for head in _heads():
+            table.add_column(head, justify="right")
+        for cells in _cells(tier):
             table.add_row(*cells)
         console.print(table)
         for line in answers(name, tier, result["tolerance"]):
-            console.print(line, highlight=False)
+            console.print(f"  {line}", highlight=False)
+
+
+def _lines(result: Mapping[str, Any]) -> list[str]:
+    """Return the tables and what is to be said of each tier as Markdown."""
+    lines = [line + "\n" for line in _modelled(result)]
+    for name, tier in result["tiers"].items():
+        lines += [f"### {_title(name, result)}", ""]
+        rows = (_heads(), ["---:"] * len(_heads()), *_cells(tier))
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+        lines += ["", *(f"- {line}" for line in answers(name, tier, result["tolerance"])), ""]
+    return lines[:-1]
+
+
+def _title(name: str, result: Mapping[str, Any]) -> str:
+    whole = format_bytes(result["step_bytes"])
+    return f"{name}: a step takes {whole} with everything in memory"
+
+
+def _modelled(result: Mapping[str, Any]) -> list[str]:
+    if result["modelled_s"] is None:
+        return []
+    recorded, modelled = (format_seconds(result[key]) for key in ("recorded_s", "modelled_s"))
+    return [f"operators take {modelled} by [compute], {recorded} were recorded"]
+
+
+def _heads() -> list[str]:
+    return ["budget", "of it", *(head for policy in POLICIES for head in (policy, "exposed"))]
+
+
+def _cells(tier: Mapping[str, Any]) -> Iterator[list[str]]:
+    for row in tier["budgets"]:
+        cells = [format_bytes(row["budget_bytes"]), f"{row['share']:.1%}"]
+        for policy in POLICIES:
+            one = row[policy]
+            if "seconds" in one:
+                cells += [format_seconds(one["seconds"]), f"{one['exposed']:.1%}"]
+            else:
+                cells += ["cannot run", ""]
+        yield cells
 
 
 def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
@@ -269,21 +298,21 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     hidden = f"no more than {tolerance:.0%} of a step waits"
     least = tier["least_budget_bytes"]
     said = [
-        f"  budget: from {format_bytes(least)} on {hidden}"
+        f"budget: from {format_bytes(least)} on {hidden}"
         if least is not None
-        else f"  budget: whatever it is, more than {tolerance:.0%} of a step waits"
+        else f"budget: whatever it is, more than {tolerance:.0%} of a step waits"
     ]
     at, factor = format_bytes(tier["budget_bytes"]), tier["link_factor"]
     if factor is None:
-        said.append(f"  link: under {at} no link of up to {FACTORS:.0f} times its bandwidth does")
+        said.append(f"link: under {at} no link of up to {FACTORS:.0f} times its bandwidth does")
     else:
         needed = f"{tier['least_read_bps'] / 1e9:.3g} GB/s"
         said.append(
-            f"  link: under {at} {needed} are enough that {hidden}; {name} reads "
+            f"link: under {at} {needed} are enough that {hidden}; {name} reads "
             f"{tier['read_bps'] / 1e9:.3g} GB/s"
         )
     if not tier["fits_below"]:
-        said.append("  capacity: parameters and optimizer state are more than this tier holds")
+        said.append("capacity: parameters and optimizer state are more than this tier holds")
     return said
 
 

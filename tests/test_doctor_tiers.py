@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dynoffload.doctor import Advice, advise, inspect, measure_tiers, tiers
+from dynoffload.doctor import Advice, advise, inspect, measure_moves, measure_tiers, tiers
 from dynoffload.doctor.system import CgroupMemory, FileSystem, System, Userfaultfd, filesystem_of
 from dynoffload.doctor.tiers import Direction
 from dynoffload.errors import ConfigError, SpillError
+from dynoffload.memory.pager import probe
 from dynoffload.units import GiB, MiB
 
 SMALL = 64 * MiB
@@ -164,3 +165,14 @@ def test_the_backend_follows_what_the_pager_says() -> None:
 def test_a_refused_directory_is_said_first() -> None:
     advice = advise(system(8 * GiB), None, spill_refusal="spill directory /x does not exist")
     assert advice.line == "Nothing can be spilled: spill directory /x does not exist"
+
+
+@pytest.mark.skipif(bool(probe()), reason=f"no pager here: {probe()}")
+def test_moves_of_larger_pages_take_less_for_each_byte(tmp_path: Path) -> None:
+    """And nothing remains in the directory."""
+    found = measure_moves(tmp_path)
+    assert 0 < found.page_s < 1e-3
+    assert 0 <= found.call_s < 1e-2
+    small = 512 * (found.call_s + found.page_s)  # 2 MiB by pages of 4 KiB
+    assert 0 < found.huge_s < small
+    assert not list(tmp_path.iterdir())

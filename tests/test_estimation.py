@@ -469,18 +469,23 @@ def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
 def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "simulation.json"
     work = {"visit_s": 1e-4, "save_s": 0.0, "update_s": 2e-4, "plan_s": 0.0, "copy_s": 1e-10}
-    link = {"read_bps": 2e9, "write_bps": 1e9, "mixed_bps": 2e9, "latency_s": 1e-4}
+    link = {"read_bps": 2e20, "write_bps": 1e9, "latency_s": 1e-4, "fault_s": 2e-5}
     path.write_text(json.dumps({"link": link, "work": work, "interference": 0.1}), "utf-8")
-    found = Calibration.load(path)
-    assert found.work.update_s == 2e-4
-    assert found.machine.link.read_bps == 2e9
+    found, shipped = Calibration.of(tmp_path, path), Calibration.of(tmp_path)
+    assert (found.work.update_s, found.machine.interference) == (2e-4, 0.1)
+    assert (found.machine.link.latency_s, found.machine.link.fault_s) == (1e-4, 2e-5)
+    for one in (found, shipped):  # what changes from hour to hour is measured
+        assert 1e6 < one.machine.link.read_bps < 1e12
+        assert 1e-8 < one.work.page_s < 1e-3
+        assert 1e-8 < one.work.huge_s < 1e-1
     assert str(path) in found.said
+    assert "--calibration" in shipped.said
     for content in ("{}", "no json", json.dumps({"link": link, "work": {}, "interference": 0.0})):
         path.write_text(content, "utf-8")
         with pytest.raises(ConfigError, match="is no calibration"):
-            Calibration.load(path)
+            Calibration.of(tmp_path, path)
     with pytest.raises(ConfigError, match="is no calibration"):
-        Calibration.load(tmp_path / "missing")
+        Calibration.of(tmp_path, tmp_path / "missing")
 
 
 # The command line
@@ -568,7 +573,7 @@ def test_factories_by_tuple_and_by_name(factory: Path) -> None:
 @needs_pager
 def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
     calibration = tmp_path / "simulation.json"
-    link = {"read_bps": 2e9, "write_bps": 1e9, "mixed_bps": 2e9}
+    link = {"latency_s": 1e-4, "fault_s": 0.0}
     work = dict.fromkeys(("visit_s", "save_s", "update_s", "plan_s", "copy_s"), 1e-5)
     calibration.write_text(json.dumps({"link": link, "work": work, "interference": 0.0}), "utf-8")
     command = ["estimate", f"{factory}:build", "--calibration", str(calibration), "--budget"]

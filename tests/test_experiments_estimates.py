@@ -10,9 +10,11 @@ from exactness import needs_pager
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import BEGIN, END
+from dynoffload.experiments.estimates import NETWORKS as ESTIMATED
 from dynoffload.experiments.estimates import row, run, summary
-from dynoffload.experiments.estimates_networks import NETWORKS
 from dynoffload.experiments.estimates_views import cells, said, write_figure, write_table
+from dynoffload.experiments.simulated_networks import NETWORKS
+from dynoffload.experiments.simulation import FIT
 
 OURS = {
     "budget": 100,
@@ -77,11 +79,12 @@ def test_the_page_and_the_figure(tmp_path: Path) -> None:
 
 
 def test_the_zoo_and_six_networks_of_transformers_are_compared() -> None:
-    assert {"moe", "tree", "evoformer", "esmfold"} <= NETWORKS.keys()
+    assert {"moe", "tree", "evoformer", "esmfold"} <= set(ESTIMATED)
+    assert not {one.network for one in FIT} & set(ESTIMATED)
     theirs = {
         name
-        for name, make in NETWORKS.items()
-        for part in make().build().modules()
+        for name in ESTIMATED
+        for part in NETWORKS[name]().build().modules()
         if type(part).__module__.startswith("transformers.models")
     }
     assert len(theirs - {"esmfold"}) >= 6

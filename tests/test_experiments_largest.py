@@ -10,8 +10,10 @@ import pytest
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import capacity, largest
 from dynoffload.experiments.largest import WAYS, Search, Try, Way
+from dynoffload.experiments.largest_views import draw, table_of
 from dynoffload.experiments.trainer import PLAIN, Spec
 from dynoffload.memory.cgroup import why_unavailable
+from dynoffload.reporting.canvas import write_figure
 
 
 def _search(most: int = 64, **options: Any) -> Search:
@@ -49,6 +51,27 @@ def test_the_largest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> No
     assert len(tried) == len(set(tried))  # nothing is tried twice
 
 
+def test_paces_are_told_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that slows down with its size; the figure and the table show where."""
+
+    def attempt(search: Search, way: Way, size: int, room: Any) -> Try:
+        if way is WAYS["plain"]:
+            return Try(size, "" if size <= 2 else "killed", 0.5 * size if size <= 2 else 0.0)
+        return Try(size, "" if size <= 16 else "too slow", 0.5 * size * (1 + size / 4))
+
+    monkeypatch.setattr(largest, "_try", attempt)
+    monkeypatch.setattr(largest, "_before", lambda search: 7)
+    found = largest.measure(_search(), ["pilot"], lambda *_: None)
+    plain, ours = found["ways"]["plain"], found["ways"]["pilot"]
+    assert plain["within"] == {"2": 2, "4": 2, "8": 2}
+    assert ours["within"] == {"2": 4, "4": 8, "8": 24}  # of 1, 2, 4, 8, 16, 32, 24, ...
+    assert [one["pace"] for one in ours["tries"][:3]] == [1.25, 1.5, 2.0]
+    table = table_of("layers", found)
+    assert len(table) == 2 + 2
+    assert [cell.strip() for cell in table[3].split("|")][6:9] == ["4", "8", "24"]
+    assert table[3].rstrip(" |").endswith("too slow")
+
+
 def test_far_up_it_is_found_to_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = WAYS["plain"].title, WAYS["pilot"].title
     _holding(monkeypatch, {plain: 3, ours: 777})
@@ -80,6 +103,20 @@ def test_losses_of_one_size_are_compared() -> None:
 
     assert largest._same_losses(ways(("0x1p+0", "0x1p+1"), ("0x1p+0",), ()))
     assert not largest._same_losses(ways(("0x1p+0", "0x1p+1"), ("0x1p+0", "0x1p+2")))
+
+
+def test_the_figure_has_every_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits = {way.title: 2 * (number + 1) for number, way in enumerate(WAYS.values())}
+    _holding(monkeypatch, limits)
+    found = largest.measure(_search(), list(WAYS), lambda *_: None)
+    write_figure(
+        lambda figure, color: draw(figure, color, [("a search", "rows", found)]),
+        tmp_path / "figure.svg",
+        height=3.0,
+    )
+    text = (tmp_path / "figure.svg").read_text()
+    for way in WAYS.values():
+        assert text.count(f">{way.title}</text>") == 2  # beside its bar, and in the legend
 
 
 def test_ways_that_count_get_a_budget_and_others_none() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynoffload.doctor import Tiers
+from dynoffload.doctor import Moves
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import simulation
 from dynoffload.experiments.comparing import BEGIN, END
@@ -21,7 +21,7 @@ from dynoffload.experiments.simulation import (
     simulated,
     summary,
 )
-from dynoffload.experiments.simulation_fit import fitted
+from dynoffload.experiments.simulation_fit import Fit, fitted
 from dynoffload.experiments.simulation_views import write_figure, write_table
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import Work
@@ -38,7 +38,8 @@ SIZING = {
     "kept_bytes": 0,
 }
 ROOMY = {**SIZING, "pool_bytes": 1 << 20}
-TIERS = Tiers("", True, 1, 1e8, 1e8, 2e8, 1e9, ())
+LINK = Link(1e8, 1e8, 2e8)
+MOVES = Moves(0.0, 0.0, 0.0)
 
 
 def material(paths: int) -> Material:
@@ -57,7 +58,7 @@ def material(paths: int) -> Material:
 
 def real_of(seconds: list[float], moved: int = 0) -> Real:
     steps = [{"seconds": s, "bytes_in": moved, "bytes_out": moved} for s in seconds]
-    return Real((steps,), SIZING, ((0.00108, 8000),), "pager")
+    return Real((steps,), SIZING, ((0.00108, 8000),), "pager", LINK, ())
 
 
 def test_at_least_twelve_settings_are_validated_and_none_of_them_is_fitted_on() -> None:
@@ -70,15 +71,14 @@ def test_at_least_twelve_settings_are_validated_and_none_of_them_is_fitted_on() 
 def test_the_fit_finds_what_the_runtime_takes() -> None:
     """Steps made by known costs, of chains of several lengths, are predicted for another."""
     true = Work(visit_s=4e-3, update_s=2e-3)
-    machine = Machine(Link(1e8, 1e8, 2e8, latency_s=1e-3), 1)
+    machine = Machine(Link(1e8, 1e8, 2e8, latency_s=1e-3), 1, interference=0.2)
     cases = []
     for paths in (3, 5, 8, 12):
-        for policy in ("repeat", "on-demand"):
-            sizing = SIZING if policy == "on-demand" else ROOMY
+        for sizing, policy in ((ROOMY, "repeat"), (SIZING, "repeat"), (SIZING, "on-demand")):
             made = simulated(material(paths), sizing, policy, machine, true)
             real = replace(real_of([s.seconds for s in made.steps]), sizing=sizing)
             cases.append((material(paths), real, policy))
-    found = fitted(cases, TIERS, warmup=2)
+    found = fitted(cases, LINK, MOVES, warmup=2)
     assert found.machine.link.latency_s == pytest.approx(1e-3, rel=1e-6)
     theirs = simulated(material(9), SIZING, "repeat", machine, true).steps[-1].seconds
     ours = simulated(material(9), SIZING, "repeat", found.machine, found.work).steps[-1].seconds
@@ -121,8 +121,7 @@ def test_bytes_are_compared_over_all_measured_steps() -> None:
         Setting("chain", 0.5, "repeat"),
         material(5),
         real,
-        Machine(Link(1e8, 1e8, 2e8), 1),
-        Work(),
+        Fit(Machine(LINK, 1), Work()),
         2,
     )
     assert made["real"]["bytes_in"] == 500

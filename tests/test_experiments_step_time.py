@@ -14,7 +14,6 @@ import pytest
 from torch.optim import AdamW
 
 from dynoffload import config
-from dynoffload.doctor import tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import step_time, zoo
 from dynoffload.experiments.simulation import Material
@@ -63,7 +62,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     is too small for the largest update; and where the files lie."""
     folder = tmp_path_factory.mktemp("step-time")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers, "measure_tiers", lambda *args: None)
         patch.setattr(step_time, "fit_machine", lambda *args: (FIT, {}))  # tested by itself
         result = step_time.run(
             folder / "found.json",
@@ -216,8 +214,25 @@ def test_page_and_figure_name_every_policy(tmp_path: Path) -> None:
     assert "only simulated" in page
     assert "--budgets 1,1/16 --policies pilot,repeat," in page
     assert "Only simulated: intervals (Sentinel), swap or recompute (Capuchin), clairvoyant" in page
-    assert "rematerialisation (DTR) (measured), rematerialisation (DTR) (simulated): it n" in page
-    assert len(reasons(result)) == 1
+    assert "net, 1/16: rematerialisation (DTR) (measured): it needs 3 of 2" in page
+    assert len(reasons(result)) == 2
+
+
+def test_a_reason_that_differs_in_its_numbers_is_told_once() -> None:
+    why = {"1/4": "it needs 3 MiB of 2", "1/8": "it needs 3 MiB of 1", "1/16": "it was killed"}
+    times = dict.fromkeys((key.replace("-", "_") for key in POLICIES), 1.5)
+    rows = [row for budget in why for row in made(budget, **{**times, "dtr": why[budget]})]
+    measured = [line for line in reasons(result_of(rows)) if "(measured)" in line]
+    assert measured == [
+        "net, 1/4: rematerialisation (DTR) (measured): it needs 3 MiB of 2; so too under 1/8",
+        "net, 1/16: rematerialisation (DTR) (measured): it was killed",
+    ]
+
+
+def test_the_figure_names_budgets(tmp_path: Path) -> None:
+    times = dict.fromkeys((key.replace("-", "_") for key in POLICIES), 1.5)
+    write_figure(result_of(made("1", **times) + made("1/16", **times)), tmp_path / "small.svg")
+    drawn = (tmp_path / "small.svg").read_text()
     assert "1/16" in drawn
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynoffload.memory.extents import Extents
+from dynoffload.planning.extents import Extents
 
 TOTAL = 40
 

@@ -187,3 +187,51 @@ def test_what_is_waited_for_stays_until_the_waiter_is_woken() -> None:
     assert on.state[0] in (State.HERE, State.WRITING)
     on.access([0])
     on.unpin([1, 2])
+
+
+def test_whoever_asks_for_a_place_waits_for_the_kernel() -> None:
+    """Two pages into place, back, and into place again; what a transfer takes away is its own."""
+    link = Link(100.0, 100.0, 200.0)
+    on = SimulatedPager(Machine(link, 2 * PAGE, workers=2), PAGE, 0, move_s=0.5)
+    on.begin_step()
+    region = on.allocate(2 * PAGE)
+    on.acquire([region])
+    assert (on.moved, on.now) == (2, 1.0)
+    on.touch([region])  # it is there
+    assert on.moved == 2
+    on.lock([region])
+    assert (on.moved, on.now) == (4, 2.0)
+    on.unlock([region])
+    on.touch([region])
+    assert (on.moved, on.now) == (6, 3.0)
+    on.discard(region)
+    assert (on.moved, on.moved_beside) == (8, 0)
+    on.discard(region)  # nothing is there any more
+    assert on.moved == 8
+
+
+def test_what_leaves_by_a_transfer_is_moved_by_it() -> None:
+    link = Link(100.0, 100.0, 200.0)
+    on = SimulatedPager(Machine(link, PAGE, workers=2), PAGE, 0, move_s=0.5)
+    on.begin_step()
+    first, second = on.allocate(PAGE), on.allocate(PAGE)
+    on.acquire([first])
+    assert (on.moved, on.moved_beside, on.now) == (1, 0, 0.5)
+    on.acquire([second])  # a second for the write of the first, half of one to take it away first
+    assert (on.moved, on.moved_beside, on.now) == (2, 1, 2.5)
+
+
+def test_the_file_ends_where_the_last_region_did() -> None:
+    """A gap that nothing fits stays; one that something fits is taken again."""
+    on = pager(8)
+    small, large = on.allocate(PAGE), on.allocate(3 * PAGE)
+    assert on.file_bytes == 4 * PAGE
+    on.release(small)
+    other = on.allocate(2 * PAGE)
+    assert on.file_bytes == 6 * PAGE
+    on.allocate(PAGE)
+    assert on.file_bytes == 6 * PAGE
+    on.release(large)
+    on.release(other)
+    on.allocate(5 * PAGE)
+    assert on.file_bytes == 6 * PAGE

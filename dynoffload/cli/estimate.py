@@ -65,6 +65,7 @@ def estimate(
     """
     from dynoffload.estimation import Calibration, estimates
     from dynoffload.estimation.factory import job_of
+    from dynoffload.memory.spill import default_spill_dir
     from dynoffload.pilot.progress import progress_bar
 
     with progress_bar(True) as report:
@@ -78,7 +79,7 @@ def estimate(
             loss=job.loss,
             config={"policy": policy},
             spill_dir=spill_dir,
-            calibration=None if calibration is None else Calibration.load(calibration),
+            calibration=Calibration.of(spill_dir or default_spill_dir(), calibration),
             report=report,
         )
     if as_json:

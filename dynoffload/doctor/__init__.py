@@ -6,6 +6,7 @@ not: a benchmark of training.
 
 from __future__ import annotations
 
+from dynoffload.doctor.moves import Moves, measure_moves
 from dynoffload.doctor.system import System, inspect, probe_userfaultfd
 from dynoffload.doctor.tiers import Measurement, Tiers, measure_tiers
 from dynoffload.doctor.verdict import Advice, Examination, advise, examine
@@ -14,11 +15,13 @@ __all__ = [
     "Advice",
     "Examination",
     "Measurement",
+    "Moves",
     "System",
     "Tiers",
     "advise",
     "examine",
     "inspect",
+    "measure_moves",
     "measure_tiers",
     "probe_userfaultfd",
 ]

@@ -1,21 +1,51 @@
-"""What an estimate knows of a machine: its link, and what the runtime's own work takes on it."""
+"""What an estimate knows of a machine: its link, and what the runtime's own work takes on it.
+
+The link, and how long the kernel takes to move pages, are measured each time: a disk that others
+use too is not the same from hour to hour.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynoffload.doctor.tiers import measure_tiers
+from dynoffload.doctor import measure_moves, measure_tiers
 from dynoffload.errors import ConfigError
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import Work
+from dynoffload.units import MiB
 
-_SECONDS = 0.3  # of each measurement of the link
+_SECONDS, _FILE_BYTES = 0.3, 512 * MiB  # of each measurement of the link
+_FITTED = ("visit_s", "save_s", "update_s", "plan_s", "copy_s")
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """What the runtime itself takes, as it was fitted.
+
+    Attributes:
+        work: seconds, by the fields of `Work` that are fitted.
+        latency_s: of a transfer.
+        fault_s: of an access that waits for one.
+        interference: see `Machine`.
+    """
+
+    work: Mapping[str, float]
+    latency_s: float
+    fault_s: float
+    interference: float
+
+
 # As fitted in docs/results/simulation.json, on two cores of a virtual machine.
-_SHIPPED = Work(save_s=3.6e-5, update_s=1.2e-3, plan_s=3.3e-5, copy_s=1.4e-10)
-_LATENCY = 4.9e-4  # seconds of a transfer that somebody waits for
+_SHIPPED = _Fitted(
+    {"visit_s": 5.1e-5, "save_s": 3.3e-5, "update_s": 7.6e-4, "plan_s": 3.5e-5},
+    latency_s=5.2e-4,
+    fault_s=0.0,
+    interference=0.32,
+)
 
 
 @dataclass(frozen=True)
@@ -33,36 +63,50 @@ class Calibration:
     said: str
 
     @classmethod
-    def of_link(cls, directory: str | Path) -> Calibration:
-        """Measure the link to ``directory`` now; what the runtime itself takes is as shipped.
+    def of(cls, directory: str | Path, fitted: str | Path | None = None) -> Calibration:
+        """Measure the link to ``directory`` now, and how pages move.
+
+        Args:
+            directory: where the spill file will lie.
+            fitted: what ``dynoffload experiment simulation --json PATH`` wrote on this machine, for
+                what the runtime itself takes; as shipped without it.
 
         Raises:
+            BackendError: the system refuses the pager.
+            ConfigError: the file is none of those.
             SpillError: the directory cannot be used.
         """
-        tiers = measure_tiers(directory, _SECONDS)
-        link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps, latency_s=_LATENCY)
-        return cls(
-            Machine(link, fast_bytes=1),
-            _SHIPPED,
-            "the link is measured; what the runtime itself takes is that of the machine it was "
-            "fitted on (--calibration takes this machine's)",
+        known = _SHIPPED if fitted is None else _load(Path(fitted))
+        tiers = measure_tiers(directory, _SECONDS, file_bytes=_FILE_BYTES)
+        link = Link(
+            tiers.read_bps,
+            tiers.write_bps,
+            tiers.mixed_bps,
+            latency_s=known.latency_s,
+            fault_s=known.fault_s,
         )
+        machine = Machine(link, fast_bytes=1, interference=known.interference)
+        work = Work(**known.work, **vars(measure_moves(directory)))
+        said = "the link is measured; what the runtime itself takes is "
+        said += (
+            "that of the machine it was fitted on (--calibration takes this machine's)"
+            if fitted is None
+            else f"as fitted in {fitted}"
+        )
+        return cls(machine, work, said)
 
-    @classmethod
-    def load(cls, path: Path) -> Calibration:
-        """Return what ``dynoffload experiment simulation --json PATH`` has fitted.
 
-        Raises:
-            ConfigError: the file is none of those.
-        """
-        try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            link = Link(**found["link"])
-            machine = Machine(link, fast_bytes=1, interference=found["interference"])
-            work = Work(**{one.name: float(found["work"][one.name]) for one in fields(Work)})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} is no calibration ({type(error).__name__}: {error}): make one by "
-                "'dynoffload experiment simulation --json PATH'"
-            ) from error
-        return cls(machine, work, f"link and the runtime's own work as fitted in {path}")
+def _load(path: Path) -> _Fitted:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return _Fitted(
+            {key: float(found["work"][key]) for key in _FITTED},
+            float(found["link"]["latency_s"]),
+            float(found["link"]["fault_s"]),
+            float(found["interference"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no calibration ({type(error).__name__}: {error}): make one by "
+            "'dynoffload experiment simulation --json PATH'"
+        ) from error

@@ -197,7 +197,7 @@ def estimates(
     )
     if calibration is None:
         tell("measuring the link")
-        calibration = Calibration.of_link(spill_dir or default_spill_dir())
+        calibration = Calibration.of(spill_dir or default_spill_dir())
     assumed.append(calibration.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []
@@ -371,7 +371,7 @@ def _simulated(
         fast_peak=max(one.peak_bytes for one in steps)
         + sizing.small_bytes
         + training.chunks.most_kept,
-        file_peak=_file_bytes(sizing.spill_bytes, sum(training.pager.sizes)),
+        file_peak=_file_bytes(sizing.spill_bytes, training.pager.file_bytes),
         step_s=seconds,
         stall_s=stall,
         own_s=parts["own work"],

@@ -18,8 +18,8 @@ import torch
 
 from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory.device import called
-from dynoffload.memory.extents import Extents
 from dynoffload.memory.spill import SpillFile
+from dynoffload.planning.extents import Extents
 from dynoffload.units import GiB, MiB, format_bytes
 
 REGIONS = 65536  # most regions alive at once

@@ -75,7 +75,7 @@ class StepResult:
         compute_s: of the uses themselves, on this machine.
         recompute_s: of uses that were made again.
         stall_s: waited for regions or for room.
-        beside_s: worked while transfers were under way.
+        beside_s: of work, its own and the uses', that was done while transfers were under way.
         bytes_in: read from the tier below.
         bytes_out: written to it.
         prefetched_bytes: of those read, by plan.
@@ -421,7 +421,7 @@ class Execution:
             beside = bool(self._traffic.under_way)
             rate = 1.0 - self.machine.interference if beside else 1.0
             passed = min(left / rate, self._traffic.soonest())
-            self._result.beside_s += passed if beside else 0.0
+            self._result.beside_s += passed * rate if beside else 0.0
             self._pass(passed)
             left -= passed * rate
             if left < 1e-12:
@@ -596,5 +596,9 @@ class Execution:
             return
         self.state[region] = State.WRITING
         self._leaving += size
-        delay = self.machine.link.latency_s
+        delay = self.machine.link.latency_s + self._letting_go_s(region)
         self._traffic.begin(Transfer(region, size, False, delay, False, self.now))
+
+    def _letting_go_s(self, region: int) -> float:
+        """Return the seconds before a region that is here can be written."""
+        return 0.0

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynoffload.units import KiB, MiB
+
+SYSTEM_PAGE, HUGE_PAGE = 4 * KiB, 2 * MiB
+
 
 @dataclass(frozen=True)
 class Division:
@@ -60,6 +64,9 @@ class Work:
         update_s: of an update that is made by itself, beside its arithmetic.
         plan_s: of one use of a string that is planned.
         copy_s: of a byte that is copied, into chunks, gradients' regions and twins.
+        call_s: of moving a page of the pool between a slot and a region's address, ...
+        page_s: ... and for each 4 KiB of it; ...
+        huge_s: ... or of a page of 2 MiB, in all.
     """
 
     visit_s: float = 0.0
@@ -67,6 +74,9 @@ class Work:
     update_s: float = 0.0
     plan_s: float = 0.0
     copy_s: float = 0.0
+    call_s: float = 0.0
+    page_s: float = 0.0
+    huge_s: float = 0.0
 
     def seconds(self, done: Counts) -> float:
         """Return what ``done`` takes."""
@@ -77,3 +87,9 @@ class Work:
             + done.planned * self.plan_s
             + done.copied * self.copy_s
         )
+
+    def move_s(self, page_bytes: int) -> float:
+        """Return the seconds of moving a page of a pool with such pages."""
+        if page_bytes == HUGE_PAGE:
+            return self.huge_s
+        return self.call_s + page_bytes // SYSTEM_PAGE * self.page_s

@@ -6,15 +6,18 @@ not; the stamp of a region is renewed by verbs, not by accesses; whoever touches
 waits for it; regions have twins. What it is not: the runtime, which is `training`.
 
 [Note: places]  A region that is here either rests in slots ("staged") or lies at its address
-("placed"), where anybody may write it. Only what is placed can be accessed; putting it there moves
-no byte.
+("placed"), where anybody may write it. Only what is placed can be accessed. Putting it there, or
+back, copies no byte, but the kernel moves page by page, and whoever asks for it waits: the step for
+what it asks for itself, a transfer for what leaves by it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from dynoffload.planning.extents import Extents
 from dynoffload.planning.schedule import Schedule, Use
 from dynoffload.simulation.execution import Execution, State, StepResult
 from dynoffload.simulation.following import Plan
@@ -33,14 +36,25 @@ class SimulatedPager(Execution):
         machine: what it runs on; its ``fast_bytes`` are the pool's.
         page_bytes: regions are padded to this.
         reserve: bytes of the pool that plans leave free.
+        move_s: seconds of moving a page to its address, or back; see [Note: places].
+
+    Attributes:
+        moved: pages that steps have moved.
+        moved_beside: pages that transfers have.
     """
 
-    def __init__(self, machine: Machine, page_bytes: int, reserve: int) -> None:
-        self._page = page_bytes
+    def __init__(
+        self, machine: Machine, page_bytes: int, reserve: int, move_s: float = 0.0
+    ) -> None:
+        self._page, self._move_s = page_bytes, move_s
+        self.moved = self.moved_beside = 0
+        self._arrived = 0  # pages that transfers have placed for who waits
         self._contents: list[int] = []
         self._placed: list[bool] = []
         self._locked: list[bool] = []
         self._free: list[int] = []  # numbers of regions that were released, the latest last
+        self._extents = Extents(sys.maxsize)
+        self._pages: list[int] = []  # the first of each region, in the file
         self._twins: dict[int, int] = {}
         # Only what an access waits for is a fault: whoever calls a verb pays its transfers alone.
         self._fault_s = machine.link.fault_s
@@ -55,11 +69,16 @@ class SimulatedPager(Execution):
 
     def allocate(self, nbytes: int) -> int:
         """Return a new region, without content; the number that was given back last comes first."""
+        padded = self.padded(nbytes)
+        page = self._extents.take(padded // self._page)
+        assert page is not None
         if self._free:
             region = self._free.pop()
-            self.sizes[region], self._contents[region] = self.padded(nbytes), nbytes
+            self.sizes[region], self._contents[region] = padded, nbytes
+            self._pages[region] = page
             return region
-        self.sizes.append(self.padded(nbytes))
+        self._pages.append(page)
+        self.sizes.append(padded)
         self._contents.append(nbytes)
         self._placed.append(False)
         self._locked.append(False)
@@ -69,6 +88,7 @@ class SimulatedPager(Execution):
     def release(self, region: int) -> None:
         """End a region."""
         self.discard(region)
+        self._extents.give(self._pages[region], self.sizes[region] // self._page)
         self.sizes[region] = self._contents[region] = 0
         self._free.append(region)
 
@@ -83,9 +103,14 @@ class SimulatedPager(Execution):
         """Return the bytes of the pool that a region takes; 0 if it does not exist."""
         return self.sizes[region]
 
+    @property
+    def file_bytes(self) -> int:
+        """Return where the last region has ended in the file, gaps and all."""
+        return self._extents.high * self._page
+
     def discard(self, region: int) -> None:
         """Forget a region's bytes; it stays, without content."""
-        self._settle(region)
+        self.withdraw([region])
         self._locked[region] = False
         self._forget(region)
 
@@ -167,17 +192,32 @@ class SimulatedPager(Execution):
         if absent:
             self._wait(lambda: all(self.state[r] is State.HERE for r in absent))
             self._result.stall_s += self.now - began
+        arrived, self._arrived = self._arrived, 0
+        self._move(arrived)
         for region in regions:
             if not self._placed[region]:
                 self._place(region)
 
-    def _place(self, region: int) -> None:
-        """See [Note: places]."""
+    def _place(self, region: int, *, beside: bool = False) -> None:
+        """See [Note: places]; ``beside`` if a transfer does it."""
         self._placed[region] = self.dirty[region] = True
         self._prefetched[region] = self._wanted[region] = False
         self._renew(region)
+        if beside:
+            self._arrived += self._moves(region)
+        else:
+            self._pins[region] += 1
+            self._move(self._moves(region))
+            self._pins[region] -= 1
         if self._may_leave(region):
             self._offer(region)
+
+    def _moves(self, region: int) -> int:
+        return self.sizes[region] // self._page
+
+    def _move(self, pages: int) -> None:
+        self.moved += pages
+        self.work(pages * self._move_s, "runtime")
 
     def _renew(self, region: int) -> None:
         self._clock += 1
@@ -192,8 +232,7 @@ class SimulatedPager(Execution):
     def lock(self, regions: Iterable[int]) -> None:
         """Take regions from their addresses: an update of them is put off."""
         for region in regions:
-            self._settle(region)
-            self._placed[region] = False
+            self.withdraw([region])
             self._locked[region] = True
 
     def unlock(self, regions: Iterable[int]) -> None:
@@ -205,7 +244,13 @@ class SimulatedPager(Execution):
         """Take regions from their addresses."""
         for region in regions:
             self._settle(region)
-            self._placed[region] = False
+            if self._placed[region]:
+                self._placed[region] = False
+                self._pins[region] += 1
+                self._move(self._moves(region))
+                self._pins[region] -= 1
+                if self._may_leave(region):
+                    self._offer(region)
 
     def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
         """Give the pages of each region to its twin; False, and nothing is done, if one is not
@@ -229,8 +274,8 @@ class SimulatedPager(Execution):
     def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
         """Let each region and its twin trade contents."""
         resting = (State.ABSENT, State.HERE)
-        self._wait(lambda: all(self.state[r] in resting for r in (*regions, *twins)))
         self.withdraw((*regions, *twins))
+        self._wait(lambda: all(self.state[r] in resting for r in (*regions, *twins)))
         for one, other in zip(regions, twins, strict=True):
             for flags in (self.dirty, self._copied, self._prefetched):
                 flags[one], flags[other] = flags[other], flags[one]
@@ -272,8 +317,11 @@ class SimulatedPager(Execution):
         else:
             self._result.bytes_out -= padding
         if self.state[region] is State.HERE and self._wanted[region] and not self._locked[region]:
-            self._place(region)
+            self._place(region, beside=True)
 
-    def _evict(self, region: int) -> None:
+    def _letting_go_s(self, region: int) -> float:
+        if not self._placed[region]:
+            return 0.0
         self._placed[region] = False
-        super()._evict(region)
+        self.moved_beside += self._moves(region)
+        return self._moves(region) * self._move_s

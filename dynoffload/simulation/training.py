@@ -103,7 +103,12 @@ class Training:
         self._prefetch, self._policy = prefetch, policy or LookAhead()
         self._capacity = division.pool_bytes - division.reserve_bytes
         machine = machine.with_fast(division.pool_bytes)
-        self.pager = SimulatedPager(machine, division.page_bytes, division.reserve_bytes)
+        self.pager = SimulatedPager(
+            machine,
+            division.page_bytes,
+            division.reserve_bytes,
+            self.work.move_s(division.page_bytes),
+        )
         self.strings: list[Reference[Slot]] = []
         self._record = record
         self._slots: dict[int, Slot] = {}
