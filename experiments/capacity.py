@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dynoffload.experiments.comparing import write_between
+from dynoffload.experiments.comparing import check_page, write_between
 from dynoffload.experiments.largest import WAYS, Search, measure
 from dynoffload.experiments.largest_views import draw, show, table_of
 from dynoffload.experiments.trainer import Spec
@@ -54,6 +54,7 @@ def run(
         page: a page whose table is written anew, between its marks.
         spill_dir: where spill and swap files lie.
     """
+    check_page(page)
     search = Search(
         lambda layers: Spec(
             "moe",

@@ -19,18 +19,37 @@ BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 """Marks of a page between which the table stands."""
 
 
+def check_page(page: Path | None) -> None:
+    """Refuse a page without marks, before anything is measured for it.
+
+    Raises:
+        ConfigError: it cannot be read, or does not have them.
+    """
+    if page is not None:
+        _parted(page)
+
+
 def write_between(page: Path, lines: Sequence[str]) -> None:
     """Write what stands between the marks of a page anew.
 
     Raises:
-        ConfigError: the page does not have them.
+        ConfigError: as for `check_page`.
     """
-    text = page.read_text(encoding="utf-8")
+    before, after = _parted(page)
+    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+
+
+def _parted(page: Path) -> tuple[str, str]:
+    """Return what stands before and after the marks."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {page}, whose table is to be written: {error}") from error
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ConfigError(f"{page} has no {BEGIN} ... {END}: put these lines where the table goes")
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+    return before, after
 
 
 def marked(error: float, most: float) -> str:

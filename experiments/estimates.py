@@ -17,6 +17,7 @@ from typing import Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.children import answer_of
+from dynoffload.experiments.comparing import check_page
 from dynoffload.experiments.estimates_run import ESTIMATED, TRAINED, Task
 from dynoffload.pilot.progress import progress_bar
 
@@ -58,6 +59,7 @@ def run(
     """
     from dynoffload.experiments.estimates_views import show, write_figure, write_table
 
+    check_page(page)
     names = [one for one in only.split(",") if one] or list(NETWORKS)
     unknown = [one for one in names if one not in NETWORKS]
     if unknown:

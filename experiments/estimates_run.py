@@ -44,10 +44,9 @@ class Task:
 
 def estimated(task: Task) -> dict[str, Any]:
     """Return the estimates."""
-    from dynoffload.estimation import Calibration, estimates
+    from dynoffload.estimation import estimates
     from dynoffload.experiments.simulated_networks import NETWORKS
     from dynoffload.experiments.simulated_run import adamw
-    from dynoffload.memory.spill import default_spill_dir
 
     kind = NETWORKS[task.network]()
     model = kind.build()
@@ -59,7 +58,7 @@ def estimated(task: Task) -> dict[str, Any]:
         optimizer=adamw(model),
         config=_CONFIG,
         spill_dir=task.spill_dir or None,
-        calibration=Calibration.of(task.spill_dir or default_spill_dir(), task.calibration or None),
+        calibration=task.calibration or None,
     )
     return {
         "estimates": [asdict(one) for one in found],

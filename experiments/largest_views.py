@@ -22,7 +22,7 @@ _SHADES = {
     "dtr": ("stall", "D"),
     "on-demand": ("rss", "^"),
     "replay": ("backward", "s"),
-    "pilot": ("plan", "P"),
+    "repeat": ("plan", "P"),
 }
 """Way -> colour and mark."""
 

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynoffload.experiments.comparing import write_between
-from dynoffload.experiments.largest import WAYS, Search, measure
+from dynoffload.experiments.comparing import check_page, write_between
+from dynoffload.experiments.largest import OURS, WAYS, Search, measure
 from dynoffload.experiments.largest_views import draw, show, table_of
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.zoo import FOLDING, TRUNK
@@ -63,6 +63,7 @@ def run(
         page: a page whose tables are written anew, between its marks.
         spill_dir: where spill and swap files lie.
     """
+    check_page(page)
     result: dict[str, Any] = {
         "memory_bytes": parse_bytes(memory),
         "length": length,
@@ -118,12 +119,12 @@ def run(
 
 
 def _ratios(found: dict[str, Any]) -> dict[str, Any]:
-    """Return how many times the others' largest batch the pilot's is: of all, and by pace."""
+    """Return how many times the others' largest batch ours is: of all, and by pace."""
     ways = found["ways"]
-    if "pilot" not in ways:
+    if OURS not in ways:
         return {}
-    others = [key for key in ways if key != "pilot"]
-    ours = ways["pilot"]
+    others = [key for key in ways if key != OURS]
+    ours = ways[OURS]
     return {
         **{
             f"over_{key}": ours["largest"] / ways[key]["largest"]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.children import answer_of
+from dynoffload.experiments.comparing import check_page
 from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, Task
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.simulation import Link, Machine, StepResult
@@ -167,6 +168,7 @@ def run(
     """
     from dynoffload.experiments.simulation_views import show, write_figure, write_table
 
+    check_page(page)
     if not warmup < steps <= _MOST_STEPS:
         raise ConfigError(
             f"steps={steps} with warmup={warmup}: take more steps than warmup and at most "

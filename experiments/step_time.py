@@ -64,12 +64,13 @@ PRESETS: dict[str, dict[str, Spec]] = {
             sizes={"hidden": 512, "embedding": 256},
             shape={"max_nodes": 24},
         ),
-        TRUNK: Spec(TRUNK, "small", sizes={"blocks": 3}, shape={"rows": 4, **_FOLDS}),
+        TRUNK: Spec(TRUNK, "small", sizes={"blocks": 2}, shape={"rows": 4, **_FOLDS}),
     },
 }
 """Networks by preset and name."""
 _LEAST_STEPS = 5
 _FIT_STEPS, _FIT_WARMUP = 10, 4
+_UNDIVIDED = "no measured policy says how the runtime would divide the budget: ask for one, too"
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,10 @@ def _compare(
 def _division(
     runs: Sequence[tuple[Sequence[float], Mapping[str, Measured]]], key: str
 ) -> tuple[Mapping[str, int] | None, str]:
-    """Return how the runtime divides the budget under a policy, and why it does not."""
-    own = runs[0][1].get(key)
-    return (own.sizing, own.side.why) if own is not None else (None, "")
+    """Return how the runtime divides the budget under a policy, and why it does not; what is not
+    measured has the division of what is."""
+    found = runs[0][1]
+    own = found.get(key)
+    if own is None and POLICIES[key].strategy is None:
+        own = next((one for one in found.values() if one.sizing is not None), None)
+    return (own.sizing, own.side.why) if own is not None else (None, _UNDIVIDED)

@@ -15,6 +15,8 @@ from dynoffload.experiments.step_time_policies import BOUND, PILOT, POLICIES, PU
 from dynoffload.experiments.step_time_runs import Measured
 from dynoffload.units import format_bytes
 
+_TIE = 1.1
+
 
 def merged(runs: Sequence[Measured]) -> Measured:
     """Return several runs as one: of all steps, and with no time if one run has none."""
@@ -122,17 +124,34 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "most": max(over, default=None),
             "cells": len(over),
         },
+        "errors": _errors(rows),
         "losses_equal": all(losses),
+    }
+
+
+def _errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return how far simulated times over plain ones are from measured ones, by policy."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        own, other = (row["over_plain"][side] for side in ("measured", "simulated"))
+        if row["policy"] != "plain" and own is not None and other is not None:
+            found.setdefault(row["policy"], []).append(abs(other / own - 1))
+    return {
+        policy: {"cells": len(each), "median": median(each), "worst": max(each)}
+        for policy, each in found.items()
     }
 
 
 def standing(rows: Sequence[Mapping[str, Any]], side: str) -> dict[str, Any] | None:
     """Return the fastest of one budget, and the pilot against the best of the others, each alone
-    and those of the published figure; None if no policy has a time."""
+    and those of the published figure; None if no policy has a time. Simulated, only what is
+    simulated as the runtime is ranked."""
     times = {
         row["policy"]: row["over_plain"][side]
         for row in rows
-        if row["over_plain"][side] is not None and row["policy"] != BOUND
+        if row["over_plain"][side] is not None
+        and row["policy"] != BOUND
+        and (side == "measured" or POLICIES[row["policy"]].strategy is None)
     }
     if not times:
         return None
@@ -171,9 +190,17 @@ def said(result: Mapping[str, Any]) -> list[str]:
             else:
                 best = POLICIES[found["best_other"]].title
                 verdict = "wins" if found["ratio"] >= 1 else "loses"
+                if is_tie(found["ratio"]):
+                    verdict = "ties"
                 line += f"; the pilot {verdict} against {best}, {found['ratio']:.2f} times"
             lines.append(line)
     return lines + overall(result)
+
+
+def is_tie(ratio: float) -> bool:
+    """Return whether two times are too close to say which is less: single steps of one policy
+    differ by more."""
+    return 1 / _TIE < ratio < _TIE
 
 
 def overall(result: Mapping[str, Any]) -> list[str]:
@@ -189,16 +216,25 @@ def overall(result: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"the pilot against the better of paging by the system and DTR: "
             f"{over['least']:.2f} to {over['most']:.2f} times as fast, median "
-            f"{over['median']:.2f} ({over['cells']} budgets under which one of them runs); "
-            f"published: up to {result['published']}"
+            f"{over['median']:.2f}, where one of them runs ({_where(result)}); published: up to "
+            f"{result['published']}"
         )
     equal = result["summary"]["losses_equal"]
     lines.append(
-        "losses are bit for bit those of plain training in every run"
+        "losses are bit for bit those of plain training in every run, as far as it came"
         if equal
         else "LOSSES DIFFER from those of plain training: see the rows"
     )
     return lines
+
+
+def _where(result: Mapping[str, Any]) -> str:
+    """Return each budget under which a policy of the published figure was measured."""
+    return ", ".join(
+        f"{cell['network']} {cell['budget']}: {cell['measured']['over_published']:.2f}"
+        for cell in result["summary"]["cells"]
+        if cell["measured"] and cell["measured"]["over_published"] is not None
+    )
 
 
 def budget_name(row: Mapping[str, Any]) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynoffload.experiments.step_time_policies import POLICIES
-from dynoffload.experiments.step_time_rows import budget_name, overall, said
+from dynoffload.experiments.step_time_policies import POLICIES, STOPPED
+from dynoffload.experiments.step_time_rows import budget_name, is_tie, overall, said
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -79,13 +79,17 @@ def cells(row: Mapping[str, Any]) -> list[str]:
             times += [format_seconds(seconds), f"{row['over_plain'][side]:.2f}"]
         else:
             lacks = "only simulated" if side == "measured" else "not simulated"
-            times += ["cannot run" if row["infeasible"][side] else lacks, ""]
+            why = row["infeasible"][side]
+            gave_up = "no end" if (why or "").endswith(STOPPED) else "cannot run"
+            times += [gave_up if why else lacks, ""]
     moved = [
         "" if row[key][side] is None or policy == "plain" else f"{row[key][side] / 1e6:.1f}"
         for side in ("measured", "simulated")
         for key in ("bytes_in", "bytes_out")
     ]
     equal = {True: "yes", False: "NO", None: ""}[row["losses_equal"]]
+    if row["infeasible"]["measured"] and equal == "yes":
+        equal = "yes, so far"
     title = POLICIES[policy].title if policy in POLICIES else "plain, in memory"
     return [budget_name(row), title + (" *" if row["note"] else ""), *times, *moved, equal]
 
@@ -259,10 +263,22 @@ def _standings(result: Mapping[str, Any]) -> list[str]:
             ratio = None if found is None else found["ratio"]
             row += [
                 "none runs" if found is None else POLICIES[found["fastest"]].title,
-                "" if ratio is None else f"{ratio:.2f} times as fast",
+                ""
+                if ratio is None
+                else f"{ratio:.2f} times as fast{', a tie' if is_tie(ratio) else ''}",
             ]
         rows.append(row)
     return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _off(result: Mapping[str, Any]) -> str:
+    """Return a table of how far simulated times are from measured ones."""
+    rows = [["policy", "simulated as", "budgets", "median", "worst"], ["---"] * 2 + ["---:"] * 3]
+    for policy, error in result["summary"]["errors"].items():
+        how = "the runtime" if POLICIES[policy].strategy is None else "operators"
+        numbers = [str(error["cells"]), f"{error['median']:.0%}", f"{error['worst']:.0%}"]
+        rows.append([POLICIES[policy].title, how, *numbers])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def page_of(result: Mapping[str, Any], figure: str) -> str:
@@ -316,15 +332,25 @@ unified memory here.
 
 {why}
 
+## How far the simulation is off
+
+Of the time over plain training's, under the budgets that have both sides.
+
+{_off(result)}
+
 ## How to read it
 
-- The runtime is simulated as it moves regions of pages, with its own work: pilot, last order and on
-  demand. The others are simulated operator by operator, without any work of their own, so they
-  are as fast as their rule allows, and faster than anybody could build them.
-- *Clairvoyant* knows every step. It is what a rule can reach, and none of the policies that are
-  ranked.
-- Simulated paging is that of unified memory by pages of 64 KiB; what is measured is the system's
-  paging to a swap file, whose limit also counts operators' temporaries and freed heap.
+- The runtime is simulated as it moves regions of pages, with its own work: pilot, last order, on
+  demand, and *clairvoyant*, which is the same runtime told every step: what a prediction could
+  reach, and none of the policies that are ranked.
+- The others are simulated operator by operator: every tensor moves by itself and pays the link's
+  latency, and no work of a runtime's own is counted. Their times are those of a rule on this link,
+  too short by that work and too long by those latencies; they are not ranked with the runtime's.
+- Simulated paging is that of unified memory, by pages of 64 KiB for 30 microseconds each, over this
+  link; what is measured is the system's paging to a swap file, whose limit also counts operators'
+  temporaries and freed heap. Networks as small as these leave the system hardly any budget that it
+  can page under; `experiment paged` measures it on a larger one.
+- Below 1.1 times nobody is called faster: single steps of one policy differ by more.
 - A simulated session never steps aside; a real one does where everything fits.
 - A policy is stopped, measured or simulated, if a step takes {result["slowest"]:g} times what a
   plain one takes, and more than 10 s.

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError, TraceError
-from dynoffload.experiments.comparing import write_between
+from dynoffload.experiments.comparing import check_page, write_between
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.profiler import Trace
 from dynoffload.simulation import (
@@ -84,6 +84,7 @@ def run(
         tokens: of its samples.
         page: a page whose tables are written anew, between its marks.
     """
+    check_page(page)
     if not 0 < tolerance < 1:
         raise ConfigError(f"tolerance is {tolerance}: it is a share of a step, between 0 and 1")
     machines = EXAMPLE if machine is None else load_machines(machine)

@@ -13,6 +13,7 @@ import random
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -160,6 +161,11 @@ def test_attributes_have_the_types_that_the_feeder_reads(
         assert fields["tensor_size"] == "uint64_val"
         assert not _attributes(node)["is_cpu_op"]
     _, nodes = _read(write_chakra(trace, tmp_path / "b.et"), classes)
+    told = [_attributes(node)["num_ops"] for node in nodes[: len(trace.operators)]]
+    assert told == [one.flops for one in trace.operators]
+    assert any(told)
+    unknown = tuple(replace(one, flops=None) for one in trace.operators)
+    _, nodes = _read(write_chakra(replace(trace, operators=unknown), tmp_path / "c.et"), classes)
     assert "num_ops" not in _attributes(nodes[0])  # What is not known is not said.
 
 

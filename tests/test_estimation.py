@@ -469,6 +469,7 @@ def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
 def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "simulation.json"
     work = {"visit_s": 1e-4, "save_s": 0.0, "update_s": 2e-4, "plan_s": 0.0, "copy_s": 1e-10}
+    work |= dict.fromkeys(("call_s", "page_s", "huge_s"), 0.5)
     link = {"read_bps": 2e20, "write_bps": 1e9, "latency_s": 1e-4, "fault_s": 2e-5}
     path.write_text(json.dumps({"link": link, "work": work, "interference": 0.1}), "utf-8")
     found, shipped = Calibration.of(tmp_path, path), Calibration.of(tmp_path)
@@ -574,7 +575,9 @@ def test_factories_by_tuple_and_by_name(factory: Path) -> None:
 def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
     calibration = tmp_path / "simulation.json"
     link = {"latency_s": 1e-4, "fault_s": 0.0}
-    work = dict.fromkeys(("visit_s", "save_s", "update_s", "plan_s", "copy_s"), 1e-5)
+    work = dict.fromkeys(
+        ("visit_s", "save_s", "update_s", "plan_s", "copy_s", "call_s", "page_s", "huge_s"), 1e-5
+    )
     calibration.write_text(json.dumps({"link": link, "work": work, "interference": 0.0}), "utf-8")
     command = ["estimate", f"{factory}:build", "--calibration", str(calibration), "--budget"]
     shown = CliRunner().invoke(app, [*command, "1500KiB", "--budget", "1GiB"])

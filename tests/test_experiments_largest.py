@@ -39,15 +39,15 @@ def _holding(monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]) -> list[tu
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 11, 15, 16])
 def test_the_largest_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    plain, ours = WAYS["plain"].title, WAYS["pilot"].title
+    plain, ours = WAYS["plain"].title, WAYS["repeat"].title
     tried = _holding(monkeypatch, {plain: 2, ours: limit})
-    found = largest.measure(_search(), ["pilot"], lambda *_: None)
+    found = largest.measure(_search(), ["repeat"], lambda *_: None)
     rows = found["ways"]
     assert rows["plain"]["largest"] == 2  # measured though nobody asked: the others stand beside it
-    assert rows["pilot"]["largest"] == limit
-    assert rows["pilot"]["over_plain"] == limit / 2
-    assert rows["pilot"]["ended_by"] == "killed"
-    assert rows["pilot"]["seconds_over_plain"] == pytest.approx(1.0)
+    assert rows["repeat"]["largest"] == limit
+    assert rows["repeat"]["over_plain"] == limit / 2
+    assert rows["repeat"]["ended_by"] == "killed"
+    assert rows["repeat"]["seconds_over_plain"] == pytest.approx(1.0)
     assert len(tried) == len(set(tried))  # nothing is tried twice
 
 
@@ -61,8 +61,8 @@ def test_paces_are_told_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(largest, "_try", attempt)
     monkeypatch.setattr(largest, "_before", lambda search: 7)
-    found = largest.measure(_search(), ["pilot"], lambda *_: None)
-    plain, ours = found["ways"]["plain"], found["ways"]["pilot"]
+    found = largest.measure(_search(), ["repeat"], lambda *_: None)
+    plain, ours = found["ways"]["plain"], found["ways"]["repeat"]
     assert plain["within"] == {"2": 2, "4": 2, "8": 2}
     assert ours["within"] == {"2": 4, "4": 8, "8": 24}  # of 1, 2, 4, 8, 16, 32, 24, ...
     assert [one["pace"] for one in ours["tries"][:3]] == [1.25, 1.5, 2.0]
@@ -73,16 +73,16 @@ def test_paces_are_told_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_far_up_it_is_found_to_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, ours = WAYS["plain"].title, WAYS["pilot"].title
+    plain, ours = WAYS["plain"].title, WAYS["repeat"].title
     _holding(monkeypatch, {plain: 3, ours: 777})
-    found = largest.measure(_search(most=4096), ["pilot"], lambda *_: None)
-    assert 777 * 15 / 16 <= found["ways"]["pilot"]["largest"] <= 777
+    found = largest.measure(_search(most=4096), ["repeat"], lambda *_: None)
+    assert 777 * 15 / 16 <= found["ways"]["repeat"]["largest"] <= 777
 
 
 def test_what_has_no_end_ends_at_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, ours = WAYS["plain"].title, WAYS["pilot"].title
+    plain, ours = WAYS["plain"].title, WAYS["repeat"].title
     _holding(monkeypatch, {plain: 3, ours: 10**9})
-    row = largest.measure(_search(most=32), ["pilot"], lambda *_: None)["ways"]["pilot"]
+    row = largest.measure(_search(most=32), ["repeat"], lambda *_: None)["ways"]["repeat"]
     assert (row["largest"], row["ended_by"]) == (32, "nothing: 32 is the largest that was tried")
 
 

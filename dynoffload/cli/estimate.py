@@ -63,9 +63,8 @@ def estimate(
     $ dynoffload estimate train.py:build --budget 2GiB --budget 4GiB
     ```
     """
-    from dynoffload.estimation import Calibration, estimates
+    from dynoffload.estimation import estimates
     from dynoffload.estimation.factory import job_of
-    from dynoffload.memory.spill import default_spill_dir
     from dynoffload.pilot.progress import progress_bar
 
     with progress_bar(True) as report:
@@ -79,7 +78,7 @@ def estimate(
             loss=job.loss,
             config={"policy": policy},
             spill_dir=spill_dir,
-            calibration=Calibration.of(spill_dir or default_spill_dir(), calibration),
+            calibration=calibration,
             report=report,
         )
     if as_json:

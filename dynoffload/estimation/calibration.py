@@ -19,6 +19,7 @@ from dynoffload.simulation.own_work import Work
 from dynoffload.units import MiB
 
 _SECONDS, _FILE_BYTES = 0.3, 512 * MiB  # of each measurement of the link
+_MEASURED = ("call_s", "page_s", "huge_s")  # a fit without them has them in the others
 _FITTED = ("visit_s", "save_s", "update_s", "plan_s", "copy_s")
 
 
@@ -99,8 +100,9 @@ class Calibration:
 def _load(path: Path) -> _Fitted:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        work = {key: float(found["work"][key]) for key in (*_FITTED, *_MEASURED)}
         return _Fitted(
-            {key: float(found["work"][key]) for key in _FITTED},
+            {key: work[key] for key in _FITTED},
             float(found["link"]["latency_s"]),
             float(found["link"]["fault_s"]),
             float(found["interference"]),

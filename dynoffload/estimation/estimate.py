@@ -112,7 +112,7 @@ def estimate(
     loss: Loss | None = None,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     spill_dir: str | Path | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | str | Path | None = None,
     report: Report | None = None,
 ) -> Estimate:
     """Say what training ``model`` under ``budget`` would take; it is not trained, nor changed.
@@ -167,7 +167,7 @@ def estimates(
     loss: Loss | None = None,
     config: OffloadConfig | Mapping[str, Any] | None = None,
     spill_dir: str | Path | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | str | Path | None = None,
     report: Report | None = None,
 ) -> list[Estimate]:
     """Return an `estimate` for each of ``budgets``; steps and link are measured once."""
@@ -195,9 +195,9 @@ def estimates(
     measured = replace(
         plain, steps=tuple(replace(s, update_s=update_s, states=states) for s in plain.steps)
     )
-    if calibration is None:
+    if not isinstance(calibration, Calibration):
         tell("measuring the link")
-        calibration = Calibration.of(spill_dir or default_spill_dir())
+        calibration = Calibration.of(spill_dir or default_spill_dir(), calibration)
     assumed.append(calibration.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []

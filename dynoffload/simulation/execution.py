@@ -596,9 +596,9 @@ class Execution:
             return
         self.state[region] = State.WRITING
         self._leaving += size
-        delay = self.machine.link.latency_s + self._letting_go_s(region)
+        delay = self.machine.link.latency_s + self._let_go(region)
         self._traffic.begin(Transfer(region, size, False, delay, False, self.now))
 
-    def _letting_go_s(self, region: int) -> float:
-        """Return the seconds before a region that is here can be written."""
+    def _let_go(self, region: int) -> float:
+        """Ready a region that is here for its write; return the seconds that takes."""
         return 0.0

@@ -319,7 +319,7 @@ class SimulatedPager(Execution):
         if self.state[region] is State.HERE and self._wanted[region] and not self._locked[region]:
             self._place(region, beside=True)
 
-    def _letting_go_s(self, region: int) -> float:
+    def _let_go(self, region: int) -> float:
         if not self._placed[region]:
             return 0.0
         self._placed[region] = False

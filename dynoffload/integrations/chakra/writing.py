@@ -46,8 +46,10 @@ def write_chakra(
         schedule: transfers to write as nodes that load and store memory, of a string of uses that
             are the operators of the trace and of regions that are the trace's, each by index.
         on_cpu: whether the operators ran on the CPU.
-        num_ops: arithmetic operations of each operator. A trace does not tell them, and without
-            them the attribute is left out.
+        num_ops: arithmetic operations of each operator; without them the FLOPs that the trace
+            tells, which are those of products, convolutions and attention, and 0 for the rest. For
+            an operator of which neither tells, as of a trace of an older release, the attribute is
+            left out.
 
     Returns:
         The path.
@@ -152,8 +154,9 @@ class _Writer:
                 add("bytes_written", operator.bytes_written, "uint64_val"),
             ]
         )
-        if self._num_ops is not None:
-            message.attr.append(add("num_ops", self._num_ops[index]))
+        num_ops = operator.flops if self._num_ops is None else self._num_ops[index]
+        if num_ops is not None:
+            message.attr.append(add("num_ops", num_ops))
         for idiom, count in operator.idioms._asdict().items():
             message.attr.append(add(f"idiom.{idiom}", count))
         return message
