@@ -35,7 +35,7 @@ def run(
     tokens: int = 512,
     steps: int = 2,
     slowest: float = 8.0,
-    most: int = 128,
+    most: int = 64,
     ways: str = ",".join(WAYS),
     page: Path | None = None,
     spill_dir: Path | None = None,

@@ -45,9 +45,9 @@ def answer_of(
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
-        raise WorkerError(f"{what} took over {timeout_s:.0f} s") from error
+        raise WorkerError(f"{what} took over {timeout_s:g} s") from error
     if done.returncode or not done.stdout:
-        said = done.stderr.strip()[-_SAID:]
+        said = done.stderr.strip()[-_SAID:] or "it printed nothing"
         raise WorkerError(f"{what} ended with code {done.returncode}: {said}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

@@ -65,13 +65,21 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 def said(result: Mapping[str, Any]) -> list[str]:
     """Return what was asked for, and whether it holds."""
     found = result["summary"]
-    return [
+    unseen = found["unseen"]
+    lines = [
         f"{name}: median error {found[key]['median']:.1%}, worst {found[key]['worst']:.1%} (at "
         f"most {STEP_WORST if key == 'step_error' else PEAK_WORST:.0%}: "
         f"{'holds' if found[key]['holds'] else 'missed'}), {found[key]['within']} of "
         f"{found['rows']} within"
         for key, name in _NAMES.items()
     ]
+    if unseen["rows"]:
+        lines.append(
+            f"step time of kinds that nothing was fitted to ({', '.join(unseen['networks'])}): "
+            f"median error {unseen['median']:.1%}, worst {unseen['worst']:.1%}, "
+            f"{unseen['within']} of {unseen['rows']} within"
+        )
+    return lines
 
 
 def write_table(result: Mapping[str, Any], page: Path) -> None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import dynoffload
 from dynoffload.cli import app
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
-from dynoffload.estimation import Calibration, estimate, estimates
+from dynoffload.estimation import Calibration, calibration, estimate, estimates
 from dynoffload.estimation.factory import job_of
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
@@ -28,6 +28,7 @@ from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import Work
 from dynoffload.units import MiB
 
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CALIBRATION = Calibration(
     Machine(Link(1e9, 1e9, 1.2e9, latency_s=1e-4), fast_bytes=1), Work(visit_s=1e-4), "round"
 )
@@ -487,6 +488,16 @@ def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
             Calibration.of(tmp_path, path)
     with pytest.raises(ConfigError, match="is no calibration"):
         Calibration.of(tmp_path, tmp_path / "missing")
+
+
+def test_what_is_shipped_is_what_was_fitted() -> None:
+    found = calibration._load(RESULTS / "simulation.json")
+    shipped = calibration._SHIPPED
+    assert shipped.work.keys() == found.work.keys()
+    for key, seconds in shipped.work.items():
+        assert seconds == pytest.approx(found.work[key], rel=0.05), key
+    for key in ("latency_s", "fault_s", "interference"):
+        assert getattr(shipped, key) == pytest.approx(getattr(found, key), rel=0.05), key
 
 
 # The command line

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from exactness import needs_pager
 
 from dynoffload.errors import ConfigError
+from dynoffload.experiments import step_time
 from dynoffload.experiments.comparing import BEGIN, END
+from dynoffload.experiments.estimates import KINDS_FITTED, row, run, summary
 from dynoffload.experiments.estimates import NETWORKS as ESTIMATED
-from dynoffload.experiments.estimates import row, run, summary
 from dynoffload.experiments.estimates_views import cells, said, write_figure, write_table
-from dynoffload.experiments.simulated_networks import NETWORKS
-from dynoffload.experiments.simulation import FIT
+from dynoffload.experiments.simulated_networks import NETWORKS, Kind, zoo_kind
+from dynoffload.experiments.simulation import FIT, SETTINGS
 
 OURS = {
     "budget": 100,
@@ -80,7 +82,6 @@ def test_the_page_and_the_figure(tmp_path: Path) -> None:
 
 def test_the_zoo_and_six_networks_of_transformers_are_compared() -> None:
     assert {"moe", "tree", "evoformer", "esmfold"} <= set(ESTIMATED)
-    assert not {one.network for one in FIT} & set(ESTIMATED)
     theirs = {
         name
         for name in ESTIMATED
@@ -88,6 +89,28 @@ def test_the_zoo_and_six_networks_of_transformers_are_compared() -> None:
         if type(part).__module__.startswith("transformers.models")
     }
     assert len(theirs - {"esmfold"}) >= 6
+
+
+def test_nothing_that_is_compared_is_fitted_to() -> None:
+    """By the shapes of parameters, as names say little."""
+    fitted = {_shapes(NETWORKS[one.network]()) for one in FIT}
+    compared = {_shapes(NETWORKS[name]()) for name in (*ESTIMATED, *(s.network for s in SETTINGS))}
+    for spec in step_time.PRESETS["small"].values():
+        compared.add(_shapes(zoo_kind(spec.network, spec.preset, spec.shape, **spec.sizes)))
+    assert len(fitted) == len({one.network for one in FIT})
+    assert not fitted & compared
+    assert set(ESTIMATED) - KINDS_FITTED == {"esmfold", "bert", "llama"}
+
+
+def _shapes(kind: Kind) -> tuple[torch.Size, ...]:
+    return tuple(parameter.shape for parameter in kind.build().parameters())
+
+
+def test_kinds_that_nothing_was_fitted_to_are_told_apart() -> None:
+    rows = [row(name, 0.5, {**OURS, "step_s": 1.3}, [REAL], 3.0) for name in ("moe", "bert")]
+    found = summary(rows)["unseen"]
+    assert (found["networks"], found["rows"], found["within"]) == (["bert"], 1, 0)
+    assert any("(bert): median error 30.0%" in line for line in said({"summary": summary(rows)}))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import capacity, largest
+from dynoffload.experiments import capacity, largest, max_batch
+from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.largest import WAYS, Search, Try, Way
 from dynoffload.experiments.largest_views import draw, table_of
 from dynoffload.experiments.trainer import PLAIN, Spec
@@ -117,6 +118,48 @@ def test_the_figure_has_every_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     text = (tmp_path / "figure.svg").read_text()
     for way in WAYS.values():
         assert text.count(f">{way.title}</text>") == 2  # beside its bar, and in the legend
+
+
+def _page(folder: Path) -> Path:
+    page = folder / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    return page
+
+
+def test_both_experiments_write_their_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limits = {way.title: 2 * (number + 1) for number, way in enumerate(WAYS.values())}
+    _holding(monkeypatch, limits)
+    page = _page(tmp_path)
+    found = capacity.run(tmp_path / "c.json", page=page, most=64)
+    assert found["ways"]["repeat"]["over_plain"] == 6.0
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before")
+    assert "old" not in text
+    assert "| dynoffload, last order | 12 | 6.00 |" in text
+    assert (tmp_path / "c.svg").exists()
+    found = max_batch.run(tmp_path / "m.json", page=page, most=64)
+    assert set(found["networks"]) == {"evoformer", "esmfold"}
+    for one in found["networks"].values():
+        assert (one["over_plain"], one["over_system"], one["over_dtr"]) == (6.0, 3.0, 2.0)
+        assert one["within"]["2"]["over_system"] == pytest.approx(3.0)
+    text = page.read_text(encoding="utf-8")
+    assert text.count("### rows of ") == 2
+    assert text.count("| dynoffload, last order | 12 |") == 2
+
+
+def test_a_page_without_marks_is_refused_before_anything_is_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tried = _holding(monkeypatch, {})
+    (tmp_path / "bare.md").write_text("no marks", encoding="utf-8")
+    for run in (capacity.run, max_batch.run):
+        with pytest.raises(ConfigError, match="put these lines where the table goes"):
+            run(page=tmp_path / "bare.md")
+        with pytest.raises(ConfigError, match="cannot read"):
+            run(page=tmp_path / "missing.md")
+    assert not tried
 
 
 def test_ways_that_count_get_a_budget_and_others_none() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
+from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.whatif import SHARES, answers, run
 from dynoffload.profiler import Trace, profile
 from dynoffload.simulation import load_costs, workload
@@ -38,8 +39,19 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     folder = tmp_path_factory.mktemp("whatif")
     (folder / "machine.toml").write_text(MACHINE)
     path = folder / "whatif.json"
+    (folder / "page.md").write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
     options: dict[str, Any] = {"preset": "tiny", "tokens": 24, "steps": 3, "tolerance": 0.05}
+    options["page"] = folder / "page.md"
     return run(path, machine=folder / "machine.toml", **options), folder / "whatif.svg"
+
+
+def test_the_page_has_what_was_printed(asked: tuple[dict[str, Any], Path]) -> None:
+    text = (asked[1].parent / "page.md").read_text(encoding="utf-8")
+    for name, tier in asked[0]["tiers"].items():
+        assert f"### {name}: a step takes " in text
+        for line in answers(name, tier, 0.05):
+            assert f"- {line}" in text
+    assert text.count("| 100.0% |") == 2
 
 
 def test_a_nearer_tier_needs_less_memory(asked: tuple[dict[str, Any], Path]) -> None:
