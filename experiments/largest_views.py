@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_WIDTH = 130  # of the table, where the output is no terminal
 _SHADES = {
     "plain": ("ink", "o"),
     "system": ("fault", "v"),
@@ -61,7 +62,7 @@ def show(title: str, unit: str, result: Mapping[str, Any]) -> None:
     table.add_column(last, overflow="fold")
     for row in cells(result):
         table.add_row(*row)
-    console = Console()
+    console = Console(width=max(Console().width, _WIDTH))
     console.print(table)
     equal = "equal" if result["losses_equal"] else "NOT EQUAL"
     console.print(f"losses of ways that tried the same size: {equal}", highlight=False)

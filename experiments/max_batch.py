@@ -31,10 +31,10 @@ _UNIT = "rows"
 def run(
     json_path: Path | None = None,
     *,
-    memory: str = "768MiB",
+    memory: str = "512MiB",
     share: float = 0.6,
     preset: str = "small",
-    length: int = 24,
+    length: int = 16,
     depth: int = 8,
     cycles: int = 3,
     steps: int = 2,

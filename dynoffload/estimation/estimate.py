@@ -34,6 +34,7 @@ from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation import Machine
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.own_work import Division
+from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.training import Training
 from dynoffload.units import format_bytes, parse_bytes
 
@@ -371,7 +372,7 @@ def _simulated(
         fast_peak=max(one.peak_bytes for one in steps)
         + sizing.small_bytes
         + training.chunks.most_kept,
-        file_peak=_file_bytes(sizing.spill_bytes, training.pager.file_bytes),
+        file_peak=_file_bytes(sizing.spill_bytes, training.pager),
         step_s=seconds,
         stall_s=stall,
         own_s=parts["own work"],
@@ -386,6 +387,7 @@ def _mean(steps: Sequence[StepResult], key: str) -> float:
     return sum(float(getattr(step, key)) for step in steps) / len(steps)
 
 
-def _file_bytes(need: int, regions: int) -> int:
-    """Return what the spill file takes, which is made for ``need`` and holds ``regions``."""
-    return need if regions <= need else grown(regions)
+def _file_bytes(need: int, pager: SimulatedPager) -> int:
+    """Return what the spill file takes, which is made for ``need`` and grows with its regions."""
+    size = max(pager.file_bytes, need + pager.most_extra if pager.most_extra else 0)
+    return need if size <= need else grown(size)

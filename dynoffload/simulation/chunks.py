@@ -76,7 +76,7 @@ class Chunks:
 
     def _make(self) -> None:
         self._free.insert(0, len(self._regions))
-        self._regions.append(self._pager.allocate(self._sizes.chunk_bytes))
+        self._regions.append(self._pager.allocate(self._sizes.chunk_bytes, extra=True))
 
     def take_saved(self) -> int:
         """Return the bytes moved into chunks since the last call."""
@@ -125,7 +125,7 @@ class Chunks:
     def _open(self, nbytes: int) -> _Chunk:
         self.settle()
         if nbytes > self._sizes.chunk_bytes:
-            chunk = _Chunk(-1, self._pager.allocate(nbytes), nbytes)
+            chunk = _Chunk(-1, self._pager.allocate(nbytes, extra=True), nbytes)
         else:
             if not self._free:
                 self._make()

@@ -41,6 +41,7 @@ class SimulatedPager(Execution):
     Attributes:
         moved: pages that steps have moved.
         moved_beside: pages that transfers have.
+        most_extra: bytes of extra regions, at the most.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class SimulatedPager(Execution):
         self._free: list[int] = []  # numbers of regions that were released, the latest last
         self._extents = Extents(sys.maxsize)
         self._pages: list[int] = []  # the first of each region, in the file
+        self._is_extra: list[bool] = []
+        self._extra = self.most_extra = 0
         self._twins: dict[int, int] = {}
         # Only what an access waits for is a fault: whoever calls a verb pays its transfers alone.
         self._fault_s = machine.link.fault_s
@@ -67,17 +70,22 @@ class SimulatedPager(Execution):
         """Return the bytes of the pool that a region of ``nbytes`` takes."""
         return max(1, -(-nbytes // self._page)) * self._page
 
-    def allocate(self, nbytes: int) -> int:
-        """Return a new region, without content; the number that was given back last comes first."""
+    def allocate(self, nbytes: int, *, extra: bool = False) -> int:
+        """Return a new region, without content; the number that was given back last comes first.
+        One that is ``extra`` is not among those that the file is made for."""
         padded = self.padded(nbytes)
         page = self._extents.take(padded // self._page)
         assert page is not None
+        if extra:
+            self._extra += padded
+            self.most_extra = max(self.most_extra, self._extra)
         if self._free:
             region = self._free.pop()
             self.sizes[region], self._contents[region] = padded, nbytes
-            self._pages[region] = page
+            self._pages[region], self._is_extra[region] = page, extra
             return region
         self._pages.append(page)
+        self._is_extra.append(extra)
         self.sizes.append(padded)
         self._contents.append(nbytes)
         self._placed.append(False)
@@ -89,6 +97,7 @@ class SimulatedPager(Execution):
         """End a region."""
         self.discard(region)
         self._extents.give(self._pages[region], self.sizes[region] // self._page)
+        self._extra -= self._is_extra[region] * self.sizes[region]
         self.sizes[region] = self._contents[region] = 0
         self._free.append(region)
 
