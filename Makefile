@@ -72,7 +72,7 @@ bench: $(STAMP)
 	$(BIN)/dynoffload experiment memory-expansion --json docs/results/memory-expansion.json
 	$(BIN)/dynoffload experiment simulation --json docs/results/simulation.json --page docs/results/simulation.md
 	$(BIN)/dynoffload experiment estimates --calibration docs/results/simulation.json --json docs/results/estimates.json --page docs/results/estimates.md
-	$(BIN)/dynoffload experiment step-time --json docs/results/step-time.json --page docs/results/step-time.md
+	$(BIN)/dynoffload experiment step-time --calibration docs/results/simulation.json --json docs/results/step-time.json --page docs/results/step-time.md
 	$(BIN)/dynoffload experiment idioms --json docs/results/idioms.json
 	$(BIN)/dynoffload experiment costs --json docs/results/costs.json
 	$(BIN)/dynoffload experiment planner-optimality --json docs/results/planner-optimality.json

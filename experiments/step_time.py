@@ -101,6 +101,7 @@ def run(
     repeat: int = 1,
     slowest: float = 60.0,
     learned: int = 32,
+    calibration: Path | None = None,
     page: Path | None = None,
     spill_dir: Path | None = None,
 ) -> dict[str, Any]:
@@ -117,6 +118,8 @@ def run(
         repeat: runs of each.
         slowest: times what a plain step takes, at which a policy is stopped; never below 10 s.
         learned: recorded steps that the pilot learns from.
+        calibration: what ``experiment simulation --json`` wrote on this machine, for what the
+            runtime takes itself; without it that is fitted first.
         page: where a page with the table and the figure is written.
         spill_dir: where spill and swap files lie.
 
@@ -139,7 +142,7 @@ def run(
             f"learned={learned} at least 2, and slowest={slowest} above 1: a median of fewer steps "
             "says little"
         )
-    if find_spec("transformers") is None:
+    if calibration is None and find_spec("transformers") is None:
         raise ConfigError(
             "the machine is fitted on networks of which one is of transformers, which is not "
             "installed: install it"
@@ -151,13 +154,14 @@ def run(
         "warmup": asked.turns.warmup,
         "slowest": slowest,
         "learned": learned,
+        "calibration": None if calibration is None else str(calibration),
         "published": FASTER,
         "policies": {key: one for key, one in described().items() if key in asked.policies},
         "networks": {},
         "rows": [],
     }
     with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
-        fit, _ = fit_machine(_FIT_STEPS, _FIT_WARMUP, 1, Path(folder), asked.spill_dir, report)
+        fit = _fit(calibration, Path(folder), asked.spill_dir, report)
         result |= {
             "link": asdict(fit.machine.link),
             "interference": fit.machine.interference,
@@ -173,6 +177,16 @@ def run(
                     write_json(json_path, result)
     _present(result, json_path, page)
     return result
+
+
+def _fit(calibration: Path | None, folder: Path, spill_dir: str, report: Report) -> Fit:
+    if calibration is None:
+        return fit_machine(_FIT_STEPS, _FIT_WARMUP, 1, folder, spill_dir, report)[0]
+    from dynoffload.estimation import Calibration
+
+    report("the link", 0, None)
+    known = Calibration.of(spill_dir, calibration)
+    return Fit(known.machine, known.work)
 
 
 def _present(result: Mapping[str, Any], json_path: Path | None, page: Path | None) -> None:

@@ -246,7 +246,9 @@ def _asked(result: Mapping[str, Any]) -> str:
     }
     said_once = " ".join(f"--{key} {','.join(names)}" for key, names in lists.items())
     numbers = ("preset", "steps", "repeat", "slowest", "learned")
-    return said_once + "".join(f" --{key} {result[key]}" for key in numbers)
+    known = result["calibration"]
+    last = "" if known is None else f" --calibration {known}"
+    return said_once + "".join(f" --{key} {result[key]}" for key in numbers) + last
 
 
 def _standings(result: Mapping[str, Any]) -> list[str]:

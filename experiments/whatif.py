@@ -307,14 +307,17 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     if factor is None:
         said.append(f"link: under {at} no link of up to {FACTORS:.0f} times its bandwidth does")
     else:
-        needed = f"{tier['least_read_bps'] / 1e9:.3g} GB/s"
         said.append(
-            f"link: under {at} {needed} are enough that {hidden}; {name} reads "
-            f"{tier['read_bps'] / 1e9:.3g} GB/s"
+            f"link: under {at} {_gbps(tier['least_read_bps'])} are enough that {hidden}; {name} "
+            f"reads {_gbps(tier['read_bps'])}"
         )
     if not tier["fits_below"]:
         said.append("capacity: parameters and optimizer state are more than this tier holds")
     return said
+
+
+def _gbps(bps: float) -> str:
+    return f"{bps / 1e9:,.0f} GB/s" if bps >= 1e11 else f"{bps / 1e9:.3g} GB/s"
 
 
 def _draw(figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:

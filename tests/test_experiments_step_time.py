@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from exactness import needs_pager
 from torch.optim import AdamW
 
 from dynoffload import config
@@ -153,6 +154,7 @@ def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "slowest": 60.0,
         "preset": "tiny",
         "learned": 9,
+        "calibration": "fitted.json",
         "link": {"read_bps": 1e9, "write_bps": 1e9},
     }
 
@@ -213,6 +215,7 @@ def test_page_and_figure_name_every_policy(tmp_path: Path) -> None:
         assert policy.title in drawn
     assert "only simulated" in page
     assert "--budgets 1,1/16 --policies pilot,repeat," in page
+    assert "--calibration fitted.json --json PATH" in page
     assert "Only simulated: intervals (Sentinel), swap or recompute (Capuchin), clairvoyant" in page
     assert "net, 1/16: rematerialisation (DTR) (measured): it needs 3 of 2" in page
     assert len(reasons(result)) == 2
@@ -234,6 +237,16 @@ def test_the_figure_names_budgets(tmp_path: Path) -> None:
     write_figure(result_of(made("1", **times) + made("1/16", **times)), tmp_path / "small.svg")
     drawn = (tmp_path / "small.svg").read_text()
     assert "1/16" in drawn
+
+
+@needs_pager
+def test_what_was_fitted_before_is_taken(tmp_path: Path) -> None:
+    path = Path(__file__).parents[1] / "docs" / "results" / "simulation.json"
+    known = json.loads(path.read_text())
+    found = step_time._fit(path, tmp_path, str(tmp_path), lambda *_: None)
+    assert found.work.save_s == known["work"]["save_s"] > 0
+    assert found.machine.interference == known["interference"] > 0
+    assert found.machine.link.read_bps != known["link"]["read_bps"]  # measured now
 
 
 # The simulated side

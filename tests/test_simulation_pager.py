@@ -221,6 +221,18 @@ def test_what_leaves_by_a_transfer_is_moved_by_it() -> None:
     assert (on.moved, on.moved_beside, on.now) == (2, 1, 2.5)
 
 
+def test_extra_regions_are_counted_while_they_are_there() -> None:
+    on = pager(8)
+    on.allocate(PAGE)
+    first = on.allocate(2 * PAGE, extra=True)
+    assert on.most_extra == 2 * PAGE
+    on.release(first)
+    on.release(on.allocate(PAGE, extra=True))
+    assert on.most_extra == 2 * PAGE
+    on.allocate(3 * PAGE, extra=True)
+    assert on.most_extra == 3 * PAGE
+
+
 def test_the_file_ends_where_the_last_region_did() -> None:
     """A gap that nothing fits stays; one that something fits is taken again."""
     on = pager(8)

@@ -8,7 +8,8 @@ waits for it; regions have twins. What it is not: the runtime, which is `trainin
 [Note: places]  A region that is here either rests in slots ("staged") or lies at its address
 ("placed"), where anybody may write it. Only what is placed can be accessed. Putting it there, or
 back, copies no byte, but the kernel moves page by page, and whoever asks for it waits: the step for
-what it asks for itself, a transfer for what leaves by it.
+what it asks for itself, a transfer for what leaves by it. The real pager moves under its lock, so
+that a step's moves and those of transfers wait for each other too; here they do not.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ class SimulatedPager(Execution):
         """Give the pages of each region to its twin; False, and nothing is done, if one is not
         staged and unmodified."""
         pairs = list(zip(regions, twins, strict=True))
-        if not all(self._may_lend(region) for region in regions):
+        if not all(self._may_lend(region, twin) for region, twin in pairs):
             return False
         for region, twin in pairs:
             self._prefetched[region] = False
@@ -275,10 +276,12 @@ class SimulatedPager(Execution):
             self._offer(twin)
         return True
 
-    def _may_lend(self, region: int) -> bool:
+    def _may_lend(self, region: int, twin: int) -> bool:
         staged = self.state[region] is State.HERE and not self._placed[region]
         clean = self._copied[region] and not self.dirty[region]
-        return staged and clean and not self._pins[region] and not self._locked[region]
+        held = self._pins[region] or self._locked[region]
+        empty = self.state[twin] is State.ABSENT and not self._copied[twin]
+        return staged and clean and not held and empty
 
     def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
         """Let each region and its twin trade contents."""
