@@ -31,7 +31,7 @@ def _holding(monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]) -> list[tu
     def attempt(search: Search, way: Way, size: int, room: Any) -> Try:
         tried.append((way.title, size))
         why = "" if size <= limits[way.title] else "killed"
-        return Try(size, why, 0.5 * size, ("0x1p+0",))
+        return Try(size, why) if why else Try(size, why, 0.5 * size, ("0x1p+0",))
 
     monkeypatch.setattr(largest, "_try", attempt)
     monkeypatch.setattr(largest, "_before", lambda search: 7)
