@@ -111,6 +111,34 @@ def _images(generator: torch.Generator) -> dict[str, Any]:
     return {"pixel_values": pixels, "labels": torch.randint(0, 8, (_ROWS,), generator=generator)}
 
 
+def _gpt2(width: int, layers: int, heads: int) -> Kind:
+    return _transformers(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        _text,
+        vocab_size=_WORDS,
+        n_positions=64,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+    )
+
+
+def _vit(width: int, layers: int, heads: int) -> Kind:
+    return _transformers(
+        "ViTForImageClassification",
+        "ViTConfig",
+        _images,
+        image_size=96,
+        patch_size=16,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_labels=8,
+    )
+
+
 _TEXT = {"rows": 1, "length": 24}
 _TREES = {"max_nodes": 40}
 _PROTEINS = {"max_length": 32, "max_depth": 8}
@@ -123,16 +151,7 @@ NETWORKS: dict[str, Callable[[], Kind]] = {
     "t5": lambda: _t5(32, d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8),
     "evoformer": lambda: zoo_kind("evoformer", "small", _PROTEINS, blocks=4),
     "esmfold": lambda: zoo_kind("esmfold", "small", _PROTEINS, blocks=4),
-    "gpt2": lambda: _transformers(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        _text,
-        vocab_size=_WORDS,
-        n_positions=64,
-        n_embd=384,
-        n_layer=6,
-        n_head=6,
-    ),
+    "gpt2": lambda: _gpt2(384, 6, 6),
     "bert": lambda: _transformers(
         "BertForMaskedLM",
         "BertConfig",
@@ -154,44 +173,13 @@ NETWORKS: dict[str, Callable[[], Kind]] = {
         num_attention_heads=6,
         num_key_value_heads=2,
     ),
-    "vit": lambda: _transformers(
-        "ViTForImageClassification",
-        "ViTConfig",
-        _images,
-        image_size=96,
-        patch_size=16,
-        hidden_size=384,
-        intermediate_size=1536,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_labels=8,
-    ),
+    "vit": lambda: _vit(384, 6, 6),
     "mixtral (fit)": lambda: zoo_kind("fused", "tiny", _TEXT, hidden=104, width=168, layers=10),
     "moe (fit)": lambda: zoo_kind("moe", "tiny", _TEXT, hidden=192, width=640, layers=5, experts=6),
     "tree (fit)": lambda: zoo_kind("tree", "tiny-untied", _TREES, hidden=256, embedding=256),
     "t5 (fit)": lambda: _t5(24, d_model=320, d_kv=40, d_ff=640, num_layers=4, num_heads=8),
     "evoformer (fit)": lambda: zoo_kind("evoformer", "small", _PROTEINS, blocks=3),
-    "gpt2 (fit)": lambda: _transformers(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        _text,
-        vocab_size=_WORDS,
-        n_positions=64,
-        n_embd=320,
-        n_layer=8,
-        n_head=5,
-    ),
-    "vit (fit)": lambda: _transformers(
-        "ViTForImageClassification",
-        "ViTConfig",
-        _images,
-        image_size=96,
-        patch_size=16,
-        hidden_size=320,
-        intermediate_size=1280,
-        num_hidden_layers=5,
-        num_attention_heads=5,
-        num_labels=8,
-    ),
+    "gpt2 (fit)": lambda: _gpt2(320, 8, 5),
+    "vit (fit)": lambda: _vit(320, 5, 5),
 }
 """By name; those to fit, so called, are other networks than those to validate by."""
