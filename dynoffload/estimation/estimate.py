@@ -35,6 +35,7 @@ from dynoffload.simulation import Machine
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.own_work import Division
 from dynoffload.simulation.pager import SimulatedPager
+from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
 from dynoffload.units import format_bytes, parse_bytes
 
@@ -194,7 +195,11 @@ def estimates(
     update_s = 0.0 if optimizer is None else update_seconds(optimizer)
     states = states_of(model, optimizer)
     measured = replace(
-        plain, steps=tuple(replace(s, update_s=update_s, states=states) for s in plain.steps)
+        plain,
+        steps=tuple(
+            replace(step, update_s=update_s * _updated(plain.network, step), states=states)
+            for step in plain.steps
+        ),
     )
     if not isinstance(calibration, Calibration):
         tell("measuring the link")
@@ -208,6 +213,13 @@ def estimates(
             _under(replace(known, budget=size), model, optimizer, measured, options, calibration)
         )
     return found
+
+
+def _updated(network: Network, step: Recorded) -> float:
+    """Return the share of what is trained that has a gradient in ``step``, by bytes."""
+    trained = {number: one.nbytes for number, one in enumerate(network.parameters) if one.trained}
+    own = sum(trained.get(number, 0) for number in step.completed)
+    return own / max(1, sum(trained.values()))
 
 
 def _under(

@@ -146,6 +146,11 @@ class Recorded:
         )
         return forward, backward, self.update_s
 
+    @property
+    def completed(self) -> set[int]:
+        """The parameters that get gradients, and so an update."""
+        return {number for piece in self.backward for number in piece.completes}
+
     def order(self) -> list[str]:
         """Return the owners that forward visits."""
         return [path for piece in self.forward for path in piece.visits]

@@ -159,8 +159,9 @@ class Training:
         """
         began, result = self.pager.now, self.pager.begin_step()
         self.counts = Counts()
-        trained = sum(s.nbytes for s in self._slots.values() if s.gradient is not None)
-        self._update_rate = step.update_s / max(1, trained)
+        completed = step.completed
+        updated = sum(slot.nbytes for number, slot in self._slots.items() if number in completed)
+        self._update_rate = step.update_s / max(1, updated)
         self._begin_forward(predicted)
         for piece in step.forward:
             self._forward(step, piece)
