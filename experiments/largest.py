@@ -38,6 +38,7 @@ PACES = (2.0, 4.0, 8.0)
 """Times what plain training takes for as much."""
 _START_S = 120.0  # to come to the block and make a first step
 _PLAIN_S = 600.0  # of a step of plain training, before its pace is known
+_BEFORE = 3
 _SPARE = 1.5  # of swap: pages stay in it after they were read back
 
 
@@ -206,7 +207,11 @@ class _Room:
 
 
 def _search(search: Search, way: Way, room: _Room, report: Report) -> list[Try]:
-    """Double until a size does not fit, then halve the gap. What fits is taken to fit below too."""
+    """Double until a size does not fit, then halve the gap. What fits is taken to fit below too.
+
+    As long as none fits, one that is only too slow is doubled too: what a way takes for each
+    operator weighs most in the smallest steps.
+    """
     tries: list[Try] = []
 
     def fits(size: int) -> bool:
@@ -215,10 +220,14 @@ def _search(search: Search, way: Way, room: _Room, report: Report) -> list[Try]:
         return not tries[-1].why
 
     low, high = 0, 1
-    while high <= search.most and fits(high):
-        low, high = high, 2 * high
+    while high <= search.most:
+        if fits(high):
+            low = high
+        elif low or not tries[-1].seconds:
+            break
+        high *= 2
     high = min(high, search.most + 1)
-    while high - low > max(1, low // 16):  # to a sixteenth, beyond which nothing is told
+    while low and high - low > max(1, low // 16):  # to a sixteenth, beyond which nothing is told
         middle = (low + high) // 2
         if fits(middle):
             low = middle
@@ -262,15 +271,19 @@ def _try(search: Search, way: Way, size: int, room: _Room) -> Try:
 
 
 def _before(search: Search) -> int:
-    """Return what a process is charged with before there is a network."""
-    spec = replace(search.spec(1), meta=True)
-    with memory_group(None) as group, worker("before", spec, group) as started:
-        return started.before["charged_bytes"]
+    """Return what a process is charged with before there is a network, the least of several: the
+    first that reads a library's files is charged with them, later ones are not."""
+    spec, charged = replace(search.spec(1), meta=True), []
+    for _ in range(_BEFORE):
+        with memory_group(None) as group, worker("before", spec, group) as started:
+            charged.append(started.before["charged_bytes"])
+    return min(charged)
 
 
 def _ended_by(tries: Sequence[Try], search: Search) -> str:
-    """Return why the smallest size that does not fit does not."""
-    failed = [each for each in tries if each.why]
+    """Return why the smallest size beyond those that fit does not."""
+    most = max((each.size for each in tries if not each.why), default=0)
+    failed = [each for each in tries if each.why and each.size > most]
     if not failed:
         return f"nothing: {search.most} is the largest that was tried"
     return min(failed, key=lambda each: each.size).why

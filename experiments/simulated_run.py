@@ -11,13 +11,14 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynoffload.experiments.simulated_networks import NETWORKS, Kind, zoo_kind
+from dynoffload.experiments.simulated_networks import NETWORKS, Kind, Sample, zoo_kind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,15 +78,20 @@ def _timed(kind: Kind, steps: int) -> list[tuple[float, float, float]]:
     model = kind.build()
     optimizer, times = adamw(model), []
     for sample in itertools.islice(kind.samples(0), steps):
-        begin = time.perf_counter()
-        loss = sample.call(model)
-        forward = time.perf_counter()
-        loss.backward()
-        backward = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append((forward - begin, backward - forward, time.perf_counter() - backward))
+        times.append(_step(model, optimizer, sample))
     return times
+
+
+def _step(model: nn.Module, optimizer: Any, sample: Sample) -> tuple[float, float, float]:
+    """Return the seconds of forward, backward and optimizer."""
+    begin = time.perf_counter()
+    loss = sample.call(model)
+    forward = time.perf_counter()
+    loss.backward()
+    backward = time.perf_counter()
+    optimizer.step()
+    optimizer.zero_grad()
+    return forward - begin, backward - forward, time.perf_counter() - backward
 
 
 def plain(task: Task, kind: Kind) -> dict[str, Any]:
@@ -125,8 +131,11 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
 
 
 def timed(task: Task, kind: Kind) -> dict[str, Any]:
-    """Train plainly, for its times only."""
-    return {"times": _timed(kind, task.steps)}
+    """Train plainly, for its times only; and measure the runtime's pace."""
+    from dynoffload.estimation.pace import measure_pace
+
+    found = _timed(kind, task.steps)
+    return {"times": found, "pace_s": measure_pace(task.spill_dir or tempfile.gettempdir())}
 
 
 def budgeted(task: Task, kind: Kind) -> dict[str, Any]:
@@ -144,16 +153,14 @@ def budgeted(task: Task, kind: Kind) -> dict[str, Any]:
         spill_dir=task.spill_dir or None,
     ) as session:
         for sample in itertools.islice(kind.samples(0), task.steps):
-            begin = time.perf_counter()
-            loss = sample.call(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seconds = time.perf_counter() - begin
+            forward, backward, rest = _step(model, optimizer, sample)
             stats = session.log.steps[-1]
             rows.append(
                 {
-                    "seconds": seconds,
+                    "seconds": forward + backward + rest,
+                    "forward_s": forward,
+                    "backward_s": backward,
+                    "optimizer_s": rest,
                     "stall_s": stats.stall_s,
                     "bytes_in": stats.bytes_in,
                     "bytes_out": stats.bytes_out,

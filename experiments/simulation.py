@@ -26,7 +26,7 @@ from dynoffload.experiments.comparing import check_page
 from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, Task
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.simulation import Link, Machine, StepResult
-from dynoffload.simulation.own_work import Counts, Division, Work
+from dynoffload.simulation.own_work import Division, Phase, Work
 from dynoffload.simulation.recorded import Network, Parameter, Recorded, recorded
 from dynoffload.simulation.training import Training
 from dynoffload.units import MiB
@@ -40,6 +40,8 @@ STEP_MEDIAN, STEP_WORST, BYTES_WORST = 0.10, 0.20, 0.02
 _MOST_STEPS = 10  # from the eleventh on a session may try what waits without prefetch
 _TIER_SECONDS, _TIER_BYTES = 0.2, 512 * MiB
 TRACES, PILOT_NAME = "traces", "trained.pilot"
+PHASES = ("forward_s", "backward_s", "optimizer_s")
+"""Numbers of a real step, by the phases that `Training` tells."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Real:
         link: as measured before.
         plain: the seconds of forward, backward and optimizer of plain steps, each run's before it:
             how fast the machine is, and its link, changes from minute to minute.
+        pace_s: of the runtime's own work, as measured before; see `measure_pace`.
     """
 
     runs: tuple[Sequence[Mapping[str, Any]], ...]
@@ -131,6 +134,7 @@ class Real:
     backend: str
     link: Link
     plain: tuple[Sequence[Sequence[float]], ...]
+    pace_s: float
 
     def per_step(self, key: str) -> list[float]:
         """Return the median over runs of one number of each step."""
@@ -142,7 +146,7 @@ class Simulated:
     """The same steps, simulated."""
 
     steps: tuple[StepResult, ...]
-    counts: tuple[Counts, ...]
+    phases: tuple[Sequence[Phase], ...]
 
 
 def run(
@@ -199,6 +203,7 @@ def run(
         "link": asdict(fit.machine.link),
         "interference": fit.machine.interference,
         "work": asdict(fit.work),
+        "pace_s": fit.pace_s,
         "summary": summary(rows),
         "settings": rows,
         "fitted_on": fit_rows,
@@ -324,10 +329,12 @@ def _real(
         pilot=pilot,
         spill_dir=spill,
     )
-    found, plain = [], []
+    found, plain, paces = [], [], []
     tiers = _tiers(spill)
     for _ in range(runs):
-        plain.append(_child(Task(setting.network, TIMED, steps))["times"])
+        beside = _child(Task(setting.network, TIMED, steps, spill_dir=spill))
+        plain.append(beside["times"])
+        paces.append(beside["pace_s"])
         found.append(_child(task))
     return Real(
         tuple(one["steps"] for one in found),
@@ -336,6 +343,7 @@ def _real(
         found[0]["backend"],
         Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps),
         tuple(plain),
+        median(paces),
     )
 
 
@@ -353,24 +361,26 @@ def simulated(
     training = Training(
         material.network, division, machine, prefetch=policy != "on-demand", work=work
     )
-    results, counts = [], []
+    results, phases = [], []
     for step, order in zip(material.steps, material.orders, strict=True):
         results.append(training.step(step, order if policy == "pilot" else None))
-        counts.append(training.counts)
-    return Simulated(tuple(results), tuple(counts))
+        phases.append(training.phases)
+    return Simulated(tuple(results), tuple(phases))
 
 
 def _row(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int) -> dict[str, Any]:
     """Return one setting's numbers, real and simulated, and how far they are apart."""
-    machine = fit.on(real.link)
-    made = simulated(material, real.sizing, setting.policy, machine, fit.work).steps[warmup:]
+    machine, work = fit.on(real.link), fit.at(real.pace_s)
+    whole = simulated(material, real.sizing, setting.policy, machine, work)
+    made, phases = whole.steps[warmup:], whole.phases[warmup:]
     own = {
         "seconds": median(step.seconds for step in made),
         "bytes_in": sum(step.bytes_in for step in made) / len(made),
         "bytes_out": sum(step.bytes_out for step in made) / len(made),
+        **{key: median(step[index].seconds for step in phases) for index, key in enumerate(PHASES)},
     }
     ran = {
-        "seconds": median(real.per_step("seconds")[warmup:]),
+        **{key: median(real.per_step(key)[warmup:]) for key in ("seconds", *PHASES)},
         **{key: median(_means(real, key, warmup)) for key in ("bytes_in", "bytes_out")},
     }
     moved = [own["bytes_in"] + own["bytes_out"], ran["bytes_in"] + ran["bytes_out"]]
@@ -380,6 +390,7 @@ def _row(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int
         "backend": real.backend,
         "budget": real.sizing["budget"],
         "link": {key: getattr(real.link, key) for key in ("read_bps", "write_bps", "mixed_bps")},
+        "pace_s": real.pace_s,
         "plain_s": median(sum(step.seconds) for step in material.steps[warmup:]),
         "real": ran,
         "simulated": own,

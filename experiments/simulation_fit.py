@@ -4,14 +4,16 @@ What it is: `fitted`, a link and the seconds of the runtime's own work, from rea
 their simulations. What it is not: a fit of the network's work, nor of what the link moves in a
 second, which are measured.
 
-[Note: the fit]  Real seconds less simulated ones are explained, setting by setting and relative to
-the real ones, by how often the runtime does what it does, with no negative cost (Lawson and
-Hanson's non-negative least squares): visits, tensors saved and asked for, updates made by
-themselves, uses planned, bytes copied, faults, and seconds of work beside transfers. Part of that
-hides behind transfers, and the other way round, so the simulation is made anew with what was found,
-and half of the way gone, several times. What the kernel takes to move pages is measured, not
-fitted. Before all that a transfer's latency is taken from fetches that somebody waited for, as what
-they took beyond their bytes.
+[Note: the fit]  Real seconds less simulated ones are explained, setting by setting and phase by
+phase, relative to the setting's real step, by how often the runtime does what it does, with no
+negative cost (Lawson and Hanson's non-negative least squares): what `Counts` counts, faults, and
+seconds of work beside transfers. Forward, backward and the optimizer's step tell apart what comes
+as often in a step as another but not in the same phase. Part of all this hides behind transfers,
+and the other way round, so the simulation is made anew with what was found, and half of the way
+gone, several times. What the kernel takes to move pages is measured, not fitted; and the
+runtime's own work in each setting is that of the same minute (`measure_pace`), carried to one pace
+for all. Before all that a transfer's latency is taken from fetches that somebody waited for, as
+what they took beyond their bytes.
 """
 
 from __future__ import annotations
@@ -25,27 +27,38 @@ import numpy as np
 
 from dynoffload.doctor import Moves
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.own_work import Work
+from dynoffload.simulation.own_work import COSTS, Phase, Work
 
 if TYPE_CHECKING:
-    from dynoffload.experiments.simulation import Material, Real, Simulated
+    from dynoffload.experiments.simulation import Material, Real
 
 _ROUNDS = 8
-_COSTS = 7
+_BESIDES = 2  # faults, and work beside transfers
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The machine with its link, and the runtime's own work."""
+    """The machine with its link, and the runtime's own work.
+
+    Attributes:
+        machine: with its link.
+        work: what the runtime itself takes, ...
+        pace_s: ... where `measure_pace` says so much.
+    """
 
     machine: Machine
     work: Work
+    pace_s: float
 
     def on(self, link: Link) -> Machine:
         """Return the machine with the bandwidths of another hour."""
         own = self.machine.link
         link = replace(link, latency_s=own.latency_s, fault_s=own.fault_s)
         return replace(self.machine, link=link)
+
+    def at(self, pace_s: float) -> Work:
+        """Return the runtime's own work in another hour."""
+        return self.work.times(pace_s / self.pace_s)
 
 
 def fitted(
@@ -61,7 +74,7 @@ def fitted(
     """
     from scipy.optimize import nnls
 
-    from dynoffload.experiments.simulation import simulated
+    from dynoffload.experiments.simulation import PHASES, simulated
 
     beyond = [
         seconds - nbytes / real.link.read_bps
@@ -70,35 +83,40 @@ def fitted(
         for seconds, nbytes in real.fetches
     ]
     link = replace(link, latency_s=max(0.0, median(beyond)) if beyond else 0.0)
-    costs = np.zeros(_COSTS)
+    pace_s = median(real.pace_s for _, real, _ in cases)
+    costs = np.zeros(len(COSTS) + _BESIDES)
     for number in range(_ROUNDS):
-        fit = _fit_of(costs, link, moves)
+        fit = _fit_of(costs, link, moves, pace_s)
         rows, left = [], []
         for material, real, policy in cases:
-            made = simulated(material, real.sizing, policy, fit.on(real.link), fit.work)
-            seconds = real.per_step("seconds")
-            steps = range(warmup, len(seconds))
-            theirs = mean(seconds[step] for step in steps)
-            counted = np.mean([_counted(made, step) for step in steps], axis=0)
-            ours = mean(made.steps[step].seconds for step in steps) - float(counted @ costs)
-            rows.append(counted / theirs)
-            left.append((theirs - ours) / theirs)
+            work = fit.at(real.pace_s)
+            made = simulated(material, real.sizing, policy, fit.on(real.link), work)
+            steps = range(warmup, len(made.steps))
+            whole = mean(real.per_step("seconds")[step] for step in steps)
+            for index, key in enumerate(PHASES):
+                phases = [made.phases[step][index] for step in steps]
+                counted = np.mean([_counted(phase) for phase in phases], axis=0)
+                counted[: len(COSTS)] *= real.pace_s / pace_s
+                theirs = mean(real.per_step(key)[step] for step in steps)
+                ours = mean(phase.seconds for phase in phases) - float(counted @ costs)
+                rows.append(counted / whole)
+                left.append((theirs - ours) / whole)
         table = np.array(rows)
         scale = np.where(table.any(axis=0), np.abs(table).max(axis=0), 1.0)
         found, _ = nnls(table / scale, np.array(left))
         costs = found / scale if number == 0 else (costs + found / scale) / 2
-    return _fit_of(costs, link, moves)
+    return _fit_of(costs, link, moves, pace_s)
 
 
-def _counted(made: Simulated, step: int) -> np.ndarray:
-    counts, result = made.counts[step], made.steps[step]
-    own = (counts.visits, counts.saves, counts.updates, counts.planned, counts.copied)
-    return np.array([*own, result.faults, result.beside_s], dtype=float)
+def _counted(phase: Phase) -> np.ndarray:
+    own = (getattr(phase.counts, name) for name in COSTS)
+    return np.array([*own, phase.faults, phase.beside_s], dtype=float)
 
 
-def _fit_of(costs: np.ndarray, link: Link, moves: Moves) -> Fit:
-    visit, save, update, plan, copy, fault, beside = map(float, costs)
+def _fit_of(costs: np.ndarray, link: Link, moves: Moves, pace_s: float) -> Fit:
+    *own, fault, beside = map(float, costs)
     machine = Machine(
         replace(link, fault_s=fault), fast_bytes=1, interference=beside / (1 + beside)
     )
-    return Fit(machine, Work(visit, save, update, plan, copy, **vars(moves)))
+    work = Work(**dict(zip(COSTS.values(), own, strict=True)), **vars(moves))
+    return Fit(machine, work, pace_s)

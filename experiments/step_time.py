@@ -186,7 +186,7 @@ def _fit(calibration: Path | None, folder: Path, spill_dir: str, report: Report)
 
     report("the link", 0, None)
     known = Calibration.of(spill_dir, calibration)
-    return Fit(known.machine, known.work)
+    return Fit(known.machine, known.work, known.pace_s)
 
 
 def _present(result: Mapping[str, Any], json_path: Path | None, page: Path | None) -> None:

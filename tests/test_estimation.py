@@ -25,12 +25,12 @@ from dynoffload.estimation.factory import job_of
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.own_work import Work
+from dynoffload.simulation.own_work import COSTS, Work
 from dynoffload.units import MiB
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CALIBRATION = Calibration(
-    Machine(Link(1e9, 1e9, 1.2e9, latency_s=1e-4), fast_bytes=1), Work(visit_s=1e-4), "round"
+    Machine(Link(1e9, 1e9, 1.2e9, latency_s=1e-4), fast_bytes=1), Work(visit_s=1e-4), "round", 1.0
 )
 
 
@@ -469,12 +469,15 @@ def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
 
 def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "simulation.json"
-    work = {"visit_s": 1e-4, "save_s": 0.0, "update_s": 2e-4, "plan_s": 0.0, "copy_s": 1e-10}
+    work = {**dict.fromkeys(COSTS.values(), 0.0), "update_s": 2e-4}
     work |= dict.fromkeys(("call_s", "page_s", "huge_s"), 0.5)
     link = {"read_bps": 2e20, "write_bps": 1e9, "latency_s": 1e-4, "fault_s": 2e-5}
-    path.write_text(json.dumps({"link": link, "work": work, "interference": 0.1}), "utf-8")
+    known = {"link": link, "work": work, "interference": 0.1, "pace_s": 0.5}
+    path.write_text(json.dumps(known), "utf-8")
     found, shipped = Calibration.of(tmp_path, path), Calibration.of(tmp_path)
-    assert (found.work.update_s, found.machine.interference) == (2e-4, 0.1)
+    assert found.machine.interference == 0.1
+    assert 1e-4 < found.pace_s < 0.5  # of a network of twenty layers
+    assert found.work.update_s == pytest.approx(2e-4 * found.pace_s / 0.5)
     assert (found.machine.link.latency_s, found.machine.link.fault_s) == (1e-4, 2e-5)
     for one in (found, shipped):  # what changes from hour to hour is measured
         assert 1e6 < one.machine.link.read_bps < 1e12
@@ -482,7 +485,7 @@ def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
         assert 1e-8 < one.work.huge_s < 1e-1
     assert str(path) in found.said
     assert "--calibration" in shipped.said
-    for content in ("{}", "no json", json.dumps({"link": link, "work": {}, "interference": 0.0})):
+    for content in ("{}", "no json", json.dumps({**known, "work": {}})):
         path.write_text(content, "utf-8")
         with pytest.raises(ConfigError, match="is no calibration"):
             Calibration.of(tmp_path, path)
@@ -496,7 +499,7 @@ def test_what_is_shipped_is_what_was_fitted() -> None:
     assert shipped.work.keys() == found.work.keys()
     for key, seconds in shipped.work.items():
         assert seconds == pytest.approx(found.work[key], rel=0.05), key
-    for key in ("latency_s", "fault_s", "interference"):
+    for key in ("latency_s", "fault_s", "interference", "pace_s"):
         assert getattr(shipped, key) == pytest.approx(getattr(found, key), rel=0.05), key
 
 
@@ -586,10 +589,9 @@ def test_factories_by_tuple_and_by_name(factory: Path) -> None:
 def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
     calibration = tmp_path / "simulation.json"
     link = {"latency_s": 1e-4, "fault_s": 0.0}
-    work = dict.fromkeys(
-        ("visit_s", "save_s", "update_s", "plan_s", "copy_s", "call_s", "page_s", "huge_s"), 1e-5
-    )
-    calibration.write_text(json.dumps({"link": link, "work": work, "interference": 0.0}), "utf-8")
+    work = dict.fromkeys((*COSTS.values(), "call_s", "page_s", "huge_s"), 1e-5)
+    known = {"link": link, "work": work, "interference": 0.0, "pace_s": 0.02}
+    calibration.write_text(json.dumps(known), "utf-8")
     command = ["estimate", f"{factory}:build", "--calibration", str(calibration), "--budget"]
     shown = CliRunner().invoke(app, [*command, "1500KiB", "--budget", "1GiB"])
     assert shown.exit_code == 0, shown.output

@@ -73,6 +73,20 @@ def test_paces_are_told_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> No
     assert table[3].rstrip(" |").endswith("too slow")
 
 
+def test_what_is_too_slow_when_small_is_tried_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rematerialisation pays for every operator, which weighs most in the smallest steps."""
+
+    def attempt(search: Search, way: Way, size: int, room: Any) -> Try:
+        slow = way is WAYS["repeat"] and not 4 <= size <= 11
+        return Try(size, "a step of so much" if slow or size > 40 else "", 0.5 * size)
+
+    monkeypatch.setattr(largest, "_try", attempt)
+    monkeypatch.setattr(largest, "_before", lambda search: 7)
+    row = largest.measure(_search(), ["repeat"], lambda *_: None)["ways"]["repeat"]
+    assert (row["largest"], row["ended_by"]) == (11, "a step of so much")
+    assert [one["size"] for one in row["tries"]] == [1, 2, 4, 8, 10, 11, 12, 16]
+
+
 def test_far_up_it_is_found_to_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = WAYS["plain"].title, WAYS["repeat"].title
     _holding(monkeypatch, {plain: 3, ours: 777})

@@ -14,6 +14,7 @@ from dynoffload.experiments import simulation
 from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.simulation import (
     FIT,
+    PHASES,
     SETTINGS,
     Material,
     Real,
@@ -40,6 +41,7 @@ SIZING = {
 ROOMY = {**SIZING, "pool_bytes": 1 << 20}
 LINK = Link(1e8, 1e8, 2e8)
 MOVES = Moves(0.0, 0.0, 0.0)
+PACE = 0.02
 
 
 def material(paths: int) -> Material:
@@ -56,9 +58,17 @@ def material(paths: int) -> Material:
     return Material(network, (step,) * 6, (None,) * 6, 24_000 * paths)
 
 
-def real_of(seconds: list[float], moved: int = 0) -> Real:
-    steps = [{"seconds": s, "bytes_in": moved, "bytes_out": moved} for s in seconds]
-    return Real((steps,), SIZING, ((0.00108, 8000),), "pager", LINK, ())
+def real_of(phases: list[tuple[float, float, float]], moved: int = 0) -> Real:
+    steps = [
+        {
+            "seconds": sum(step),
+            "bytes_in": moved,
+            "bytes_out": moved,
+            **dict(zip(PHASES, step, strict=True)),
+        }
+        for step in phases
+    ]
+    return Real((steps,), SIZING, ((0.00108, 8000),), "pager", LINK, (), PACE)
 
 
 def test_at_least_twelve_settings_are_validated_and_none_of_them_is_fitted_on() -> None:
@@ -69,22 +79,28 @@ def test_at_least_twelve_settings_are_validated_and_none_of_them_is_fitted_on() 
 
 
 def test_the_fit_finds_what_the_runtime_takes() -> None:
-    """Steps made by known costs, of chains of several lengths, are predicted for another."""
-    true = Work(visit_s=4e-3, update_s=2e-3)
+    """Steps made by known costs, of chains of several lengths and in hours in which the runtime is
+    quicker or slower, are predicted for another chain and hour."""
+    true = Work(visit_s=4e-3, ask_s=1e-3, update_s=2e-3, settle_s=5e-4)
     machine = Machine(Link(1e8, 1e8, 2e8, latency_s=1e-3), 1, interference=0.2)
     cases = []
-    for paths in (3, 5, 8, 12):
+    for paths, slower in ((3, 1.0), (5, 1.3), (8, 0.8), (12, 1.2)):
         for sizing, policy in ((ROOMY, "repeat"), (SIZING, "repeat"), (SIZING, "on-demand")):
-            made = simulated(material(paths), sizing, policy, machine, true)
-            real = replace(real_of([s.seconds for s in made.steps]), sizing=sizing)
+            made = simulated(material(paths), sizing, policy, machine, true.times(slower))
+            real = real_of([tuple(phase.seconds for phase in step) for step in made.phases])
+            real = replace(real, sizing=sizing, pace_s=slower * PACE)
             cases.append((material(paths), real, policy))
     found = fitted(cases, LINK, MOVES, warmup=2)
     assert found.machine.link.latency_s == pytest.approx(1e-3, rel=1e-6)
-    theirs = simulated(material(9), SIZING, "repeat", machine, true).steps[-1].seconds
-    ours = simulated(material(9), SIZING, "repeat", found.machine, found.work).steps[-1].seconds
+    theirs, ours = (
+        simulated(material(9), SIZING, "repeat", of, work).steps[-1].seconds
+        for of, work in ((machine, true.times(1.5)), (found.machine, found.at(1.5 * PACE)))
+    )
     without = simulated(material(9), SIZING, "repeat", machine, Work()).steps[-1].seconds
     assert without < 0.9 * theirs
     assert ours == pytest.approx(theirs, rel=0.02)
+    for cost in ("visit_s", "ask_s", "settle_s"):  # each in another phase
+        assert getattr(found.work, cost) == pytest.approx(getattr(true, cost), rel=0.2), cost
 
 
 def row(seconds: float, moved: float, policy: str = "repeat") -> dict[str, Any]:
@@ -116,15 +132,18 @@ def test_a_miss_is_counted_whichever_way_it_errs() -> None:
 
 
 def test_bytes_are_compared_over_all_measured_steps() -> None:
-    real = real_of([0.2] * 6, moved=500)
+    real = real_of([(0.1, 0.08, 0.02)] * 6, moved=500)
     made = simulation._row(
         Setting("chain", 0.5, "repeat"),
         material(5),
         real,
-        Fit(Machine(LINK, 1), Work()),
+        Fit(Machine(LINK, 1), Work(), PACE),
         2,
     )
     assert made["real"]["bytes_in"] == 500
+    assert [made["real"][key] for key in PHASES] == [0.1, 0.08, 0.02]
+    ours = [made["simulated"][key] for key in PHASES]
+    assert sum(ours) == pytest.approx(made["simulated"]["seconds"], rel=1e-3)
     whole = made["simulated"]["bytes_in"] + made["simulated"]["bytes_out"]
     assert whole
     assert made["bytes_error"] == pytest.approx(whole / 1000 - 1)

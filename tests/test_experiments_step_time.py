@@ -51,7 +51,8 @@ from dynoffload.simulation import DTR, Link, Machine, simulate
 from dynoffload.simulation.own_work import Division, Work
 from dynoffload.simulation.recorded import network_of, recorded
 
-FIT = Fit(Machine(Link(1e9, 1e9, 1.5e9, latency_s=1e-4, fault_s=2e-5), 1), Work(visit_s=2e-5))
+LINK = Link(1e9, 1e9, 1.5e9, latency_s=1e-4, fault_s=2e-5)
+FIT = Fit(Machine(LINK, 1), Work(visit_s=2e-5), 0.02)
 ROW = {
     *("network", "policy", "budget_fraction", "budget_bytes", "measured_s", "steps_s"),
     *("simulated_s", "over_plain", "bytes_in", "bytes_out", "infeasible", "losses_equal"),

@@ -1,7 +1,8 @@
 """What an estimate knows of a machine: its link, and what the runtime's own work takes on it.
 
-The link, and how long the kernel takes to move pages, are measured each time: a disk that others
-use too is not the same from hour to hour.
+The link, how long the kernel takes to move pages, and how quick the runtime's own work is are
+measured each time: a machine that others use too is not the same from hour to hour. What that work
+takes, saved tensor by saved tensor and update by update, is fitted once, and scaled.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 
 from dynoffload.doctor import measure_moves, measure_tiers
 from dynoffload.errors import ConfigError
+from dynoffload.estimation.pace import measure_pace
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.own_work import Work
+from dynoffload.simulation.own_work import COSTS, Work
 from dynoffload.units import MiB
 
 _SECONDS, _FILE_BYTES = 0.3, 512 * MiB  # of each measurement of the link
 _MEASURED = ("call_s", "page_s", "huge_s")  # a fit without them has them in the others
-_FITTED = ("visit_s", "save_s", "update_s", "plan_s", "copy_s")
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class _Fitted:
         latency_s: of a transfer.
         fault_s: of an access that waits for one.
         interference: see `Machine`.
+        pace_s: what `measure_pace` said then.
     """
 
     work: Mapping[str, float]
     latency_s: float
     fault_s: float
     interference: float
+    pace_s: float
 
 
 # As fitted in docs/results/simulation.json, on two cores of a virtual machine.
@@ -46,6 +49,7 @@ _SHIPPED = _Fitted(
     latency_s=4.9e-4,
     fault_s=0.0,
     interference=0.31,
+    pace_s=0.02,
 )
 
 
@@ -57,15 +61,17 @@ class Calibration:
         machine: its link and what transfers cost compute; the budget says how much fast memory.
         work: what the runtime itself takes.
         said: where that is from.
+        pace_s: what `measure_pace` says there.
     """
 
     machine: Machine
     work: Work
     said: str
+    pace_s: float
 
     @classmethod
     def of(cls, directory: str | Path, fitted: str | Path | None = None) -> Calibration:
-        """Measure the link to ``directory`` now, and how pages move.
+        """Measure the link to ``directory`` now, how pages move, and the runtime's pace.
 
         Args:
             directory: where the spill file will lie.
@@ -87,25 +93,30 @@ class Calibration:
             fault_s=known.fault_s,
         )
         machine = Machine(link, fast_bytes=1, interference=known.interference)
-        work = Work(**known.work, **vars(measure_moves(directory)))
-        said = "the link is measured; what the runtime itself takes is "
-        said += (
-            "that of the machine it was fitted on (--calibration takes this machine's)"
+        pace_s = measure_pace(directory)
+        work = Work(**known.work, **vars(measure_moves(directory))).times(pace_s / known.pace_s)
+        where = (
+            "on another machine (--calibration takes this one's)"
             if fitted is None
-            else f"as fitted in {fitted}"
+            else f"in {fitted}"
         )
-        return cls(machine, work, said)
+        said = (
+            f"the link is measured; what the runtime itself takes is as fitted {where}, times "
+            f"{pace_s / known.pace_s:.2g} as measured now"
+        )
+        return cls(machine, work, said, pace_s)
 
 
 def _load(path: Path) -> _Fitted:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        work = {key: float(found["work"][key]) for key in (*_FITTED, *_MEASURED)}
+        work = {key: float(found["work"][key]) for key in (*COSTS.values(), *_MEASURED)}
         return _Fitted(
-            {key: work[key] for key in _FITTED},
+            {key: work[key] for key in COSTS.values()},
             float(found["link"]["latency_s"]),
             float(found["link"]["fault_s"]),
             float(found["interference"]),
+            float(found["pace_s"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

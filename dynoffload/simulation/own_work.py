@@ -6,7 +6,7 @@ anything is simulated, nor how its own work is measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynoffload.units import KiB, MiB
 
@@ -40,11 +40,14 @@ class Division:
 
 @dataclass
 class Counts:
-    """How much of its own work the runtime has done in a step; see `Work`."""
+    """How much of its own work the runtime has done; see `Work`."""
 
     visits: int = 0
     saves: int = 0
+    asks: int = 0
     updates: int = 0
+    drafts: int = 0
+    settled: int = 0
     planned: int = 0
     copied: int = 0
 
@@ -55,13 +58,35 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """What a phase of a simulated step took, beside what its operators take.
+
+    Attributes:
+        name: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        seconds: in all.
+        counts: of the runtime's own work.
+        faults: accesses that waited for a transfer.
+        beside_s: seconds of work that was done beside transfers.
+    """
+
+    name: str
+    seconds: float
+    counts: Counts
+    faults: int
+    beside_s: float
+
+
+@dataclass(frozen=True)
 class Work:
     """What the runtime itself takes, beside the network's own work; seconds.
 
     Attributes:
         visit_s: of a unit's visit.
-        save_s: of a tensor that is saved, or asked for.
-        update_s: of an update that is made by itself, beside its arithmetic.
+        save_s: of a tensor that is saved.
+        ask_s: of one that backward asks for, a parameter or what was saved.
+        update_s: of an update that waited and is made by itself, beside its arithmetic.
+        draft_s: of one that is made in backward.
+        settle_s: of a parameter that has a gradient as the optimizer steps.
         plan_s: of one use of a string that is planned.
         copy_s: of a byte that is copied, into chunks, gradients' regions and twins.
         call_s: of moving a page of the pool between a slot and a region's address, ...
@@ -71,25 +96,40 @@ class Work:
 
     visit_s: float = 0.0
     save_s: float = 0.0
+    ask_s: float = 0.0
     update_s: float = 0.0
+    draft_s: float = 0.0
+    settle_s: float = 0.0
     plan_s: float = 0.0
     copy_s: float = 0.0
     call_s: float = 0.0
     page_s: float = 0.0
     huge_s: float = 0.0
 
+    def times(self, factor: float) -> Work:
+        """Return the same where all but moving pages takes ``factor`` times as long."""
+        return replace(self, **{name: factor * getattr(self, name) for name in COSTS.values()})
+
     def seconds(self, done: Counts) -> float:
         """Return what ``done`` takes."""
-        return (
-            done.visits * self.visit_s
-            + done.saves * self.save_s
-            + done.updates * self.update_s
-            + done.planned * self.plan_s
-            + done.copied * self.copy_s
-        )
+        own = ((getattr(done, count), getattr(self, cost)) for count, cost in COSTS.items())
+        return float(sum(count * cost for count, cost in own))
 
     def move_s(self, page_bytes: int) -> float:
         """Return the seconds of moving a page of a pool with such pages."""
         if page_bytes == HUGE_PAGE:
             return self.huge_s
         return self.call_s + page_bytes // SYSTEM_PAGE * self.page_s
+
+
+COSTS = {
+    "visits": "visit_s",
+    "saves": "save_s",
+    "asks": "ask_s",
+    "updates": "update_s",
+    "drafts": "draft_s",
+    "settled": "settle_s",
+    "planned": "plan_s",
+    "copied": "copy_s",
+}
+"""What each of `Counts` takes, as a field of `Work`."""

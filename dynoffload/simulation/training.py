@@ -22,7 +22,7 @@ from dynoffload.planning.schedule import NextUse, Policy, Schedule
 from dynoffload.simulation.chunks import Chunks
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.machine import Machine
-from dynoffload.simulation.own_work import Counts, Division, Work
+from dynoffload.simulation.own_work import Counts, Division, Phase, Work
 from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Piece, Recorded
 
@@ -81,7 +81,7 @@ class Training:
         units: modules that own paged parameters, by path.
         reference: the string that is followed.
         strings: all that were planned, if ``record`` was asked for.
-        counts: of the last step.
+        phases: of the last step: forward, backward, and the optimizer.
         chunks: of what is saved for backward.
 
     Raises:
@@ -139,7 +139,8 @@ class Training:
         self._outstanding: list[Visit[Slot]] = []
         self._in_backward = False
         self._update_rate = 0.0  # seconds per byte of a parameter
-        self.counts = Counts()
+        self.phases: list[Phase] = []
+        self._counts = Counts()
 
     def _adopt(self, number: int, nbytes: int, *, trained: bool) -> None:
         region = self.pager.allocate(nbytes)
@@ -158,7 +159,7 @@ class Training:
             predicted: paths of the units that forward is expected to visit; None: as the last one.
         """
         began, result = self.pager.now, self.pager.begin_step()
-        self.counts = Counts()
+        self._counts, self.phases = Counts(), []
         completed = step.completed
         updated = sum(slot.nbytes for number, slot in self._slots.items() if number in completed)
         self._update_rate = step.update_s / max(1, updated)
@@ -166,11 +167,26 @@ class Training:
         for piece in step.forward:
             self._forward(step, piece)
         self._end_forward()
+        self._end_phase("forward", began, result)
         for piece in step.backward:
             self._backward(step, piece)
+        self._end_phase("backward", began, result)
         self._end_backward(step)
+        self._end_phase("optimizer", began, result)
         result.seconds = self.pager.now - began
         return result
+
+    def _end_phase(self, name: str, began: float, result: StepResult) -> None:
+        before = self.phases
+        phase = Phase(
+            name,
+            self.pager.now - began - sum(one.seconds for one in before),
+            self._counts,
+            result.faults - sum(one.faults for one in before),
+            result.beside_s - sum(one.beside_s for one in before),
+        )
+        self._counts = Counts()
+        self.phases.append(phase)
 
     def _begin_forward(self, predicted: Sequence[str] | None) -> None:
         self._drafted.clear()
@@ -240,7 +256,7 @@ class Training:
         chunks = []
         for storage in piece.reads:
             region = self.chunks.ask(storage)
-            self._work(Counts(saves=1))
+            self._work(Counts(asks=1))
             if region is not None:
                 chunks.append(region)
         self._access(piece.parameters, tuple(dict.fromkeys(chunks)))
@@ -262,7 +278,7 @@ class Training:
                 self._follow(reference)
         self._anchor(self.reference.backward.get(slot.region))
         self.pager.touch([slot.region])
-        self._work(Counts(saves=1))
+        self._work(Counts(asks=1))
 
     def _collect(self, slot: Slot) -> None:
         """The gradient is complete: it moves into its region, and the update may be drafted."""
@@ -279,6 +295,7 @@ class Training:
             if not slot.has_gradient:
                 continue
             slot.has_gradient = False
+            self._work(Counts(settled=1))
             if slot in self._drafted:
                 regions = drafted_regions(slot)
                 twins = [self.pager.twin(region) for region in regions]
@@ -342,7 +359,7 @@ class Training:
             copied.append(slot.gradient)
         pinned = list({*copied, slot.gradient, *made})
         pager.acquire(pinned, pin=True)
-        self._work(Counts(updates=1, copied=sum(map(pager.size, copied))))
+        self._work(Counts(drafts=1, copied=sum(map(pager.size, copied))))
         pager.work(slot.nbytes * self._update_rate)
         pager.unpin(pinned)
         if trial is not None:
@@ -353,7 +370,7 @@ class Training:
 
     def _work(self, done: Counts) -> None:
         """Do work of the runtime's own."""
-        self.counts.add(done)
+        self._counts.add(done)
         self.pager.work(self.work.seconds(done), "runtime")
 
     # Plans
