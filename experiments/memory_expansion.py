@@ -108,6 +108,9 @@ def run(
         vocabulary: rows of the embedding.
         figure: whether to draw.
     """
+    for name, value in (("sequences", sequences), ("length", length), ("vocabulary", vocabulary)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value} is too few: take at least 1")
     devices = SETTING.division.devices
     if tensor < 1 or devices % tensor:
         raise ConfigError(f"--tensor {tensor} does not divide {devices} devices")

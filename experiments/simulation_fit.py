@@ -10,10 +10,10 @@ negative cost (Lawson and Hanson's non-negative least squares): what `Counts` co
 seconds of work beside transfers. Forward, backward and the optimizer's step tell apart what comes
 as often in a step as another but not in the same phase. Part of all this hides behind transfers,
 and the other way round, so the simulation is made anew with what was found, and half of the way
-gone, several times. What the kernel takes to move pages is measured, not fitted; and the
-runtime's own work in each setting is that of the same minute (`measure_pace`), carried to one pace
-for all. Before all that a transfer's latency is taken from fetches that somebody waited for, as
-what they took beyond their bytes.
+gone, several times. What the kernel takes to move pages is measured, not fitted; and the runtime's
+own work in each setting is that of the same minute (`measure_pace`), carried to one pace for all.
+Before all that a transfer's latency is taken from fetches that somebody waited for, as what they
+took beyond their bytes.
 """
 
 from __future__ import annotations

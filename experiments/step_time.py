@@ -25,7 +25,7 @@ from typing import Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import write_json
-from dynoffload.experiments.simulation import PILOT_NAME, TRACES, fit_machine, material
+from dynoffload.experiments.simulation import FIT, PILOT_NAME, TRACES, fit_machine, material
 from dynoffload.experiments.simulation_fit import Fit
 from dynoffload.experiments.step_time_policies import (
     PILOT,
@@ -136,12 +136,15 @@ def run(
         learned,
         str(spill_dir or tempfile.gettempdir()),
     )
-    if steps < _LEAST_STEPS or repeat < 1 or learned < 2 or slowest <= 1:
-        raise ConfigError(
-            f"steps={steps} is at least {_LEAST_STEPS}, repeat={repeat} at least 1, "
-            f"learned={learned} at least 2, and slowest={slowest} above 1: a median of fewer steps "
-            "says little"
-        )
+    for name, value, least in (
+        ("steps", steps, _LEAST_STEPS),
+        ("repeat", repeat, 1),
+        ("learned", learned, 2),
+    ):
+        if value < least:
+            raise ConfigError(f"{name}={value} is too few: take at least {least}")
+    if slowest <= 1:
+        raise ConfigError(f"slowest={slowest} stops every policy: take a factor above 1")
     if calibration is None and find_spec("transformers") is None:
         raise ConfigError(
             "the machine is fitted on networks of which one is of transformers, which is not "
@@ -181,6 +184,11 @@ def run(
 
 def _fit(calibration: Path | None, folder: Path, spill_dir: str, report: Report) -> Fit:
     if calibration is None:
+        from rich.console import Console
+
+        said = "first the runtime's own work is fitted, on {} trainings; --calibration FILE takes "
+        said += "what was fitted before"
+        Console(stderr=True).print(said.format(len(FIT)), markup=False, soft_wrap=True)
         return fit_machine(_FIT_STEPS, _FIT_WARMUP, 1, folder, spill_dir, report)[0]
     from dynoffload.estimation import Calibration
 
@@ -212,14 +220,16 @@ def _networks(names: Sequence[str], preset: str) -> dict[str, Spec]:
     known = PRESETS[preset]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise ConfigError(f"no network is named {unknown}; there are {', '.join(known)}")
+        named = ", ".join(map(repr, unknown)) or "nothing"
+        raise ConfigError(f"network names {named}; there are {', '.join(known)}")
     return {name: known[name] for name in names}
 
 
 def _policies(names: Sequence[str]) -> tuple[str, ...]:
     unknown = [name for name in names if name not in POLICIES]
     if unknown or not names:
-        raise ConfigError(f"no policy is named {unknown}; there are {', '.join(POLICIES)}")
+        named = ", ".join(map(repr, unknown)) or "nothing"
+        raise ConfigError(f"policies names {named}; there are {', '.join(POLICIES)}")
     return tuple(key for key in POLICIES if key in names)
 
 

@@ -85,6 +85,8 @@ def run(
         page: a page whose tables are written anew, between its marks.
     """
     check_page(page)
+    if steps < 1:
+        raise ConfigError(f"steps={steps} is too few: take at least 1")
     if not 0 < tolerance < 1:
         raise ConfigError(f"tolerance is {tolerance}: it is a share of a step, between 0 and 1")
     machines = EXAMPLE if machine is None else load_machines(machine)
@@ -125,7 +127,14 @@ def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> lis
         paths = sorted(Path(directory).glob("*.parquet"))[:steps]
         if not paths:
             raise TraceError(f"{directory} holds no traces: make some with dynoffload profile")
-        return [Trace.load(path) for path in paths]
+        loaded = [Trace.load(path) for path in paths]
+        for path, trace in zip(paths, loaded, strict=True):
+            if trace.network != loaded[0].network:
+                raise TraceError(
+                    f"{path} is of another network than {paths[0].name}: keep the traces of each "
+                    "in a directory of its own"
+                )
+        return loaded
     import torch
 
     from dynoffload.experiments import zoo
@@ -168,8 +177,9 @@ def _tier(
         "fits_below": machine.slow_bytes is None or held <= machine.slow_bytes,
     }
     report(f"{name}: the slowest link", total - 1, total)
-    factor = _slowest_link(work, machine.with_fast(asked), tolerance)
-    link = machine.link
+    link, on = machine.link, machine.with_fast(asked)
+    found["infeasible"] = _summary(simulate(work, on, Clairvoyant())).get("infeasible", "")
+    factor = None if found["infeasible"] else _slowest_link(work, on, tolerance)
     found["link_factor"] = factor
     found["read_bps"] = link.read_bps
     found["least_read_bps"] = None if factor is None else factor * link.read_bps
@@ -304,7 +314,11 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
         else f"budget: whatever it is, more than {tolerance:.0%} of a step waits"
     ]
     at, factor = format_bytes(tier["budget_bytes"]), tier["link_factor"]
-    if factor is None:
+    if tier["infeasible"]:
+        said.append(f"link: under {at} a step cannot run: {tier['infeasible']}")
+    elif factor is not None and factor <= 1 / FACTORS:
+        said.append(f"link: under {at} {1 / FACTORS:g} of its bandwidth is enough")
+    elif factor is None:
         said.append(f"link: under {at} no link of up to {FACTORS:.0f} times its bandwidth does")
     else:
         said.append(

@@ -6,6 +6,7 @@ who has a loop; they put a `Recorder` around theirs.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -48,7 +49,8 @@ def profile(
         model: the network, in the mode (train or eval) it shall be profiled in.
         batches: what to call it with: a mapping is passed by name, a tuple or list by position,
             an object with a tuple ``args`` (and perhaps a dict ``kwargs``) by those, anything else
-            as the one argument.
+            as the one argument. With a ``loss`` of its own, forward gets as many items of a tuple
+            or list as it takes: of ``(x, y)`` the first, if it has one argument.
         out: directory for the traces; made if it is missing.
         optimizer: the optimizer to step.
         loss: makes a scalar from (output, batch). By default the output itself if it is a scalar,
@@ -74,6 +76,8 @@ def profile(
     current: Any = None
 
     def write(trace: Trace) -> None:
+        if not paths:
+            check_network(folder, trace)
         path = folder / f"step-{number + len(paths):06d}.parquet"
         trace.step = number + len(paths)
         trace.save(path)
@@ -89,7 +93,8 @@ def profile(
     with recorder, _progress_bar(batches, progress) as tracked:
         for batch in tracked:
             current = batch
-            loss_of(call_model(model, batch), batch, loss).backward()  # type: ignore[no-untyped-call]
+            output = call_model(model, batch, some=loss is not None)
+            loss_of(output, batch, loss).backward()  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 optimizer.step()
             model.zero_grad(set_to_none=True)
@@ -99,15 +104,27 @@ def profile(
     return paths
 
 
-def call_model(model: torch.nn.Module, batch: Any) -> Any:
-    """Return what ``model`` makes of ``batch``, passed as `profile` says."""
+def call_model(model: torch.nn.Module, batch: Any, *, some: bool = False) -> Any:
+    """Return what ``model`` makes of ``batch``, passed as `profile` says; of a tuple only ``some``
+    items if forward takes no more."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, list | tuple):
-        return model(*batch)
+        return model(*batch[: _most_arguments(model)] if some else batch)
     if isinstance(getattr(batch, "args", None), tuple):
         return model(*batch.args, **getattr(batch, "kwargs", {}))
     return model(batch)
+
+
+def _most_arguments(model: torch.nn.Module) -> int | None:
+    """Return how many positional arguments forward takes; None if that has no end."""
+    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return sum(
+        kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for kind in kinds
+    )
 
 
 def _source_of(batch: Any) -> str:
@@ -132,11 +149,34 @@ def loss_of(
     else:
         found = getattr(output, "loss", output)
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        if loss is None:
+            raise TraceError(
+                f"no loss to run backward from: the model returned {type(output).__name__}, and "
+                "that gives no scalar with a gradient; pass loss=lambda output, batch: ..."
+            )
+        what = type(found).__name__
+        if isinstance(found, torch.Tensor):
+            what = f"a tensor of shape {tuple(found.shape)}"
+            what += "" if found.requires_grad else " without a gradient"
         raise TraceError(
-            f"no loss to run backward from: the model returned {type(output).__name__}, and that"
-            " gives no scalar with a gradient; pass loss=lambda output, batch: ..."
+            f"no loss to run backward from: the loss function returned {what}: return a scalar "
+            "that depends on the model's output"
         )
     return found
+
+
+def check_network(folder: Path, trace: Trace) -> None:
+    """Refuse to write ``trace`` beside traces of another network.
+
+    Raises:
+        TraceError: there are such, or what is there cannot be read.
+    """
+    beside = max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), default=None)
+    if beside is not None and (network := Trace.load(beside).network) != trace.network:
+        raise TraceError(
+            f"{folder} holds traces of another network ({beside.name} is of {network[:12]}, this "
+            f"model is {trace.network[:12]}): name another directory for each network"
+        )
 
 
 def next_number(folder: Path) -> int:

@@ -125,7 +125,7 @@ def load_trace(path: Path) -> Trace:
     except Exception as error:
         # pyarrow raises many kinds for a damaged file, OSError and ValueError among them.
         what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise TraceError(f"{path}: is truncated or damaged ({what}); {_AGAIN}") from error
+        raise TraceError(f"{path} is truncated or damaged ({what}); {_AGAIN}") from error
 
 
 def seal(file: bytes) -> bytes:
@@ -147,7 +147,7 @@ def _check_seal(path: Path, file: bytes) -> None:
     found = file[start:stop]
     _require(file[:4] == file[-4:] == _MAGIC, "it is no whole Parquet file")
     if not found.startswith(_SEAL):
-        raise TraceError(f"{path}: is not a dynoffload trace, or is truncated or damaged; {_AGAIN}")
+        raise TraceError(f"{path} is not a dynoffload trace, or is truncated or damaged; {_AGAIN}")
     digest = hashlib.sha256(memoryview(file)[:start])
     digest.update(memoryview(file)[stop:])
     _require(digest.digest() == found[len(_SEAL) :], "its bytes are not those that were written")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
+import signal
 import subprocess
 import sys
 import types
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 
 from dynoffload import __version__, experiments
 from dynoffload.cli import app
-from dynoffload.cli.experiment import options_of, parse_options
+from dynoffload.cli.experiment import meanings_of, options_of, parse_options
 from dynoffload.cli.pilot import numbers_of
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
@@ -170,6 +172,17 @@ def run_fake(
     preset: str = "tiny",
     budgets: tuple[int, ...] = (),
 ) -> dict[str, Any]:
+    """Measure nothing.
+
+    Args:
+        json_path: nobody's.
+        steps: of each run,
+            again and again.
+        rate: some.
+        fast: a switch.
+        preset: a name.
+        budgets: numbers.
+    """
     return {"steps": steps, "rate": rate, "fast": fast, "preset": preset, "budgets": list(budgets)}
 
 
@@ -212,7 +225,50 @@ def test_json_to_standard_output(runner: CliRunner, fake: None) -> None:
 def test_an_experiments_options_are_listed(runner: CliRunner, fake: None) -> None:
     text = runner.invoke(app, ["experiment", "fake", "--options"]).stdout
     assert "--budgets" in text
-    assert "'tiny'" in text
+    assert "tiny" in text
+    assert "of each run" in text
+    assert runner.invoke(app, ["experiment", "fake", "--help"]).stdout == text
+    assert "--options" in runner.invoke(app, ["experiment", "--help"]).stdout
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    runner: CliRunner, fake: None, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" / "x.json"
+    for path, told in ((below, "cannot be written"), (tmp_path, "directory")):
+        result = runner.invoke(app, ["experiment", "fake", "--json", str(path)])
+        assert result.exit_code == 1
+        assert told in result.stderr
+        assert "--json" in result.stderr
+
+
+def test_an_experiment_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:
+    """``timeout`` and schedulers end a job by SIGTERM."""
+    code = (
+        "import sys, tempfile, time, types\n"
+        "from dynoffload import experiments\n"
+        "from dynoffload.cli import app\n"
+        "def run(json_path=None):\n"
+        "    with tempfile.TemporaryDirectory():\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    return {}\n"
+        "experiments.load = lambda name: run\n"
+        "app(['experiment', 'slow'])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert list(tmp_path.iterdir())
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -249,7 +305,8 @@ def test_every_registered_experiment_is_there_and_runs_by_its_name_alone(name: s
     assert experiments.summary(name)
     function = experiments.load(name)
     assert "json_path" in function.__annotations__
-    options_of(function)  # raises where an option has no default
+    accepted = options_of(function)  # raises where an option has no default
+    assert accepted.keys() <= meanings_of(function).keys()
 
 
 # -- pilot --------------------------------------------------------------------------------------

@@ -372,7 +372,7 @@ def test_only_new_traces_are_counted(runner: CliRunner, tmp_path: Path) -> None:
     out.mkdir()
     (out / "old.parquet").write_bytes(b"old")
     result = runner.invoke(app, ["profile", "-o", str(out), str(script), "2"])
-    assert f"2 in {out}" in result.stdout
+    assert f"2 in {out}, beside 1 that were there" in result.stdout
 
 
 def test_a_script_that_records_nothing_is_an_error(runner: CliRunner, tmp_path: Path) -> None:
@@ -380,6 +380,10 @@ def test_a_script_that_records_nothing_is_an_error(runner: CliRunner, tmp_path: 
     result = runner.invoke(app, ["profile", "-o", str(tmp_path / "traces"), str(script)])
     assert result.exit_code == 1
     assert "dynoffload.offload(model, optimizer)" in result.stderr
+    assert not (tmp_path / "traces").exists()
+    (tmp_path / "own").mkdir()  # what was there stays
+    runner.invoke(app, ["profile", "-o", str(tmp_path / "own"), str(script)])
+    assert (tmp_path / "own").is_dir()
 
 
 def test_a_failing_script_keeps_its_code_and_its_traces(runner: CliRunner, tmp_path: Path) -> None:

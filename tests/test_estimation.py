@@ -366,6 +366,8 @@ def test_budgets_that_are_too_small_say_what_offload_says() -> None:
     with pytest.raises(BudgetError) as caught, dynoffload.offload(model, optimizer, budget=100_000):
         pytest.fail("the block must not begin")
     assert (found[0].feasible, found[0].reason) == (False, str(caught.value))
+    with dynoffload.offload(model, optimizer, budget=found[0].least):
+        pass
     assert found[1].feasible
     assert not found[1].resident
     assert found[1].step_s > found[1].plain_s
@@ -387,11 +389,54 @@ def test_what_cannot_be_estimated_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             estimate(model, BATCHES, budget="1MiB", optimizer=optimizer, config=config)
+    other = AdamW(nn.Linear(2, 2).parameters())
+    with pytest.raises(ConfigError, match="AdamW has none of the parameters of this Net"):
+        estimate(model, BATCHES, budget="1MiB", optimizer=other)
     with (
         dynoffload.offload(model, optimizer, budget="2MiB"),
         pytest.raises(ConfigError, match=r"this Net is inside an offload\(\) block"),
     ):
         estimate(model, BATCHES, budget="1MiB", optimizer=optimizer)
+
+
+def test_pairs_are_batches_of_a_loss_function() -> None:
+    """Of (x, y) forward gets what it takes, and the loss function all."""
+    model = nn.Linear(8, 1)
+    pairs = [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(2)]
+    seen = []
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        seen.append(batch)
+        return nn.functional.mse_loss(output, batch[1])
+
+    measured = measure(model, pairs, loss, lambda *_: None)
+    assert len(measured.steps) == 2
+    assert {id(batch) for batch in seen} == {id(pair) for pair in pairs}
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss", "told"),
+    [
+        (torch.ones(4, 3), None, "forward of Linear failed on batch 0 .*cannot be multiplied"),
+        ((torch.ones(4, 8), 1), None, "forward of Linear failed on batch 0 .*takes 2 positional"),
+        (torch.ones(4, 8), lambda output, _: output.nosuch, "loss function of Linear .*nosuch"),
+    ],
+)
+def test_a_model_that_fails_on_a_batch_is_told(batch: Any, loss: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        measure(nn.Linear(8, 1), [batch], loss, lambda *_: None)
+
+
+def test_a_loss_that_is_none_is_told() -> None:
+    batch = torch.ones(4, 8)
+    for loss, told in (
+        (None, "the model returned Tensor"),
+        (lambda output, _: output, r"the loss function returned a tensor of shape \(4, 1\)"),
+        (lambda *_: 3.0, "the loss function returned float"),
+        (lambda output, _: output.sum().detach(), "without a gradient"),
+    ):
+        with pytest.raises(TraceError, match=told):
+            measure(nn.Linear(8, 1), [batch], loss, lambda *_: None)
 
 
 class Fused(nn.Module):
@@ -485,11 +530,15 @@ def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
         assert 1e-8 < one.work.huge_s < 1e-1
     assert str(path) in found.said
     assert "--calibration" in shipped.said
-    for content in ("{}", "no json", json.dumps({**known, "work": {}})):
+    for content, told in (
+        ("{}", "'work' is not in it"),
+        (json.dumps({**known, "work": {}}), "'visit_s' is not in it"),
+        ("no json", "is no calibration"),
+    ):
         path.write_text(content, "utf-8")
-        with pytest.raises(ConfigError, match="is no calibration"):
+        with pytest.raises(ConfigError, match=told):
             Calibration.of(tmp_path, path)
-    with pytest.raises(ConfigError, match="is no calibration"):
+    with pytest.raises(ConfigError, match="missing cannot be read"):
         Calibration.of(tmp_path, tmp_path / "missing")
 
 
@@ -536,6 +585,18 @@ def no_batches():
     return nn.Linear(2, 2), None, 3
 
 
+def one_batch():
+    return nn.Linear(2, 2), None, torch.ones(4, 2)
+
+
+def pair():
+    return nn.Linear(2, 2), []
+
+
+def exits():
+    raise SystemExit(3)
+
+
 def fails():
     raise ValueError("no weights here")
 
@@ -558,6 +619,9 @@ def factory(tmp_path: Path) -> Path:
         ("no_model", "returned int as the model"),
         ("bad_key", "the key 'data'"),
         ("no_batches", "returned int as the batches"),
+        ("one_batch", "returned Tensor as the batches.*into a list"),
+        ("pair", "returned tuple of 2:"),
+        ("exits", "SystemExit: 3"),
         ("fails", "ValueError: no weights here"),
         ("number", "no function 'number'"),
         ("missing", "no function 'missing'"),
@@ -595,8 +659,10 @@ def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
     command = ["estimate", f"{factory}:build", "--calibration", str(calibration), "--budget"]
     shown = CliRunner().invoke(app, [*command, "1500KiB", "--budget", "1GiB"])
     assert shown.exit_code == 0, shown.output
-    for words in ("Sequential", "1.46 MiB", "nothing", "× plain"):
+    for words in ("Sequential", "1500KiB", "1GiB", "nothing, it fits", "the runtime's own work"):
         assert words in " ".join(shown.output.split()), words
+    (bar,) = [line for line in shown.output.splitlines() if "× plain;" in line]
+    assert bar.rstrip().endswith("by a link 2× as fast")  # on one line of 80
     numbers = CliRunner().invoke(app, [*command, "1500KiB", "--json"])
     (found,) = json.loads(numbers.stdout)
     assert found["feasible"]

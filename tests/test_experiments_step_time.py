@@ -439,9 +439,9 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"network": ("llama",)}, r"no network is named \['llama'\]; there are moe, tree"),
+        ({"network": ("llama",)}, "network names 'llama'; there are moe, tree"),
         ({"preset": "huge"}, "no preset 'huge'"),
-        ({"policies": ("pilots",)}, "no policy is named"),
+        ({"policies": ("pilots",)}, "policies names 'pilots'"),
         ({"budgets": ("1/0",)}, "'1/0' in budgets is no share above 0"),
         ({"budgets": ("much",)}, "write 1/4"),
         ({"budgets": ()}, "there are no budgets"),

@@ -91,11 +91,16 @@ def test_the_answers_are_said_in_words(asked: tuple[dict[str, Any], Path]) -> No
         "least_budget_bytes": None,
         "budget_bytes": 1 << 20,
         "link_factor": None,
+        "infeasible": "",
         "fits_below": True,
     }
     told = answers("far", nothing, 0.05)
     assert "whatever it is, more than 5% of a step waits" in told[0]
     assert "under 1.00 MiB no link of up to 64 times its bandwidth does" in told[1]
+    told = answers("far", {**nothing, "infeasible": "use 3 needs 2 MiB"}, 0.05)
+    assert told[1] == "link: under 1.00 MiB a step cannot run: use 3 needs 2 MiB"
+    told = answers("far", {**nothing, "link_factor": 1 / 64}, 0.05)
+    assert told[1] == "link: under 1.00 MiB 0.015625 of its bandwidth is enough"
 
 
 def test_a_figure_is_drawn(asked: tuple[dict[str, Any], Path]) -> None:

@@ -263,12 +263,13 @@ def test_a_machine_is_read_from_toml(tmp_path: Path) -> None:
     [
         (("workers = 3", "worker = 3"), "'worker' is no key of a machine"),
         (("workers = 3", "workers = 0"), "workers is 0; it must be at least 1"),
-        (("overlap = false", "overlap = 1"), "overlap is 1, which is no bool"),
+        (("workers = 3", "workers = 2.5"), "workers is 2.5, which is no whole number"),
+        (("overlap = false", "overlap = 1"), "overlap is 1, which is no true or false"),
         (("read_bps", "speed"), "'speed' is no key of a link"),
-        (('read_bps = "1GiB"\n', ""), "lacks 'read_bps'"),
+        (('read_bps = "1GiB"\n', ""), "lacks read_bps"),
         (("fault_s = 1e-5", "fault_s = -1.0"), "fault_s is -1.0; it must be seconds from 0 on"),
         (("[link]", "[bus]"), "has no table [link]"),
-        (('fast_bytes = "2GiB"\n', ""), "lacks 'fast_bytes'"),
+        (('fast_bytes = "2GiB"\n', ""), "lacks fast_bytes"),
         (("overlap = false", "overlap ="), "cannot read the machine of"),
     ],
 )
@@ -280,6 +281,12 @@ def test_a_wrong_machine_is_named(wrong: tuple[str, str], told: str, tmp_path: P
         load_machine(path)
     assert told in str(refused.value)
     assert str(path) in str(refused.value)
+
+
+def test_whole_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text("slow_bytes = 1e12\n" + MACHINE)
+    assert load_machine(path).slow_bytes == 10**12
 
 
 def test_a_machine_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from dynoffload.cli.app import app, say_note, stdout
-from dynoffload.units import format_bytes, format_seconds
+from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from dynoffload.estimation import Estimate
 
 _WIDTH = 24  # characters of a bar
-_PARTS = (("compute", "green"), ("own work", "yellow"), ("waiting", "red"))
+_PARTS = (
+    ("█", "compute", "green"),
+    ("▓", "the runtime's own work", "yellow"),
+    ("░", "waiting for the link", "red"),
+)
 
 
 @app.command()
@@ -55,7 +59,8 @@ def estimate(
 
     The function builds the model, in memory or on the meta device, its optimizer and a few batches;
     it may return a loss function of (output, batch) too. Forward and backward run on up to six
-    batches. Nothing is trained.
+    batches: a mapping is given to forward by name, a tuple by position (with a loss function, as
+    many items as forward takes), anything else as the one argument. Nothing is trained.
 
     Example:
 
@@ -63,20 +68,25 @@ def estimate(
     $ dynoffload estimate train.py:build --budget 2GiB --budget 4GiB
     ```
     """
+    from dynoffload.config import OffloadConfig
     from dynoffload.estimation import estimates
+    from dynoffload.estimation.estimate import check
     from dynoffload.estimation.factory import job_of
     from dynoffload.pilot.progress import progress_bar
 
+    sizes = [parse_bytes(one) for one in budget]
+    config = OffloadConfig(policy=policy)
+    check(config)
     with progress_bar(True) as report:
         report("building the model")
         job = job_of(factory)
         found = estimates(
             job.model,
             job.batches,
-            budgets=budget,
+            budgets=sizes,
             optimizer=job.optimizer,
             loss=job.loss,
-            config={"policy": policy},
+            config=config,
             spill_dir=spill_dir,
             calibration=calibration,
             report=report,
@@ -84,12 +94,14 @@ def estimate(
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found], indent=2))
     else:
-        _show(found)
+        _show(dict(zip(budget, found, strict=True)))
     if not any(one.feasible for one in found):
         raise typer.Exit(1)
 
 
-def _show(found: list[Estimate]) -> None:
+def _show(asked: Mapping[str, Estimate]) -> None:
+    """Print estimates, by the budgets as they were asked for."""
+    found = list(asked.values())
     first = found[0]
     stdout().print(
         f"[bold]{first.model}[/]: {format_bytes(first.parameters)} of parameters and buffers, "
@@ -102,43 +114,43 @@ def _show(found: list[Estimate]) -> None:
     table = Table("budget", *_COLUMNS, box=None)
     for column in table.columns:
         column.justify = "right"
-    for one in found:
-        table.add_row(format_bytes(one.budget), *_cells(one))
+    for budget, one in asked.items():
+        table.add_row(budget, *_cells(one))
     stdout().print(table)
     longest = max((one.step_s for one in found if one.timed), default=0.0)
-    for one in found:
+    for budget, one in asked.items():
         if one.timed and longest:
-            stdout().print(_bar(one, longest))
+            stdout().print(_bar(budget, one, longest))
     if longest:
         said = Text("a step: ")
-        for name, colour in _PARTS:
-            said.append(f"■ {name}  ", style=colour)
+        for block, name, colour in _PARTS:
+            said.append(f"{block} {name}  ", style=colour)
         stdout().print(said)
-    for one in found:
-        if not one.feasible:
-            say_note(one.reason)
+    refused = [one for one in found if not one.feasible]
+    if refused:  # the others' reasons differ by their budget alone
+        say_note(max(refused, key=lambda one: one.budget).reason)
     for note in dict.fromkeys(note for one in found for note in one.assumptions):
         say_note(note)
 
 
 def _cells(one: Estimate) -> list[str]:
     if not one.feasible:
-        return ["too small"]
+        return ["too small:", f"{format_bytes(one.least)} is enough"]
     if not one.timed:
         return [format_bytes(one.fast_peak), format_bytes(one.file_peak), "not estimated"]
     return [cell(one) for cell in _COLUMNS.values()]
 
 
-def _bar(one: Estimate, longest: float) -> Text:
+def _bar(budget: str, one: Estimate, longest: float) -> Text:
     compute = one.step_s - one.own_s - one.stall_s
-    line = Text(f"{format_bytes(one.budget):>12} ")
-    for (_, colour), seconds in zip(_PARTS, (compute, one.own_s, one.stall_s), strict=True):
-        line.append("█" * round(_WIDTH * seconds / longest), style=colour)
+    line = Text(f"{budget:>8} ")
+    for (block, _, colour), seconds in zip(_PARTS, (compute, one.own_s, one.stall_s), strict=True):
+        line.append(block * round(_WIDTH * seconds / longest), style=colour)
     line.append(f" {format_seconds(one.step_s)}")
     if one.plain_s:
         line.append(f", {one.step_s / one.plain_s:.2f}× plain")
     if not one.resident:
-        line.append(f", {format_seconds(one.faster_link_s)} with a link 2× as fast")
+        line.append(f"; {format_seconds(one.faster_link_s)} by a link 2× as fast")
     return line
 
 
@@ -147,5 +159,5 @@ _COLUMNS: dict[str, Callable[[Estimate], str]] = {
     "spill file": lambda one: format_bytes(one.file_peak),
     "read": lambda one: format_bytes(int(one.bytes_in)),
     "written": lambda one: format_bytes(int(one.bytes_out)),
-    "bound by": lambda one: "nothing" if one.resident else one.bound,
+    "bound by": lambda one: "nothing, it fits" if one.resident else one.bound,
 }

@@ -6,22 +6,32 @@ function. What it is not: the experiments, nor their list (``dynoffload.experime
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import re
+import signal
+import tempfile
+import threading
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from dynoffload.cli.app import app, say_wrote, stdout
 from dynoffload.errors import ConfigError
 
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}
+_OPEN: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],  # --help is the experiment's, where one is named
+}
 
 
 @app.command(context_settings=_OPEN)
@@ -35,6 +45,9 @@ def experiment(
     ] = None,
     show_options: Annotated[
         bool, typer.Option("--options", help="List the options of the experiment and stop.")
+    ] = False,
+    show_help: Annotated[
+        bool, typer.Option("--help", "-h", help="Show this, or an experiment's options, and stop.")
     ] = False,
 ) -> None:
     """Run a named experiment and print its numbers.
@@ -51,23 +64,64 @@ def experiment(
     """
     from dynoffload import experiments
 
+    if name is None and show_help:
+        typer.echo(ctx.get_help())
+        return
     if name is None:
         _list(experiments.EXPERIMENTS, experiments.summary)
         return
     function = experiments.load(name)
     accepted = options_of(function)
-    if show_options:
-        _list_options(name, accepted)
+    if show_options or show_help:
+        _list_options(name, accepted, meanings_of(function))
         return
     options = parse_options(name, ctx.args, accepted)
     to_stdout = json_path is not None and str(json_path) == "-"
     written = None if to_stdout else json_path
-    result = function(json_path=written, **options)
+    if written is not None:
+        _make_room(written)
+    with ended_by_termination():
+        result = function(json_path=written, **options)
     if to_stdout:
         typer.echo(json.dumps(result, indent=2))
     if written is not None:
         experiments.write_json(written, result)
         say_wrote(written)
+
+
+def _make_room(path: Path) -> None:
+    """Make the folder of a result before it is measured.
+
+    Raises:
+        ConfigError: it cannot be made, or be written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}): name another file for --json"
+        ) from error
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory: name a file for --json")
+
+
+@contextlib.contextmanager
+def ended_by_termination() -> Iterator[None]:
+    """Let ``kill`` end a command as an exception does, so that its files and processes go too."""
+
+    def end(number: int, _: types.FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are not its own
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
@@ -147,9 +201,29 @@ def _list(registered: Mapping[str, str], summary: Callable[[str], str]) -> None:
     stdout().print(table)
 
 
-def _list_options(name: str, accepted: Mapping[str, tuple[Any, Any]]) -> None:
-    table = Table("option", "type", "default", title=name, title_justify="left", box=None)
-    for key, (kind, default) in accepted.items():
-        shown = kind.__name__ if isinstance(kind, type) else str(kind)
-        table.add_row("--" + key.replace("_", "-"), shown, repr(default))
+def meanings_of(function: Callable[..., Any]) -> dict[str, str]:
+    """Return what the docstring's ``Args`` say of each option."""
+    found: dict[str, str] = {}
+    _, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    key = ""
+    for line in rest.splitlines():
+        named = re.fullmatch(r"    (\w+): (.*)", line)
+        if named:
+            key = named[1]
+            found[key] = named[2]
+        elif key and line.startswith("     "):
+            found[key] += " " + line.strip()
+        else:
+            break
+    return found
+
+
+def _list_options(
+    name: str, accepted: Mapping[str, tuple[Any, Any]], meanings: Mapping[str, str]
+) -> None:
+    table = Table("option", "default", "", title=name, title_justify="left", box=None)
+    for key, (_, default) in accepted.items():
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        text = "" if shown is None else str(shown)
+        table.add_row("--" + key.replace("_", "-"), Text(text), Text(meanings.get(key, "")))
     stdout().print(table)

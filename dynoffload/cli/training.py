@@ -184,6 +184,7 @@ def profile(
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is not a directory", param_hint="'-o' / '--out'")
     wanted = 20 if steps is None else steps
+    is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     before = _traces(out)
     begin = time.perf_counter()
@@ -202,13 +203,17 @@ def profile(
         code = end.code
     finally:
         clear_defaults()
+        if is_new:
+            with contextlib.suppress(OSError):  # it stays if anything was recorded
+                out.rmdir()
     made = {path: size for path, size in _traces(out).items() if before.get(path) != size}
     if code not in (None, 0):
         raise SystemExit(code)  # the script failed, and said why
     if not made:
         raise ConfigError(f"{script} finished without one recorded step: {_MISSING[wrap][1]}")
     table = Table(show_header=False, box=None)
-    table.add_row("traces", f"{len(made)} in {out}")
+    beside = f", beside {len(before)} that were there" if before else ""
+    table.add_row("traces", f"{len(made)} in {out}{beside}")
     table.add_row("size", format_bytes(sum(made.values())))
     table.add_row("time", format_seconds(time.perf_counter() - begin))
     stdout().print(table)

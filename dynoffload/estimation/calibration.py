@@ -21,6 +21,7 @@ from dynoffload.simulation.own_work import COSTS, Work
 from dynoffload.units import MiB
 
 _SECONDS, _FILE_BYTES = 0.3, 512 * MiB  # of each measurement of the link
+_MAKE = "make one by 'dynoffload experiment simulation --json PATH'"
 _MEASURED = ("call_s", "page_s", "huge_s")  # a fit without them has them in the others
 
 
@@ -45,11 +46,20 @@ class _Fitted:
 
 # As fitted in docs/results/simulation.json, on two cores of a virtual machine.
 _SHIPPED = _Fitted(
-    {"visit_s": 0.0, "save_s": 4.2e-5, "update_s": 6.7e-4, "plan_s": 1.7e-5, "copy_s": 1.6e-10},
-    latency_s=4.9e-4,
-    fault_s=0.0,
-    interference=0.31,
-    pace_s=0.02,
+    {
+        "visit_s": 3.4e-05,
+        "save_s": 5.3e-05,
+        "ask_s": 2.1e-05,
+        "update_s": 0.00052,
+        "draft_s": 0.00022,
+        "settle_s": 0.00013,
+        "plan_s": 4.8e-05,
+        "copy_s": 2.5e-10,
+    },
+    latency_s=0.00054,
+    fault_s=7.9e-05,
+    interference=0.29,
+    pace_s=0.038,
 )
 
 
@@ -118,8 +128,11 @@ def _load(path: Path) -> _Fitted:
             float(found["interference"]),
             float(found["pace_s"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}): {_MAKE}") from error
+    except KeyError as error:
         raise ConfigError(
-            f"{path} is no calibration ({type(error).__name__}: {error}): make one by "
-            "'dynoffload experiment simulation --json PATH'"
+            f"{path} is no calibration, or an old one: {error} is not in it: {_MAKE}"
         ) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no calibration ({error}): {_MAKE}") from error

@@ -22,7 +22,7 @@ from dynoffload.estimation.calibration import Calibration
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import Loss, Measured, measure, states_of, update_seconds
 from dynoffload.memory.pager import probe
-from dynoffload.memory.spill import default_spill_dir, grown
+from dynoffload.memory.spill import check_room, default_spill_dir, grown
 from dynoffload.pilot.progress import Report
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
 from dynoffload.runtime.aside import ASIDE
@@ -57,6 +57,7 @@ class Estimate:
         budget: of fast memory.
         feasible: whether it can be trained under that.
         reason: why not, and what would be enough; "" if it can.
+        least: the least budget that is enough, where this one is too small; else 0.
         timed: whether bytes moved and seconds under the budget are estimated; if not,
             ``assumptions`` say why.
         parameters: bytes of them, and of buffers.
@@ -84,6 +85,7 @@ class Estimate:
     budget: int
     feasible: bool
     reason: str = ""
+    least: int = 0
     timed: bool = False
     parameters: int = 0
     gradients: int = 0
@@ -143,7 +145,8 @@ def estimate(
 
     Raises:
         ConfigError: options that cannot be simulated, a model inside of an offload() block, one
-            whose forward writes into its weights, or no batch.
+            that fails on a batch or whose forward writes into its weights, an optimizer of another
+            model, or no batch.
         TraceError: a batch gives no loss.
         SpillError: the spill directory cannot be used.
     """
@@ -174,7 +177,7 @@ def estimates(
 ) -> list[Estimate]:
     """Return an `estimate` for each of ``budgets``; steps and link are measured once."""
     options = OffloadConfig.of(config)
-    _check(options)
+    check(options)
     if is_managed(model):
         raise ConfigError(
             f"this {type(model).__name__} is inside an offload() block, where its steps are not "
@@ -183,6 +186,12 @@ def estimates(
     tell = report or _silent
     sizes = [parse_bytes(budget) for budget in budgets]
     optimizer = None if optimizer is None else innermost(optimizer)
+    _check_trains(optimizer, model)
+    tell("measuring the link")
+    directory = Path(spill_dir or default_spill_dir())
+    check_room(directory, {})
+    if not isinstance(calibration, Calibration):
+        calibration = Calibration.of(directory, calibration)
     taken = list(itertools.islice(iter(batches), _BATCHES))
     assumed = []
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -201,9 +210,6 @@ def estimates(
             for step in plain.steps
         ),
     )
-    if not isinstance(calibration, Calibration):
-        tell("measuring the link")
-        calibration = Calibration.of(spill_dir or default_spill_dir(), calibration)
     assumed.append(calibration.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []
@@ -213,6 +219,22 @@ def estimates(
             _under(replace(known, budget=size), model, optimizer, measured, options, calibration)
         )
     return found
+
+
+def _check_trains(optimizer: Optimizer | None, model: nn.Module) -> None:
+    """Refuse an optimizer that trains another model.
+
+    Raises:
+        ConfigError: it has none of the model's parameters.
+    """
+    if optimizer is None:
+        return
+    own = set(map(id, model.parameters()))
+    if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} has none of the parameters of this "
+            f"{type(model).__name__}: make it of model.parameters()"
+        )
 
 
 def _updated(network: Network, step: Recorded) -> float:
@@ -234,7 +256,7 @@ def _under(
     try:
         sizing = sizing_of(model, optimizer, known.budget, options)
     except BudgetError as error:
-        return replace(known, reason=str(error))
+        return replace(known, reason=str(error), least=known.budget + error.lacking)
     known = replace(
         known,
         feasible=True,
@@ -287,7 +309,12 @@ def _silent(doing: str, done: int | None = None, total: int | None = None) -> No
     """Tell nobody."""
 
 
-def _check(options: OffloadConfig) -> None:
+def check(options: OffloadConfig) -> None:
+    """Refuse options under which steps cannot be simulated.
+
+    Raises:
+        ConfigError: they are such.
+    """
     if options.policy not in POLICIES:
         raise ConfigError(
             f"policy={options.policy!r} cannot be estimated: use one of {', '.join(POLICIES)}"

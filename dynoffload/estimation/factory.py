@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -66,7 +67,7 @@ def job_of(name: str) -> Job:
             raise ConfigError(f"{where} has no function {function!r} that can be called")
         try:
             made = build()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path[:] = before
@@ -88,7 +89,7 @@ def _module(where: str, *, is_file: bool) -> ModuleType:
         return module
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
 
 
@@ -101,7 +102,9 @@ def _job(name: str, made: object) -> Job:
     elif isinstance(made, tuple) and len(made) in (3, 4):
         values = [*made, None][:4]
     else:
-        raise ConfigError(f"{name}() returned {type(made).__name__}: {_RETURNS}")
+        what = type(made).__name__
+        what += f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise ConfigError(f"{name}() returned {what}: {_RETURNS}")
     model, optimizer, batches, loss = values
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name}() returned {type(model).__name__} as the model: {_RETURNS}")
@@ -109,10 +112,10 @@ def _job(name: str, made: object) -> Job:
         raise ConfigError(
             f"{name}() returned {type(optimizer).__name__} as the optimizer: {_RETURNS}"
         )
-    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str | torch.Tensor):
         raise ConfigError(
             f"{name}() returned {type(batches).__name__} as the batches: {_RETURNS}; batches are "
-            "iterated, each is passed to the model"
+            "iterated, each is passed to the model: put a single one into a list"
         )
     if not (loss is None or callable(loss)):
         raise ConfigError(f"{name}() returned {type(loss).__name__} as the loss: {_RETURNS}")

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.errors import ConfigError
+from dynoffload.errors import ConfigError, DynOffloadError
 from dynoffload.memory.pieces import same_bits
 from dynoffload.pilot.progress import Report
 from dynoffload.planning.footprint import temporaries
@@ -81,7 +81,8 @@ def measure(
         report: told what is done.
 
     Raises:
-        ConfigError: there is no batch, one can be used only once, or forward writes into weights.
+        ConfigError: there is no batch, one can be used only once, the model fails on one, or
+            forward writes into weights.
         TraceError: a batch gives no loss.
     """
     if not batches:
@@ -94,22 +95,22 @@ def measure(
     with _untouched(model, recorder):
         report("measuring plain steps")
         versions = {name: one._version for name, one in model.named_parameters()}
-        _step(model, batches[0], loss)
+        _step(model, batches, 0, loss)
         for name, one in model.named_parameters():
             if one._version != versions.get(name, one._version):
                 raise ConfigError(
                     f"forward writes into {name}, so no step can be measured without changing it: "
                     "it has been changed by one"
                 )
-        for number, batch in enumerate(batches):
+        for number in range(len(batches)):
             report("measuring plain steps", number, len(batches))
             runs = []
             for _ in range(_TIMED):
                 with torch.random.fork_rng(devices=[]):  # the same path each time
-                    runs.append(_step(model, batch, loss))
+                    runs.append(_step(model, batches, number, loss))
             times.append((median(f for f, _ in runs), median(b for _, b in runs)))
             with recorder:
-                _step(model, batch, loss)
+                _step(model, batches, number, loss)
     network = network_of(model)
     steps = tuple(
         recorded(trace, network).timed(*timed, 0.0)
@@ -118,12 +119,32 @@ def measure(
     return Measured(network, steps, max(map(temporaries, traces)))
 
 
-def _step(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[float, float]:
-    """Return the seconds of forward and of backward."""
-    begin = time.perf_counter()
-    found = loss_of(call_model(model, batch), batch, loss)
-    forward = time.perf_counter()
-    found.backward()  # type: ignore[no-untyped-call]
+def _step(
+    model: nn.Module, batches: Sequence[Any], number: int, loss: Loss | None
+) -> tuple[float, float]:
+    """Return the seconds of forward and of backward of one of ``batches``.
+
+    Raises:
+        ConfigError: the model or the loss function fails on it.
+        TraceError: it gives no loss.
+    """
+    batch, what = batches[number], "forward"
+    try:
+        begin = time.perf_counter()
+        output = call_model(model, batch, some=loss is not None)
+        what = "forward" if loss is None else "the loss function"
+        found = loss_of(output, batch, loss)
+        forward, what = time.perf_counter(), "backward"
+        found.backward()  # type: ignore[no-untyped-call]
+    except DynOffloadError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{what} of {type(model).__name__} failed on batch {number} "
+            f"({type(error).__name__}: {error}): a batch is given to forward by name if it is a "
+            "mapping, by position if it is a tuple or list, and else as the one argument; a loss "
+            "function is given forward's output and the batch"
+        ) from error
     return forward - begin, time.perf_counter() - forward
 
 

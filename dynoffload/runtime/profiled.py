@@ -53,9 +53,10 @@ def profiled(
 
     Raises:
         ProfilingDone: ``given.profile_steps`` were saved.
+        TraceError: the directory holds traces of another network.
     """
     from dynoffload.profiler import Recorder
-    from dynoffload.profiler.profiling import next_number
+    from dynoffload.profiler.profiling import check_network, next_number
 
     assert given.profile_dir is not None
     directory, limit = given.profile_dir, given.profile_steps
@@ -64,6 +65,8 @@ def profiled(
 
     def save(trace: Trace) -> None:
         nonlocal saved
+        if not saved:
+            check_network(directory, trace)
         trace.step = first + saved
         trace.save(directory / f"step-{trace.step:06d}.parquet")
         saved += 1

@@ -145,13 +145,15 @@ def sizing_of(
         if division.sizing is not None:
             break
         enough = max(division.need, enough + 4 * KiB)
-    raise BudgetError(
+    error = BudgetError(
         f"a budget of {format_bytes(budget)} cannot hold the largest update: "
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
         f"activations and reserve: raise the budget to at least {format_bytes(enough)}, or make "
         f"that layer smaller{_whole(model, optimizer, division, config)}{_held_too(model)}"
     )
+    error.lacking = enough - budget
+    raise error
 
 
 def _whole(

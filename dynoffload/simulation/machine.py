@@ -113,6 +113,11 @@ def _require(owner: object, name: str, holds: bool, wanted: str) -> None:
         )
 
 
+_KINDS: dict[str, tuple[str, Any]] = {
+    "bool": ("true or false", bool),
+    "int": ("whole number", int),
+    "int | None": ("whole number", int),
+}
 _BYTES = frozenset(("fast_bytes", "slow_bytes", "page_bytes", "read_bps", "write_bps", "mixed_bps"))
 
 
@@ -151,13 +156,14 @@ def load_machines(path: Path) -> dict[str, Machine]:
     if not tables or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f"{path} has no table [link] or [links.NAME] with read_bps and write_bps")
     shared = _values(Machine, document, str(path))
+    _check_there(shared, ("fast_bytes",), str(path))
     found = {}
     for name, table in tables.items():
         where = f"{path} [{'link' if name == 'link' else f'links.{name}'}]"
         own = {key: table.pop(key) for key in ("slow_bytes",) if key in table}
         values = _values(Link, table, where)
-        if "mixed_bps" not in values and {"read_bps", "write_bps"} <= values.keys():
-            values["mixed_bps"] = values["read_bps"] + values["write_bps"]
+        _check_there(values, ("read_bps", "write_bps"), where)
+        values.setdefault("mixed_bps", values["read_bps"] + values["write_bps"])
         tier = {**shared, **_values(Machine, own, where), "link": _made(Link, values, where)}
         found[name] = _made(Machine, tier, str(path))
     return found
@@ -191,6 +197,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the machine of {path}: {error}") from error
 
 
+def _check_there(values: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    lacking = [key for key in keys if key not in values]
+    if lacking:
+        raise ConfigError(f"{where} lacks {' and '.join(lacking)}")
+
+
 def _values(kind: Any, table: dict[str, Any], where: str) -> dict[str, Any]:
     types = {field.name: field.type for field in fields(kind)}
     values = {}
@@ -200,9 +212,11 @@ def _values(kind: Any, table: dict[str, Any], where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: {key!r} is no key of a {kind.__name__.lower()}: {known}")
         if key in _BYTES and isinstance(value, str):
             value = parse_bytes(value)
-        wanted = {"bool": bool, "int": int, "int | None": int}.get(str(types[key]), (int, float))
+        name, wanted = _KINDS.get(str(types[key]), ("number", (int, float)))
+        if wanted is int and isinstance(value, float) and value.is_integer():
+            value = int(value)  # such as 1e12
         if not isinstance(value, wanted) or isinstance(value, bool) is not (wanted is bool):
-            raise ConfigError(f"{where}: {key} is {value!r}, which is no {types[key]}")
+            raise ConfigError(f"{where}: {key} is {value!r}, which is no {name}")
         values[key] = value
     return values
 
@@ -210,8 +224,6 @@ def _values(kind: Any, table: dict[str, Any], where: str) -> dict[str, Any]:
 def _made(kind: Any, values: dict[str, Any], where: str) -> Any:
     try:
         return kind(**values)
-    except TypeError as error:
-        missing = str(error).rpartition(": ")[2]
-        raise ConfigError(f"{where} lacks {missing}") from None
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        said = str(error).removeprefix(f"{kind.__name__.lower()}: ")
+        raise ConfigError(f"{where}: {said}") from None

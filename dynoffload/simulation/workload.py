@@ -141,8 +141,8 @@ def workload(traces: Iterable[Trace], costs: CostModel | None = None) -> Workloa
     for trace in traces:
         if network and trace.network != network:
             raise TraceError(
-                f"traces of two networks, {network[:12]} and {trace.network[:12]} (step "
-                f"{trace.step} of {trace.source!r}): give those of one"
+                f"traces of two networks: step {trace.step} is of {trace.network[:12]}, those "
+                f"before it of {network[:12]}; keep the traces of each in a directory of its own"
             )
         network = trace.network
         made.steps.append(_Reader(trace, made, known).step(_seconds(trace, costs)))
