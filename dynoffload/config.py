@@ -7,10 +7,11 @@ defaults are how ``dynoffload run --budget … script.py`` reaches a script that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,17 @@ def set_defaults(
         profile_steps=profile_steps,
         on_end=on_end,
     )
+
+
+@contextlib.contextmanager
+def without_defaults() -> Iterator[None]:
+    """Leave the process-wide defaults aside: a block of the library's own is not the script's."""
+    global _defaults
+    before, _defaults = _defaults, Defaults()
+    try:
+        yield
+    finally:
+        _defaults = before
 
 
 def clear_defaults() -> None:

@@ -38,7 +38,7 @@ PACES = (2.0, 4.0, 8.0)
 """Times what plain training takes for as much."""
 _START_S = 120.0  # to come to the block and make a first step
 _PLAIN_S = 600.0  # of a step of plain training, before its pace is known
-_BEFORE = 3
+_BEFORE = 3  # processes that are looked at before there is a network
 _SPARE = 1.5  # of swap: pages stay in it after they were read back
 
 
@@ -207,7 +207,7 @@ class _Room:
 
 
 def _search(search: Search, way: Way, room: _Room, report: Report) -> list[Try]:
-    """Double until a size does not fit, then halve the gap. What fits is taken to fit below too.
+    """Double until a size does not fit, then halve the gap between it and those that do.
 
     As long as none fits, one that is only too slow is doubled too: what a way takes for each
     operator weighs most in the smallest steps.

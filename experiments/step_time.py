@@ -169,6 +169,7 @@ def run(
             "link": asdict(fit.machine.link),
             "interference": fit.machine.interference,
             "work": asdict(fit.work),
+            "pace_s": fit.pace_s,
         }
         for name, spec in specs.items():
             found = _compare(name, spec, asked, fit, Path(folder), report)

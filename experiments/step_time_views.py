@@ -311,7 +311,8 @@ process of its own, in turns with plain training and the others, on the same sam
 median of {result["steps"]} steps{runs} after warm-up, and its ratio is that to plain steps of the
 same turns. The same steps are simulated from plain ones that were recorded, with the link as
 measured ({link["read_bps"] / 1e9:.2f} GB/s in, {link["write_bps"] / 1e9:.2f} out) and with what the
-runtime takes itself as fitted on other networks; there the ratio is to the recorded plain steps.
+runtime takes itself as fitted on other networks, scaled by its pace here; there the ratio is to the
+recorded plain steps.
 {alone}
 
 Published for this way of offloading: up to {result["published"]} times as fast as other policies,

@@ -221,7 +221,7 @@ def _least_budget(work: Workload, machine: Machine, whole: int, tolerance: float
 
 def _slowest_link(work: Workload, machine: Machine, tolerance: float) -> float | None:
     """Return by what to multiply the tier's bandwidths at the least; None if `FACTORS` is too
-    little, as where a use needs more than the budget."""
+    little."""
 
     def at(factor: float) -> Machine:
         link = machine.link
@@ -317,7 +317,7 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     if tier["infeasible"]:
         said.append(f"link: under {at} a step cannot run: {tier['infeasible']}")
     elif factor is not None and factor <= 1 / FACTORS:
-        said.append(f"link: under {at} {1 / FACTORS:g} of its bandwidth is enough")
+        said.append(f"link: under {at} 1/{FACTORS:.0f} of its bandwidth is enough that {hidden}")
     elif factor is None:
         said.append(f"link: under {at} no link of up to {FACTORS:.0f} times its bandwidth does")
     else:

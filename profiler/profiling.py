@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import TraceError
+from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features
 from dynoffload.profiler.trace import Trace
@@ -50,7 +51,7 @@ def profile(
         batches: what to call it with: a mapping is passed by name, a tuple or list by position,
             an object with a tuple ``args`` (and perhaps a dict ``kwargs``) by those, anything else
             as the one argument. With a ``loss`` of its own, forward gets as many items of a tuple
-            or list as it takes: of ``(x, y)`` the first, if it has one argument.
+            or list as it takes, optional ones included: of ``(x, y)`` the first, if it has one.
         out: directory for the traces; made if it is missing.
         optimizer: the optimizer to step.
         loss: makes a scalar from (output, batch). By default the output itself if it is a scalar,
@@ -71,13 +72,16 @@ def profile(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TraceError(f"{folder}: cannot be made a directory of traces ({error})") from error
+    if beside := of_another(folder, model):
+        raise TraceError(
+            f"{folder} holds traces of another network, such as {beside.name}: name another "
+            "directory for each network"
+        )
     number = next_number(folder)
     paths: list[Path] = []
     current: Any = None
 
     def write(trace: Trace) -> None:
-        if not paths:
-            check_network(folder, trace)
         path = folder / f"step-{number + len(paths):06d}.parquet"
         trace.step = number + len(paths)
         trace.save(path)
@@ -118,7 +122,10 @@ def call_model(model: torch.nn.Module, batch: Any, *, some: bool = False) -> Any
 
 def _most_arguments(model: torch.nn.Module) -> int | None:
     """Return how many positional arguments forward takes; None if that has no end."""
-    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
+    try:
+        kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
+    except (TypeError, ValueError):  # a forward that is not Python's
+        return None
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return None
     return sum(
@@ -165,18 +172,15 @@ def loss_of(
     return found
 
 
-def check_network(folder: Path, trace: Trace) -> None:
-    """Refuse to write ``trace`` beside traces of another network.
-
-    Raises:
-        TraceError: there are such, or what is there cannot be read.
-    """
-    beside = max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), default=None)
-    if beside is not None and (network := Trace.load(beside).network) != trace.network:
-        raise TraceError(
-            f"{folder} holds traces of another network ({beside.name} is of {network[:12]}, this "
-            f"model is {trace.network[:12]}): name another directory for each network"
-        )
+def of_another(folder: Path, model: torch.nn.Module) -> Path | None:
+    """Return a trace in ``folder``, the last, if it is of another network than ``model``."""
+    last = max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), default=None)
+    if last is None:
+        return None
+    try:
+        return None if Trace.load(last).network == fingerprint(model) else last
+    except TraceError:  # whoever reads them will name it
+        return None
 
 
 def next_number(folder: Path) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import json
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from typer.testing import CliRunner
 
 import dynoffload
 from dynoffload.cli import app
+from dynoffload.cli.estimate import _bar
+from dynoffload.config import clear_defaults, defaults, set_defaults
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
-from dynoffload.estimation import Calibration, calibration, estimate, estimates
+from dynoffload.estimation import Calibration, Estimate, calibration, estimate, estimates, pace
 from dynoffload.estimation.factory import job_of
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
+from dynoffload.estimation.pace import measure_pace
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import COSTS, Work
 from dynoffload.units import MiB
@@ -390,7 +395,7 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         with pytest.raises(ConfigError, match=told):
             estimate(model, BATCHES, budget="1MiB", optimizer=optimizer, config=config)
     other = AdamW(nn.Linear(2, 2).parameters())
-    with pytest.raises(ConfigError, match="AdamW has none of the parameters of this Net"):
+    with pytest.raises(ConfigError, match="none of the optimizer's parameters belong to this Net"):
         estimate(model, BATCHES, budget="1MiB", optimizer=other)
     with (
         dynoffload.offload(model, optimizer, budget="2MiB"),
@@ -552,6 +557,48 @@ def test_what_is_shipped_is_what_was_fitted() -> None:
         assert getattr(shipped, key) == pytest.approx(getattr(found, key), rel=0.05), key
 
 
+@needs_pager
+def test_the_pace_is_that_of_the_runtime_whoever_asks(tmp_path: Path) -> None:
+    """Neither the random numbers nor the defaults of the caller's process are touched, or used."""
+    before = torch.get_rng_state()
+    set_defaults(profile_dir=tmp_path / "traces", policy="dtr")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            found = measure_pace(tmp_path)
+        assert defaults().policy == "dtr"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        clear_defaults()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not (tmp_path / "traces").exists()
+    assert 1e-4 < found < 1.0
+
+
+def test_a_pace_that_cannot_be_told_is_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_steps", lambda *_: [0.5])
+    with pytest.raises(BackendError, match="the runtime's pace cannot be told"):
+        measure_pace(Path.cwd())
+
+
+@needs_pager
+def test_nothing_moves_where_the_pace_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    @contextlib.contextmanager
+    def watched(*args: Any, **options: Any) -> Any:
+        with dynoffload.offload(*args, **options) as session:
+            yield session
+            seen.extend(session.log.steps[2:])
+
+    monkeypatch.setattr(pace, "offload", watched)
+    measure_pace(tmp_path)
+    assert len(seen) >= 15
+    assert not any(step.bytes_in or step.bytes_out for step in seen)
+
+
 # The command line
 
 FACTORY = """
@@ -662,8 +709,14 @@ def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     for words in ("Sequential", "1500KiB", "1GiB", "nothing, it fits", "the runtime's own work"):
         assert words in " ".join(shown.output.split()), words
+    found = Estimate("Net", 1, True, timed=True, plain_s=0.05, step_s=0.6123, faster_link_s=0.5123)
+    bars = [
+        str(_bar("1500MiB", replace(found, **parts), 0.6123))
+        for parts in ({"own_s": 0.3, "stall_s": 0.1}, {"own_s": 0.2041, "stall_s": 0.2041})
+    ]
+    assert max(map(len, bars)) <= 80
     (bar,) = [line for line in shown.output.splitlines() if "× plain;" in line]
-    assert bar.rstrip().endswith("by a link 2× as fast")  # on one line of 80
+    assert re.search(r"plain; with twice the link [0-9.]+ ms *$", bar)  # on one line of 80
     numbers = CliRunner().invoke(app, [*command, "1500KiB", "--json"])
     (found,) = json.loads(numbers.stdout)
     assert found["feasible"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +88,21 @@ def test_what_is_too_slow_when_small_is_tried_larger(monkeypatch: pytest.MonkeyP
     row = largest.measure(_search(), ["repeat"], lambda *_: None)["ways"]["repeat"]
     assert (row["largest"], row["ended_by"]) == (11, "a step of so much")
     assert [one["size"] for one in row["tries"]] == [1, 2, 4, 8, 10, 11, 12, 16]
+
+
+def test_what_a_process_takes_before_is_the_least_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first process that reads a library's files is charged with them."""
+    charged = iter([900, 500, 600])
+
+    @contextmanager
+    def worker(*_: Any) -> Iterator[Any]:
+        yield SimpleNamespace(before={"charged_bytes": next(charged)})
+
+    monkeypatch.setattr(largest, "worker", worker)
+    monkeypatch.setattr(largest, "memory_group", lambda limit: nullcontext())
+    assert largest._before(_search()) == 500
 
 
 def test_far_up_it_is_found_to_a_sixteenth(monkeypatch: pytest.MonkeyPatch) -> None:

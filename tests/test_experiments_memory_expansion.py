@@ -159,6 +159,9 @@ def test_the_command_writes_a_figure_beside_the_numbers(tmp_path: Path) -> None:
 
 
 def test_a_division_that_leaves_devices_over_is_refused() -> None:
+    for name in ("sequences", "length", "vocabulary"):
+        with pytest.raises(ConfigError, match=f"--{name} 0 is too few"):
+            memory_expansion.run(figure=False, **{name: 0})
     with pytest.raises(ConfigError, match="--tensor 24 does not divide 256"):
         memory_expansion.run(tensor=24)
 

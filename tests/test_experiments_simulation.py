@@ -137,8 +137,15 @@ def test_bytes_are_compared_over_all_measured_steps() -> None:
         Setting("chain", 0.5, "repeat"),
         material(5),
         real,
-        Fit(Machine(LINK, 1), Work(), PACE),
+        Fit(Machine(LINK, 1), Work(visit_s=1e-3), PACE),
         2,
+    )
+    slower = replace(real, pace_s=3 * PACE)
+    fit = Fit(Machine(LINK, 1), Work(visit_s=1e-3), PACE)
+    other = simulation._row(Setting("chain", 0.5, "repeat"), material(5), slower, fit, 2)
+    visits = 5 * 2e-3  # each two times longer
+    assert other["simulated"]["forward_s"] - made["simulated"]["forward_s"] == pytest.approx(
+        visits, rel=0.3
     )
     assert made["real"]["bytes_in"] == 500
     assert [made["real"][key] for key in PHASES] == [0.1, 0.08, 0.02]

@@ -16,7 +16,7 @@ from dynoffload.experiments import zoo
 from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.whatif import SHARES, answers, run
 from dynoffload.profiler import Trace, profile
-from dynoffload.simulation import load_costs, workload
+from dynoffload.simulation import load_costs, load_machines, workload
 
 MACHINE = """
 fast_bytes = "2MiB"
@@ -100,7 +100,9 @@ def test_the_answers_are_said_in_words(asked: tuple[dict[str, Any], Path]) -> No
     told = answers("far", {**nothing, "infeasible": "use 3 needs 2 MiB"}, 0.05)
     assert told[1] == "link: under 1.00 MiB a step cannot run: use 3 needs 2 MiB"
     told = answers("far", {**nothing, "link_factor": 1 / 64}, 0.05)
-    assert told[1] == "link: under 1.00 MiB 0.015625 of its bandwidth is enough"
+    assert told[1] == (
+        "link: under 1.00 MiB 1/64 of its bandwidth is enough that no more than 5% of a step waits"
+    )
 
 
 def test_a_figure_is_drawn(asked: tuple[dict[str, Any], Path]) -> None:
@@ -169,3 +171,24 @@ def test_wrong_questions_are_refused(tmp_path: Path) -> None:
         run(traces=tmp_path)
     with pytest.raises(ConfigError, match="tolerance is 0: it is a share"):
         run(tolerance=0)
+
+
+def test_the_machine_on_the_page_can_be_read(tmp_path: Path) -> None:
+    page = Path(__file__).parents[1] / "docs" / "results" / "whatif.md"
+    _, _, rest = page.read_text(encoding="utf-8").partition("```toml\n")
+    (tmp_path / "machine.toml").write_text(rest.partition("```")[0])
+    machines = load_machines(tmp_path / "machine.toml")
+    assert list(machines) == ["host", "drive"]
+    assert machines["host"].link.read_bps == 25e9
+    assert machines["drive"].link.mixed_bps == 11e9
+
+
+def test_traces_of_two_networks_and_no_steps_are_refused(tmp_path: Path) -> None:
+    for length in (4, 2):
+        model, folder = zoo.build("moe", "tiny", experts=length), tmp_path / str(length)
+        profile(model, list(islice(zoo.samples("moe", rows=1, length=4), 1)), out=folder)
+    (tmp_path / "2" / "step-000000.parquet").rename(tmp_path / "4" / "step-000001.parquet")
+    with pytest.raises(TraceError, match=r"step-000001\.parquet is of another network than step"):
+        run(traces=tmp_path / "4")
+    with pytest.raises(ConfigError, match="steps=0 is too few"):
+        run(traces=tmp_path / "4", steps=0)

@@ -24,7 +24,7 @@ from dynoffload.experiments import zoo
 from dynoffload.experiments.architectures import ARCHITECTURES
 from dynoffload.planning import Path, Size, Structure
 from dynoffload.planning.flow import Flow
-from dynoffload.profiler import Phase, Recorder, Trace, resolve
+from dynoffload.profiler import Phase, Recorder, Trace, profile, resolve
 
 WIDTH = 4
 
@@ -395,5 +395,11 @@ def test_the_command_merges_a_directory_of_traces(tmp_path: pathlib.Path) -> Non
     assert {**asdict(size), "compression": size.compression}.items() <= numbers.items()
     assert 0 < numbers["decisions"] < len(traces[0].operators)
     assert "compression" in CliRunner().invoke(app, ["structure", str(tmp_path)]).stdout
+    loss = lambda out, _: out.sum()  # noqa: E731
+    (other,) = profile(nn.Linear(4, 1), [torch.ones(2, 4)], out=tmp_path / "other", loss=loss)
+    other.rename(tmp_path / "zzz.parquet")
+    mixed = CliRunner().invoke(app, ["structure", str(tmp_path)])
+    assert mixed.exit_code == 1
+    assert "zzz.parquet is of another network than" in mixed.stderr
     empty = CliRunner().invoke(app, ["structure", str(tmp_path / "..")])
     assert empty.exit_code == 1

@@ -75,3 +75,18 @@ def test_a_model_on_meta_gets_its_weights(traces: Path, when: str) -> None:
         optimizer.step()
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     assert len(list(traces.iterdir())) == 1
+
+
+def test_a_network_beside_traces_of_another_is_told(
+    traces: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two blocks of one script, as of a GAN, are both recorded."""
+    for width in (8, 4):
+        assert "another network" not in caplog.text
+        model = nn.Linear(width, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with dynoffload.offload(model, optimizer, budget="1MB"):
+            model(torch.randn(2, width)).sum().backward()
+            optimizer.step()
+    assert "holds traces of another network, such as step-000000.parquet" in caplog.text
+    assert len(list(traces.iterdir())) == 2

@@ -18,7 +18,7 @@ from dynoffload.units import format_bytes, format_seconds, parse_bytes
 if TYPE_CHECKING:
     from dynoffload.estimation import Estimate
 
-_WIDTH = 24  # characters of a bar
+_WIDTH = 16  # characters of a bar
 _PARTS = (
     ("█", "compute", "green"),
     ("▓", "the runtime's own work", "yellow"),
@@ -70,13 +70,13 @@ def estimate(
     """
     from dynoffload.config import OffloadConfig
     from dynoffload.estimation import estimates
-    from dynoffload.estimation.estimate import check
+    from dynoffload.estimation.estimate import check_options
     from dynoffload.estimation.factory import job_of
     from dynoffload.pilot.progress import progress_bar
 
     sizes = [parse_bytes(one) for one in budget]
     config = OffloadConfig(policy=policy)
-    check(config)
+    check_options(config)
     with progress_bar(True) as report:
         report("building the model")
         job = job_of(factory)
@@ -135,7 +135,7 @@ def _show(asked: Mapping[str, Estimate]) -> None:
 
 def _cells(one: Estimate) -> list[str]:
     if not one.feasible:
-        return ["too small:", f"{format_bytes(one.least)} is enough"]
+        return ["too small", f"{format_bytes(one.least)} is enough" if one.least else ""]
     if not one.timed:
         return [format_bytes(one.fast_peak), format_bytes(one.file_peak), "not estimated"]
     return [cell(one) for cell in _COLUMNS.values()]
@@ -150,7 +150,7 @@ def _bar(budget: str, one: Estimate, longest: float) -> Text:
     if one.plain_s:
         line.append(f", {one.step_s / one.plain_s:.2f}× plain")
     if not one.resident:
-        line.append(f"; {format_seconds(one.faster_link_s)} by a link 2× as fast")
+        line.append(f"; with twice the link {format_seconds(one.faster_link_s)}")
     return line
 
 

@@ -6,16 +6,14 @@ function. What it is not: the experiments, nor their list (``dynoffload.experime
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
+import os
 import re
-import signal
 import tempfile
-import threading
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +23,7 @@ from rich.text import Text
 
 from dynoffload.cli.app import app, say_wrote, stdout
 from dynoffload.errors import ConfigError
+from dynoffload.termination import ended_by_signal
 
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _OPEN: dict[str, Any] = {
@@ -73,6 +72,7 @@ def experiment(
     function = experiments.load(name)
     accepted = options_of(function)
     if show_options or show_help:
+        stdout().print(experiments.summary(name), highlight=False)
         _list_options(name, accepted, meanings_of(function))
         return
     options = parse_options(name, ctx.args, accepted)
@@ -80,7 +80,7 @@ def experiment(
     written = None if to_stdout else json_path
     if written is not None:
         _make_room(written)
-    with ended_by_termination():
+    with ended_by_signal():
         result = function(json_path=written, **options)
     if to_stdout:
         typer.echo(json.dumps(result, indent=2))
@@ -103,25 +103,9 @@ def _make_room(path: Path) -> None:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}): name another file for --json"
         ) from error
-    if path.is_dir():
-        raise ConfigError(f"{path} is a directory: name a file for --json")
-
-
-@contextlib.contextmanager
-def ended_by_termination() -> Iterator[None]:
-    """Let ``kill`` end a command as an exception does, so that its files and processes go too."""
-
-    def end(number: int, _: types.FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # signals are not its own
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        what = "is a directory" if path.is_dir() else "must not be written"
+        raise ConfigError(f"{path} {what}: name another file for --json")
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
@@ -222,6 +206,7 @@ def _list_options(
     name: str, accepted: Mapping[str, tuple[Any, Any]], meanings: Mapping[str, str]
 ) -> None:
     table = Table("option", "default", "", title=name, title_justify="left", box=None)
+    table.add_row("--json", "", "Where the numbers are written as JSON; - prints them.")
     for key, (_, default) in accepted.items():
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
         text = "" if shown is None else str(shown)

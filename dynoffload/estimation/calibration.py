@@ -8,6 +8,7 @@ takes, saved tensor by saved tensor and update by update, is fitted once, and sc
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,7 @@ def _load(path: Path) -> _Fitted:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         work = {key: float(found["work"][key]) for key in (*COSTS.values(), *_MEASURED)}
-        return _Fitted(
+        fitted = _Fitted(
             {key: work[key] for key in COSTS.values()},
             float(found["link"]["latency_s"]),
             float(found["link"]["fault_s"]),
@@ -136,3 +137,6 @@ def _load(path: Path) -> _Fitted:
         ) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is no calibration ({error}): {_MAKE}") from error
+    if not (0 < fitted.pace_s < math.inf):
+        raise ConfigError(f"{path} is no calibration (pace_s is {fitted.pace_s}): {_MAKE}")
+    return fitted

@@ -28,7 +28,7 @@ from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owner
 from dynoffload.runtime.aside import ASIDE
 from dynoffload.runtime.counting import States, is_trained, whole_bytes
 from dynoffload.runtime.materialize import noted
-from dynoffload.runtime.offload import is_managed
+from dynoffload.runtime.offload import check_parameters, is_managed
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation import Machine
@@ -136,8 +136,9 @@ def estimate(
         loss: as for `dynoffload.profile`.
         config: as for `dynoffload.offload`.
         spill_dir: where the spill file would lie, as for `dynoffload.offload`.
-        calibration: of this machine; without it the link is measured, and what the runtime itself
-            takes is as shipped.
+        calibration: of this machine, or the path of what was fitted on it; without either what the
+            runtime itself takes is as shipped. But for a `Calibration`, the link and the runtime's
+            pace are measured.
         report: told what is done.
 
     Returns:
@@ -177,7 +178,7 @@ def estimates(
 ) -> list[Estimate]:
     """Return an `estimate` for each of ``budgets``; steps and link are measured once."""
     options = OffloadConfig.of(config)
-    check(options)
+    check_options(options)
     if is_managed(model):
         raise ConfigError(
             f"this {type(model).__name__} is inside an offload() block, where its steps are not "
@@ -186,12 +187,10 @@ def estimates(
     tell = report or _silent
     sizes = [parse_bytes(budget) for budget in budgets]
     optimizer = None if optimizer is None else innermost(optimizer)
-    _check_trains(optimizer, model)
-    tell("measuring the link")
+    if optimizer is not None:
+        check_parameters(model, optimizer)
     directory = Path(spill_dir or default_spill_dir())
     check_room(directory, {})
-    if not isinstance(calibration, Calibration):
-        calibration = Calibration.of(directory, calibration)
     taken = list(itertools.islice(iter(batches), _BATCHES))
     assumed = []
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -210,6 +209,9 @@ def estimates(
             for step in plain.steps
         ),
     )
+    if not isinstance(calibration, Calibration):
+        tell("measuring the link")
+        calibration = Calibration.of(directory, calibration)
     assumed.append(calibration.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []
@@ -219,22 +221,6 @@ def estimates(
             _under(replace(known, budget=size), model, optimizer, measured, options, calibration)
         )
     return found
-
-
-def _check_trains(optimizer: Optimizer | None, model: nn.Module) -> None:
-    """Refuse an optimizer that trains another model.
-
-    Raises:
-        ConfigError: it has none of the model's parameters.
-    """
-    if optimizer is None:
-        return
-    own = set(map(id, model.parameters()))
-    if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
-        raise ConfigError(
-            f"the {type(optimizer).__name__} has none of the parameters of this "
-            f"{type(model).__name__}: make it of model.parameters()"
-        )
 
 
 def _updated(network: Network, step: Recorded) -> float:
@@ -256,7 +242,7 @@ def _under(
     try:
         sizing = sizing_of(model, optimizer, known.budget, options)
     except BudgetError as error:
-        return replace(known, reason=str(error), least=known.budget + error.lacking)
+        return replace(known, reason=str(error), least=_enough(known.budget, error))
     known = replace(
         known,
         feasible=True,
@@ -301,6 +287,10 @@ def _under(
     return _simulated(known, measured, sizing, options, calibration)
 
 
+def _enough(budget: int, error: BudgetError) -> int:
+    return budget + error.lacking if error.lacking else 0
+
+
 def _noted(known: Estimate, note: str) -> Estimate:
     return replace(known, assumptions=(*known.assumptions, note))
 
@@ -309,7 +299,7 @@ def _silent(doing: str, done: int | None = None, total: int | None = None) -> No
     """Tell nobody."""
 
 
-def check(options: OffloadConfig) -> None:
+def check_options(options: OffloadConfig) -> None:
     """Refuse options under which steps cannot be simulated.
 
     Raises:

@@ -139,11 +139,16 @@ def _step(
     except DynOffloadError:
         raise
     except Exception as error:
+        hint = ""
+        if isinstance(error, TypeError):  # most likely arguments
+            hint = (
+                "; a batch is given to forward by name if it is a mapping, by position if it is a "
+                "tuple or list, and else as the one argument; a loss function is given forward's "
+                "output and the batch"
+            )
         raise ConfigError(
             f"{what} of {type(model).__name__} failed on batch {number} "
-            f"({type(error).__name__}: {error}): a batch is given to forward by name if it is a "
-            "mapping, by position if it is a tuple or list, and else as the one argument; a loss "
-            "function is given forward's output and the batch"
+            f"({type(error).__name__}: {error}): mend the model, the batches or the loss{hint}"
         ) from error
     return forward - begin, time.perf_counter() - forward
 

@@ -16,8 +16,11 @@ from statistics import median
 import torch
 from torch import nn
 
+from dynoffload.config import without_defaults
+from dynoffload.errors import BackendError
 from dynoffload.estimation.measuring import same_random
 from dynoffload.runtime.offload import offload
+from dynoffload.units import format_seconds
 
 _LAYERS, _WIDTH, _ROWS = 20, 192, 48
 _BUDGET = 3  # times parameters, gradients and optimizer state
@@ -26,19 +29,25 @@ _STEPS, _WARMUP, _ROUNDS = 9, 3, 3
 
 def measure_pace(directory: str | Path) -> float:
     """Return the seconds of the runtime's own work in a step of a network of 20 layers, the median
-    of several steps; takes about two seconds, and 50 MiB.
+    of several steps, by as many threads as the process computes with; takes about two seconds, and
+    50 MiB.
 
     Args:
         directory: on a disk, for the spill file, of which nothing remains.
 
     Raises:
-        BackendError: the system has none of the backends.
+        BackendError: the system has none of the backends, or is so busy that a session's steps are
+            no longer than plain ones.
         SpillError: the directory cannot be used.
     """
-    with same_random():
-        layers = ((nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(_LAYERS))
-        model = nn.Sequential(*itertools.chain.from_iterable(layers))
-        batch = torch.randn(_ROWS, _WIDTH)
+    with same_random(), torch.enable_grad(), torch.device("cpu"), without_defaults():
+        return _measured(directory)
+
+
+def _measured(directory: str | Path) -> float:
+    layers = ((nn.Linear(_WIDTH, _WIDTH, dtype=torch.float32), nn.ReLU()) for _ in range(_LAYERS))
+    model = nn.Sequential(*itertools.chain.from_iterable(layers))
+    batch = torch.randn(_ROWS, _WIDTH, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
     budget = _BUDGET * 4 * sum(one.nbytes for one in model.parameters())
     plain, paged = list[float](), list[float]()
@@ -52,7 +61,14 @@ def measure_pace(directory: str | Path) -> float:
             spill_dir=directory,
         ):
             paged += _steps(model, optimizer, batch)
-    return max(0.0, median(paged) - median(plain))
+    own = median(paged) - median(plain)
+    if own <= 0:
+        raise BackendError(
+            f"a step took {format_seconds(median(paged))} in a session and "
+            f"{format_seconds(median(plain))} plainly, so the runtime's pace cannot be told: the "
+            "machine is too busy, try again"
+        )
+    return own
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:

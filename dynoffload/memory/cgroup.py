@@ -20,15 +20,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from dynoffload.errors import DynOffloadError
 from dynoffload.memory.limits import cgroup_directories
+from dynoffload.termination import ended_by_signal
 from dynoffload.units import MiB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -300,7 +299,7 @@ def swap_file(directory: Path, nbytes: int) -> Iterator[Path]:
             f"{directory} has {format_bytes(free)} free, and a swap file of "
             f"{format_bytes(nbytes)} is needed: free some space, or name another directory"
         )
-    with _ended_by_signal():
+    with ended_by_signal():
         descriptor, name = tempfile.mkstemp(prefix=f"{_SWAP}{os.getpid()}-", dir=directory)
         try:
             try:
@@ -364,23 +363,6 @@ def _tool(name: str, path: str) -> None:
     done = subprocess.run([name, path], capture_output=True, text=True, check=False)
     if done.returncode:
         raise LimitError(f"{name} {path}: {done.stderr.strip() or done.returncode}")
-
-
-@contextlib.contextmanager
-def _ended_by_signal() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does: what was switched on is switched off."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _maker_is_gone(name: str, prefix: str) -> bool:

@@ -276,7 +276,7 @@ def _plan(
     _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)
-        _check_parameters(model, optimizer)
+        check_parameters(model, optimizer)
     from_command = given.pilot is not None and pilot == "auto"
     predictor = _predictor(given.pilot if from_command else pilot)
     if predictor is not None and not isinstance(predictor, str):
@@ -474,7 +474,12 @@ def _check_open(model: nn.Module, optimizer: Optimizer | None) -> None:
             )
 
 
-def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that trains another model.
+
+    Raises:
+        ConfigError: it has parameters, and none of them is the model's.
+    """
     mine = {id(parameter) for parameter in model.parameters()}
     theirs = [p for group in optimizer.param_groups for p in group["params"]]
     if theirs and not any(id(parameter) in mine for parameter in theirs):

@@ -53,20 +53,24 @@ def profiled(
 
     Raises:
         ProfilingDone: ``given.profile_steps`` were saved.
-        TraceError: the directory holds traces of another network.
     """
     from dynoffload.profiler import Recorder
-    from dynoffload.profiler.profiling import check_network, next_number
+    from dynoffload.profiler.profiling import next_number, of_another
 
     assert given.profile_dir is not None
     directory, limit = given.profile_dir, given.profile_steps
     directory.mkdir(parents=True, exist_ok=True)
+    if beside := of_another(directory, model):
+        logger.warning(
+            "%s holds traces of another network, such as %s: a pilot learns from those of one, so "
+            "keep each in a directory of its own",
+            directory,
+            beside.name,
+        )
     first, saved = next_number(directory), 0
 
     def save(trace: Trace) -> None:
         nonlocal saved
-        if not saved:
-            check_network(directory, trace)
         trace.step = first + saved
         trace.save(directory / f"step-{trace.step:06d}.parquet")
         saved += 1

@@ -59,7 +59,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Phase:
-    """What a phase of a simulated step took, beside what its operators take.
+    """What a phase of a simulated step took.
 
     Attributes:
         name: ``"forward"``, ``"backward"`` or ``"optimizer"``.
