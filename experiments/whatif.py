@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments.comparing import check_page, write_between
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.profiler import Trace
+from dynoffload.profiler import Trace, load_traces
 from dynoffload.simulation import (
     Clairvoyant,
     Link,
@@ -127,14 +127,7 @@ def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> lis
         paths = sorted(Path(directory).glob("*.parquet"))[:steps]
         if not paths:
             raise TraceError(f"{directory} holds no traces: make some with dynoffload profile")
-        loaded = [Trace.load(path) for path in paths]
-        for path, trace in zip(paths, loaded, strict=True):
-            if trace.network != loaded[0].network:
-                raise TraceError(
-                    f"{path} is of another network than {paths[0].name}: keep the traces of each "
-                    "in a directory of its own"
-                )
-        return loaded
+        return list(load_traces(paths))
     import torch
 
     from dynoffload.experiments import zoo

@@ -26,7 +26,7 @@ from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler.program import Program, resolve
-from dynoffload.profiler.trace import Trace
+from dynoffload.profiler.storage import load_traces
 
 logger = logging.getLogger(__name__)
 
@@ -197,14 +197,8 @@ def load_programs(traces: str | Path, report: Report | None = None) -> list[Prog
         what = "holds no trace (*.parquet)" if folder.is_dir() else "is not a directory"
         raise TraceError(f"{folder}: {what}; record some with 'dynoffload profile -o {folder}'")
     programs: list[Program] = []
-    for number, path in enumerate(paths):
+    for number, trace in enumerate(load_traces(paths)):
         if report is not None:
             report("reading traces", number, len(paths))
-        program = resolve(Trace.load(path))
-        if programs and program.network != programs[0].network:
-            raise TraceError(
-                f"{folder}: {paths[0].name} is of network {programs[0].network[:12]}, {path.name} "
-                f"of {program.network[:12]}: keep the traces of each network in their own directory"
-            )
-        programs.append(program)
+        programs.append(resolve(trace))
     return sorted(programs, key=lambda program: program.step)

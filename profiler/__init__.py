@@ -15,7 +15,7 @@ from dynoffload.profiler.profiling import profile
 from dynoffload.profiler.program import Program, Visit, resolve
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features, Sample, describe_sample
-from dynoffload.profiler.storage import SCHEMA_VERSION
+from dynoffload.profiler.storage import SCHEMA_VERSION, load_traces
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
 from dynoffload.profiler.work import Kind, Work
 
@@ -40,6 +40,7 @@ __all__ = [
     "fingerprint",
     "idioms_of",
     "is_known",
+    "load_traces",
     "profile",
     "resolve",
     "rule_of",

@@ -27,6 +27,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,24 @@ def load_trace(path: Path) -> Trace:
         # pyarrow raises many kinds for a damaged file, OSError and ValueError among them.
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise TraceError(f"{path} is truncated or damaged ({what}); {_AGAIN}") from error
+
+
+def load_traces(paths: Sequence[Path]) -> Iterator[Trace]:
+    """Yield the traces in ``paths``, each read as it is asked for.
+
+    Raises:
+        TraceError: one cannot be read, or they are of several networks.
+    """
+    network = ""
+    for path in paths:
+        trace = load_trace(path)
+        if network and trace.network != network:
+            raise TraceError(
+                f"{paths[0]} is of network {network[:12]}, {path.name} of {trace.network[:12]}: "
+                "keep the traces of each network in their own directory"
+            )
+        network = trace.network
+        yield trace
 
 
 def seal(file: bytes) -> bytes:

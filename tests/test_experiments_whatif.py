@@ -188,7 +188,7 @@ def test_traces_of_two_networks_and_no_steps_are_refused(tmp_path: Path) -> None
         model, folder = zoo.build("moe", "tiny", experts=length), tmp_path / str(length)
         profile(model, list(islice(zoo.samples("moe", rows=1, length=4), 1)), out=folder)
     (tmp_path / "2" / "step-000000.parquet").rename(tmp_path / "4" / "step-000001.parquet")
-    with pytest.raises(TraceError, match=r"step-000001\.parquet is of another network than step"):
+    with pytest.raises(TraceError, match=r"step-000000\.parquet is .* step-000001\.parquet of"):
         run(traces=tmp_path / "4")
     with pytest.raises(ConfigError, match="steps=0 is too few"):
         run(traces=tmp_path / "4", steps=0)

@@ -395,11 +395,13 @@ def test_the_command_merges_a_directory_of_traces(tmp_path: pathlib.Path) -> Non
     assert {**asdict(size), "compression": size.compression}.items() <= numbers.items()
     assert 0 < numbers["decisions"] < len(traces[0].operators)
     assert "compression" in CliRunner().invoke(app, ["structure", str(tmp_path)]).stdout
-    loss = lambda out, _: out.sum()  # noqa: E731
-    (other,) = profile(nn.Linear(4, 1), [torch.ones(2, 4)], out=tmp_path / "other", loss=loss)
+    (other,) = profile(
+        nn.Linear(4, 1), [torch.ones(2, 4)], out=tmp_path / "other", loss=lambda out, _: out.sum()
+    )
     other.rename(tmp_path / "zzz.parquet")
     mixed = CliRunner().invoke(app, ["structure", str(tmp_path)])
     assert mixed.exit_code == 1
-    assert "zzz.parquet is of another network than" in mixed.stderr
+    assert "zzz.parquet of" in mixed.stderr
+    assert "keep the traces of each network in their own directory" in mixed.stderr
     empty = CliRunner().invoke(app, ["structure", str(tmp_path / "..")])
     assert empty.exit_code == 1

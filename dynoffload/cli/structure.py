@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from dynoffload.cli.app import app, stdout
 from dynoffload.errors import TraceError
-
-if TYPE_CHECKING:
-    from dynoffload.profiler.trace import Trace
 
 _MEANINGS = {
     "traces": "merged",
@@ -27,22 +23,6 @@ _MEANINGS = {
     "decisions": "of a trace's path, at most",
     "compression": "operators for each slot",
 }
-
-
-def _of_one_network(files: Sequence[Path]) -> Iterator[Trace]:
-    """Yield the traces, one loaded at a time."""
-    from dynoffload.profiler.trace import Trace
-
-    network = ""
-    for file in files:
-        trace = Trace.load(file)
-        if network and trace.network != network:
-            raise TraceError(
-                f"{file} is of another network than {files[0].name}: keep the traces of each in a "
-                "directory of its own"
-            )
-        network = trace.network
-        yield trace
 
 
 @app.command()
@@ -64,12 +44,12 @@ def structure(
     ```
     """
     from dynoffload.planning import Structure
-    from dynoffload.profiler.trace import Trace
+    from dynoffload.profiler import Trace, load_traces
 
     files = sorted(traces.glob("*.parquet"))
     if not files:
         raise TraceError(f"{traces}: there is no trace in it; name what 'profile' wrote")
-    merged = Structure(_of_one_network(files))
+    merged = Structure(load_traces(files))
     decisions = 0
     for file in files:  # Loaded once more: all at once may not fit in memory.
         trace = Trace.load(file)
