@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import random
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,14 @@ import torch
 from exactness import SMALL_PAGES, assert_same, needs_pager
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from typer.testing import CliRunner
 
 import dynoffload
-from dynoffload.cli import app
-from dynoffload.cli.estimate import _bar
-from dynoffload.config import clear_defaults, defaults, set_defaults
 from dynoffload.errors import BackendError, BudgetError, ConfigError, TraceError
-from dynoffload.estimation import Calibration, Estimate, calibration, estimate, estimates, pace
-from dynoffload.estimation.factory import job_of
+from dynoffload.estimation import Calibration, estimate, estimates
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
-from dynoffload.estimation.pace import measure_pace
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.own_work import COSTS, Work
+from dynoffload.simulation.own_work import Work
 from dynoffload.units import MiB
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -140,6 +131,20 @@ def test_small_weights_that_nothing_initialises_are_named() -> None:
     assert all(one.is_meta for one in model.parameters())
     with hollowed(model, "weights.safetensors"):  # of which none is read here
         assert torch.equal(model[1].scale, torch.ones(4))
+
+
+def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynoffload.estimation import hollow
+
+    def refused(*_: Any) -> int:
+        raise OSError("not here")
+
+    monkeypatch.setattr(hollow.os, "memfd_create", refused)
+    with torch.device("meta"):
+        model = nn.Linear(512, 512)
+    with pytest.raises(BackendError, match="need Linux's memfd_create"), hollowed(model, None):
+        pytest.fail("the block must not begin")
+    assert model.weight.is_meta
 
 
 # Measuring
@@ -512,230 +517,3 @@ def test_paging_steps_aside_where_the_runtime_does(over: float) -> None:
             optimizer.zero_grad()
         assert session.paging is not found.resident
     assert found.own_s >= 0
-
-
-# Calibrations
-
-
-def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
-    path = tmp_path / "simulation.json"
-    work = {**dict.fromkeys(COSTS.values(), 0.0), "update_s": 2e-4}
-    work |= dict.fromkeys(("call_s", "page_s", "huge_s"), 0.5)
-    link = {"read_bps": 2e20, "write_bps": 1e9, "latency_s": 1e-4, "fault_s": 2e-5}
-    known = {"link": link, "work": work, "interference": 0.1, "pace_s": 0.5}
-    path.write_text(json.dumps(known), "utf-8")
-    found, shipped = Calibration.of(tmp_path, path), Calibration.of(tmp_path)
-    assert found.machine.interference == 0.1
-    assert 1e-4 < found.pace_s < 0.5  # of a network of twenty layers
-    assert found.work.update_s == pytest.approx(2e-4 * found.pace_s / 0.5)
-    assert (found.machine.link.latency_s, found.machine.link.fault_s) == (1e-4, 2e-5)
-    for one in (found, shipped):  # what changes from hour to hour is measured
-        assert 1e6 < one.machine.link.read_bps < 1e12
-        assert 1e-8 < one.work.page_s < 1e-3
-        assert 1e-8 < one.work.huge_s < 1e-1
-    assert str(path) in found.said
-    assert "--calibration" in shipped.said
-    for content, told in (
-        ("{}", "'work' is not in it"),
-        (json.dumps({**known, "work": {}}), "'visit_s' is not in it"),
-        ("no json", "is no calibration"),
-    ):
-        path.write_text(content, "utf-8")
-        with pytest.raises(ConfigError, match=told):
-            Calibration.of(tmp_path, path)
-    with pytest.raises(ConfigError, match="missing cannot be read"):
-        Calibration.of(tmp_path, tmp_path / "missing")
-
-
-def test_what_is_shipped_is_what_was_fitted() -> None:
-    found = calibration._load(RESULTS / "simulation.json")
-    shipped = calibration._SHIPPED
-    assert shipped.work.keys() == found.work.keys()
-    for key, seconds in shipped.work.items():
-        assert seconds == pytest.approx(found.work[key], rel=0.05), key
-    for key in ("latency_s", "fault_s", "interference", "pace_s"):
-        assert getattr(shipped, key) == pytest.approx(getattr(found, key), rel=0.05), key
-
-
-@needs_pager
-def test_the_pace_is_that_of_the_runtime_whoever_asks(tmp_path: Path) -> None:
-    """Neither the random numbers nor the defaults of the caller's process are touched, or used."""
-    before = torch.get_rng_state()
-    set_defaults(profile_dir=tmp_path / "traces", policy="dtr")
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            found = measure_pace(tmp_path)
-        assert defaults().policy == "dtr"
-    finally:
-        torch.set_default_dtype(torch.float32)
-        clear_defaults()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not (tmp_path / "traces").exists()
-    assert 1e-4 < found < 1.0
-
-
-def test_a_pace_that_cannot_be_told_is_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_steps", lambda *_: [0.5])
-    with pytest.raises(BackendError, match="the runtime's pace cannot be told"):
-        measure_pace(Path.cwd())
-
-
-@needs_pager
-def test_nothing_moves_where_the_pace_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    @contextlib.contextmanager
-    def watched(*args: Any, **options: Any) -> Any:
-        with dynoffload.offload(*args, **options) as session:
-            yield session
-            seen.extend(session.log.steps[2:])
-
-    monkeypatch.setattr(pace, "offload", watched)
-    measure_pace(tmp_path)
-    assert len(seen) >= 15
-    assert not any(step.bytes_in or step.bytes_out for step in seen)
-
-
-# The command line
-
-FACTORY = """
-import torch
-from torch import nn
-
-
-def build():
-    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
-    optimizer = torch.optim.AdamW(model.parameters())
-    return model, optimizer, [torch.randn(4, 256)], lambda output, batch: output.square().mean()
-
-
-def named():
-    return dict(zip(("model", "optimizer", "batches", "loss"), build()))
-
-
-def only_a_model():
-    return nn.Linear(2, 2)
-
-
-def no_model():
-    return 1, None, []
-
-
-def bad_key():
-    return {"model": nn.Linear(2, 2), "data": []}
-
-
-def no_batches():
-    return nn.Linear(2, 2), None, 3
-
-
-def one_batch():
-    return nn.Linear(2, 2), None, torch.ones(4, 2)
-
-
-def pair():
-    return nn.Linear(2, 2), []
-
-
-def exits():
-    raise SystemExit(3)
-
-
-def fails():
-    raise ValueError("no weights here")
-
-
-number = 3
-"""
-
-
-@pytest.fixture
-def factory(tmp_path: Path) -> Path:
-    path = tmp_path / "factory_of_tests.py"
-    path.write_text(FACTORY, "utf-8")
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("only_a_model", "returned Linear"),
-        ("no_model", "returned int as the model"),
-        ("bad_key", "the key 'data'"),
-        ("no_batches", "returned int as the batches"),
-        ("one_batch", "returned Tensor as the batches.*into a list"),
-        ("pair", "returned tuple of 2:"),
-        ("exits", "SystemExit: 3"),
-        ("fails", "ValueError: no weights here"),
-        ("number", "no function 'number'"),
-        ("missing", "no function 'missing'"),
-    ],
-)
-def test_what_a_factory_must_return_is_said(factory: Path, name: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        job_of(f"{factory}:{name}")
-
-
-def test_what_names_no_function_is_said(tmp_path: Path) -> None:
-    for name, told in (
-        ("build", "names no function"),
-        (f"{tmp_path}/none.py:build", "cannot be imported|no file"),
-        ("no.such.module:build", "cannot be imported"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            job_of(name)
-
-
-def test_factories_by_tuple_and_by_name(factory: Path) -> None:
-    for name in ("build", "named"):
-        job = job_of(f"{factory}:{name}")
-        assert job.loss is not None
-        assert isinstance(job.optimizer, AdamW)
-
-
-@needs_pager
-def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
-    calibration = tmp_path / "simulation.json"
-    link = {"latency_s": 1e-4, "fault_s": 0.0}
-    work = dict.fromkeys((*COSTS.values(), "call_s", "page_s", "huge_s"), 1e-5)
-    work["copy_s"] = 1e-10
-    known = {"link": link, "work": work, "interference": 0.0, "pace_s": 0.02}
-    calibration.write_text(json.dumps(known), "utf-8")
-    command = ["estimate", f"{factory}:build", "--calibration", str(calibration), "--budget"]
-    shown = CliRunner().invoke(app, [*command, "1500KiB", "--budget", "1GiB"])
-    assert shown.exit_code == 0, shown.output
-    for words in ("Sequential", "1500KiB", "1GiB", "nothing, it fits", "the runtime's own work"):
-        assert words in " ".join(shown.output.split()), words
-    found = Estimate("Net", 1, True, timed=True, plain_s=0.05, step_s=0.6123, faster_link_s=0.5123)
-    bars = [
-        str(_bar("1500MiB", replace(found, **parts), 0.6123))
-        for parts in ({"own_s": 0.3, "stall_s": 0.1}, {"own_s": 0.2041, "stall_s": 0.2041})
-    ]
-    assert max(map(len, bars)) <= 80
-    (bar,) = [line for line in shown.output.splitlines() if "× plain;" in line]
-    assert re.search(r"plain; with twice the link [0-9.]+ ms *$", bar)  # on one line of 80
-    numbers = CliRunner().invoke(app, [*command, "1500KiB", "--json"])
-    (found,) = json.loads(numbers.stdout)
-    assert found["feasible"]
-    assert found["budget"] == 1500 * 1024
-    assert found["parameters"] == 2 * (256 * 256 + 256) * 4
-    refused = CliRunner().invoke(app, [*command, "10KiB"])
-    assert refused.exit_code == 1
-    assert "raise the budget to at least" in " ".join(refused.output.split())
-
-
-def test_a_system_without_shared_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dynoffload.estimation import hollow
-
-    def refused(*_: Any) -> int:
-        raise OSError("not here")
-
-    monkeypatch.setattr(hollow.os, "memfd_create", refused)
-    with torch.device("meta"):
-        model = nn.Linear(512, 512)
-    with pytest.raises(BackendError, match="need Linux's memfd_create"), hollowed(model, None):
-        pytest.fail("the block must not begin")
-    assert model.weight.is_meta

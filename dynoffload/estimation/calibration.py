@@ -27,7 +27,7 @@ _MEASURED = ("call_s", "page_s", "huge_s")  # a fit without them has them in the
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class Fitted:
     """What the runtime itself takes, as it was fitted.
 
     Attributes:
@@ -36,6 +36,7 @@ class _Fitted:
         fault_s: of an access that waits for one.
         interference: see `Machine`.
         pace_s: what `measure_pace` said then.
+        where: it was fitted.
     """
 
     work: Mapping[str, float]
@@ -43,10 +44,48 @@ class _Fitted:
     fault_s: float
     interference: float
     pace_s: float
+    where: str
+
+    @classmethod
+    def of(cls, path: str | Path | None) -> Fitted:
+        """Read what ``dynoffload experiment simulation --json PATH`` wrote; as shipped without it.
+
+        Raises:
+            ConfigError: the file is none of those.
+        """
+        return _SHIPPED if path is None else _load(Path(path))
+
+    def on(self, directory: str | Path) -> Calibration:
+        """Measure the link to ``directory`` now, how pages move, and the runtime's pace.
+
+        Raises:
+            BackendError: the system refuses the pager, or is too busy to tell the pace.
+            SpillError: the directory cannot be used.
+        """
+        tiers = measure_tiers(directory, _SECONDS, file_bytes=_FILE_BYTES)
+        link = Link(
+            tiers.read_bps,
+            tiers.write_bps,
+            tiers.mixed_bps,
+            latency_s=self.latency_s,
+            fault_s=self.fault_s,
+        )
+        pace_s = measure_pace(directory)
+        factor = pace_s / self.pace_s
+        said = (
+            f"the link is measured; what the runtime itself takes is as fitted {self.where}, times "
+            f"{factor:.2g} as measured now"
+        )
+        return Calibration(
+            Machine(link, fast_bytes=1, interference=self.interference),
+            Work(**self.work, **vars(measure_moves(directory))).times(factor),
+            said,
+            pace_s,
+        )
 
 
 # As fitted in docs/results/simulation.json, on two cores of a virtual machine.
-_SHIPPED = _Fitted(
+_SHIPPED = Fitted(
     {
         "visit_s": 3.4e-05,
         "save_s": 5.3e-05,
@@ -61,6 +100,7 @@ _SHIPPED = _Fitted(
     fault_s=7.9e-05,
     interference=0.29,
     pace_s=0.038,
+    where="on another machine (--calibration takes this one's)",
 )
 
 
@@ -90,44 +130,24 @@ class Calibration:
                 what the runtime itself takes; as shipped without it.
 
         Raises:
-            BackendError: the system refuses the pager.
+            BackendError: the system refuses the pager, or is too busy to tell the pace.
             ConfigError: the file is none of those.
             SpillError: the directory cannot be used.
         """
-        known = _SHIPPED if fitted is None else _load(Path(fitted))
-        tiers = measure_tiers(directory, _SECONDS, file_bytes=_FILE_BYTES)
-        link = Link(
-            tiers.read_bps,
-            tiers.write_bps,
-            tiers.mixed_bps,
-            latency_s=known.latency_s,
-            fault_s=known.fault_s,
-        )
-        machine = Machine(link, fast_bytes=1, interference=known.interference)
-        pace_s = measure_pace(directory)
-        work = Work(**known.work, **vars(measure_moves(directory))).times(pace_s / known.pace_s)
-        where = (
-            "on another machine (--calibration takes this one's)"
-            if fitted is None
-            else f"in {fitted}"
-        )
-        said = (
-            f"the link is measured; what the runtime itself takes is as fitted {where}, times "
-            f"{pace_s / known.pace_s:.2g} as measured now"
-        )
-        return cls(machine, work, said, pace_s)
+        return Fitted.of(fitted).on(directory)
 
 
-def _load(path: Path) -> _Fitted:
+def _load(path: Path) -> Fitted:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         work = {key: float(found["work"][key]) for key in (*COSTS.values(), *_MEASURED)}
-        fitted = _Fitted(
+        fitted = Fitted(
             {key: work[key] for key in COSTS.values()},
             float(found["link"]["latency_s"]),
             float(found["link"]["fault_s"]),
             float(found["interference"]),
             float(found["pace_s"]),
+            f"in {path}",
         )
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}): {_MAKE}") from error

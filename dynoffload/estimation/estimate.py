@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError, ConfigError
-from dynoffload.estimation.calibration import Calibration
+from dynoffload.estimation.calibration import Calibration, Fitted
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import Loss, Measured, measure, states_of, update_seconds
 from dynoffload.memory.pager import probe
@@ -191,6 +191,8 @@ def estimates(
         check_parameters(model, optimizer)
     directory = Path(spill_dir or default_spill_dir())
     check_room(directory, {})
+    given: Calibration | Fitted
+    given = calibration if isinstance(calibration, Calibration) else Fitted.of(calibration)
     taken = list(itertools.islice(iter(batches), _BATCHES))
     assumed = []
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -209,16 +211,16 @@ def estimates(
             for step in plain.steps
         ),
     )
-    if not isinstance(calibration, Calibration):
+    if isinstance(given, Fitted):  # read before, so that a wrong file is told at once
         tell("measuring the link")
-        calibration = Calibration.of(directory, calibration)
-    assumed.append(calibration.said)
+        given = given.on(directory)
+    assumed.append(given.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
     found = []
     for number, size in enumerate(sizes):
         tell("simulating", number, len(sizes))
         found.append(
-            _under(replace(known, budget=size), model, optimizer, measured, options, calibration)
+            _under(replace(known, budget=size), model, optimizer, measured, options, given)
         )
     return found
 

@@ -135,7 +135,7 @@ def _step(
         what = "forward" if loss is None else "the loss function"
         found = loss_of(output, batch, loss)
         forward, what = time.perf_counter(), "backward"
-        found.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(found)
     except DynOffloadError:
         raise
     except Exception as error:

@@ -1,0 +1,109 @@
+"""What an estimate knows of a machine: what was fitted, and what is measured each time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import needs_pager
+
+import dynoffload
+from dynoffload.config import clear_defaults, defaults, set_defaults
+from dynoffload.errors import BackendError, ConfigError
+from dynoffload.estimation import Calibration, calibration, pace
+from dynoffload.estimation.pace import measure_pace
+from dynoffload.simulation.own_work import COSTS, Counts, Work
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+def test_whatever_is_counted_takes_something() -> None:
+    """What has no cost would be simulated as if it took no time."""
+    assert COSTS.keys() == Counts.__dataclass_fields__.keys()
+    assert set(COSTS.values()) < Work.__dataclass_fields__.keys()
+
+
+def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "simulation.json"
+    work = {**dict.fromkeys(COSTS.values(), 0.0), "update_s": 2e-4}
+    work |= dict.fromkeys(("call_s", "page_s", "huge_s"), 0.5)
+    link = {"read_bps": 2e20, "write_bps": 1e9, "latency_s": 1e-4, "fault_s": 2e-5}
+    known = {"link": link, "work": work, "interference": 0.1, "pace_s": 0.5}
+    path.write_text(json.dumps(known), "utf-8")
+    found, shipped = Calibration.of(tmp_path, path), Calibration.of(tmp_path)
+    assert found.machine.interference == 0.1
+    assert 1e-4 < found.pace_s < 0.5  # of a network of twenty layers
+    assert found.work.update_s == pytest.approx(2e-4 * found.pace_s / 0.5)
+    assert (found.machine.link.latency_s, found.machine.link.fault_s) == (1e-4, 2e-5)
+    for one in (found, shipped):  # what changes from hour to hour is measured
+        assert 1e6 < one.machine.link.read_bps < 1e12
+        assert 1e-8 < one.work.page_s < 1e-3
+        assert 1e-8 < one.work.huge_s < 1e-1
+    assert str(path) in found.said
+    assert "--calibration" in shipped.said
+    for content, told in (
+        ("{}", "'work' is not in it"),
+        (json.dumps({**known, "work": {}}), "'visit_s' is not in it"),
+        ("no json", "is no calibration"),
+    ):
+        path.write_text(content, "utf-8")
+        with pytest.raises(ConfigError, match=told):
+            Calibration.of(tmp_path, path)
+    with pytest.raises(ConfigError, match="missing cannot be read"):
+        Calibration.of(tmp_path, tmp_path / "missing")
+
+
+def test_what_is_shipped_is_what_was_fitted() -> None:
+    found = calibration._load(RESULTS / "simulation.json")
+    shipped = calibration._SHIPPED
+    assert shipped.work.keys() == found.work.keys()
+    for key, seconds in shipped.work.items():
+        assert seconds == pytest.approx(found.work[key], rel=0.05), key
+    for key in ("latency_s", "fault_s", "interference", "pace_s"):
+        assert getattr(shipped, key) == pytest.approx(getattr(found, key), rel=0.05), key
+
+
+@needs_pager
+def test_the_pace_is_that_of_the_runtime_whoever_asks(tmp_path: Path) -> None:
+    """Neither the random numbers nor the defaults of the caller's process are touched, or used."""
+    before = torch.get_rng_state()
+    set_defaults(profile_dir=tmp_path / "traces", policy="dtr")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            found = measure_pace(tmp_path)
+        assert defaults().policy == "dtr"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        clear_defaults()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not (tmp_path / "traces").exists()
+    assert 1e-4 < found < 1.0
+
+
+def test_a_pace_that_cannot_be_told_is_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_steps", lambda *_: [0.5])
+    with pytest.raises(BackendError, match="the runtime's pace cannot be told"):
+        measure_pace(Path.cwd())
+
+
+@needs_pager
+def test_nothing_moves_where_the_pace_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    @contextlib.contextmanager
+    def watched(*args: Any, **options: Any) -> Any:
+        with dynoffload.offload(*args, **options) as session:
+            yield session
+            seen.extend(session.log.steps[2:])
+
+    monkeypatch.setattr(pace, "offload", watched)
+    measure_pace(tmp_path)
+    assert len(seen) >= 15
+    assert not any(step.bytes_in or step.bytes_out for step in seen)

@@ -1,0 +1,145 @@
+"""``dynoffload estimate``: trainings named by a function, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from exactness import needs_pager
+from torch.optim import AdamW
+from typer.testing import CliRunner
+
+from dynoffload.cli import app
+from dynoffload.cli.estimate import _bar
+from dynoffload.errors import ConfigError
+from dynoffload.estimation import Estimate
+from dynoffload.estimation.factory import job_of
+from dynoffload.simulation.own_work import COSTS
+
+FACTORY = """
+import torch
+from torch import nn
+
+
+def build():
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, [torch.randn(4, 256)], lambda output, batch: output.square().mean()
+
+
+def named():
+    return dict(zip(("model", "optimizer", "batches", "loss"), build()))
+
+
+def only_a_model():
+    return nn.Linear(2, 2)
+
+
+def no_model():
+    return 1, None, []
+
+
+def bad_key():
+    return {"model": nn.Linear(2, 2), "data": []}
+
+
+def no_batches():
+    return nn.Linear(2, 2), None, 3
+
+
+def one_batch():
+    return nn.Linear(2, 2), None, torch.ones(4, 2)
+
+
+def pair():
+    return nn.Linear(2, 2), []
+
+
+def exits():
+    raise SystemExit(3)
+
+
+def fails():
+    raise ValueError("no weights here")
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> Path:
+    path = tmp_path / "factory_of_tests.py"
+    path.write_text(FACTORY, "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("only_a_model", "returned Linear"),
+        ("no_model", "returned int as the model"),
+        ("bad_key", "the key 'data'"),
+        ("no_batches", "returned int as the batches"),
+        ("one_batch", "returned Tensor as the batches.*into a list"),
+        ("pair", "returned tuple of 2:"),
+        ("exits", "SystemExit: 3"),
+        ("fails", "ValueError: no weights here"),
+        ("number", "no function 'number'"),
+        ("missing", "no function 'missing'"),
+    ],
+)
+def test_what_a_factory_must_return_is_said(factory: Path, name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        job_of(f"{factory}:{name}")
+
+
+def test_what_names_no_function_is_said(tmp_path: Path) -> None:
+    for name, told in (
+        ("build", "names no function"),
+        (f"{tmp_path}/none.py:build", "cannot be imported|no file"),
+        ("no.such.module:build", "cannot be imported"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            job_of(name)
+
+
+def test_factories_by_tuple_and_by_name(factory: Path) -> None:
+    for name in ("build", "named"):
+        job = job_of(f"{factory}:{name}")
+        assert job.loss is not None
+        assert isinstance(job.optimizer, AdamW)
+
+
+@needs_pager
+def test_the_command_says_it(factory: Path, tmp_path: Path) -> None:
+    calibration = tmp_path / "simulation.json"
+    link = {"latency_s": 1e-4, "fault_s": 0.0}
+    work = dict.fromkeys((*COSTS.values(), "call_s", "page_s", "huge_s"), 1e-5)
+    work["copy_s"] = 1e-10
+    known = {"link": link, "work": work, "interference": 0.0, "pace_s": 0.02}
+    calibration.write_text(json.dumps(known), "utf-8")
+    command = ["estimate", f"{factory}:build", "--calibration", str(calibration), "--budget"]
+    shown = CliRunner().invoke(app, [*command, "1500KiB", "--budget", "1GiB"])
+    assert shown.exit_code == 0, shown.output
+    for words in ("Sequential", "1500KiB", "1GiB", "nothing, it fits", "the runtime's own work"):
+        assert words in " ".join(shown.output.split()), words
+    found = Estimate("Net", 1, True, timed=True, plain_s=0.05, step_s=0.6123, faster_link_s=0.5123)
+    bars = [
+        str(_bar("1500MiB", replace(found, **parts), 0.6123))
+        for parts in ({"own_s": 0.3, "stall_s": 0.1}, {"own_s": 0.2041, "stall_s": 0.2041})
+    ]
+    assert max(map(len, bars)) <= 80
+    (bar,) = [line for line in shown.output.splitlines() if "× plain;" in line]
+    assert re.search(r"plain; with twice the link [0-9.]+ ms *$", bar)  # on one line of 80
+    numbers = CliRunner().invoke(app, [*command, "1500KiB", "--json"])
+    (found,) = json.loads(numbers.stdout)
+    assert found["feasible"]
+    assert found["budget"] == 1500 * 1024
+    assert found["parameters"] == 2 * (256 * 256 + 256) * 4
+    refused = CliRunner().invoke(app, [*command, "10KiB"])
+    assert refused.exit_code == 1
+    assert "raise the budget to at least" in " ".join(refused.output.split())
