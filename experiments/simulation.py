@@ -83,7 +83,7 @@ FIT = tuple(
         *([(0.2, "on-demand")] if more else []),
     )
 )
-"""What the runtime's own work is fitted on: from where nothing moves to where most does."""
+"""What the runtime's own work is fitted on: from where little moves to where most does."""
 _PILOTED = frozenset(one.network for one in SETTINGS if one.policy == "pilot")
 
 

@@ -163,6 +163,11 @@ def run(
         "networks": {},
         "rows": [],
     }
+    if calibration is None:
+        from rich.console import Console
+
+        said = f"first the runtime's own work is fitted, on {len(FIT)} trainings; --calibration "
+        Console(stderr=True).print(f"{said}FILE takes what was fitted before", soft_wrap=True)
     with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
         fit = _fit(calibration, Path(folder), asked.spill_dir, report)
         result |= {
@@ -185,11 +190,6 @@ def run(
 
 def _fit(calibration: Path | None, folder: Path, spill_dir: str, report: Report) -> Fit:
     if calibration is None:
-        from rich.console import Console
-
-        said = "first the runtime's own work is fitted, on {} trainings; --calibration FILE takes "
-        said += "what was fitted before"
-        Console(stderr=True).print(said.format(len(FIT)), markup=False, soft_wrap=True)
         return fit_machine(_FIT_STEPS, _FIT_WARMUP, 1, folder, spill_dir, report)[0]
     from dynoffload.estimation import Calibration
 

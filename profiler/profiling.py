@@ -98,7 +98,7 @@ def profile(
         for batch in tracked:
             current = batch
             output = call_model(model, batch, some=loss is not None)
-            loss_of(output, batch, loss).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss_of(output, batch, loss))
             if optimizer is not None:
                 optimizer.step()
             model.zero_grad(set_to_none=True)
