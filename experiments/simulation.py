@@ -126,6 +126,7 @@ class Real:
         plain: the seconds of forward, backward and optimizer of plain steps, each run's before it:
             how fast the machine is, and its link, changes from minute to minute.
         pace_s: of the runtime's own work, as measured before; see `measure_pace`.
+        moves: seconds in which the kernel moved a page then, by its bytes.
     """
 
     runs: tuple[Sequence[Mapping[str, Any]], ...]
@@ -135,6 +136,7 @@ class Real:
     link: Link
     plain: tuple[Sequence[Sequence[float]], ...]
     pace_s: float
+    moves: Mapping[int, float]
 
     def per_step(self, key: str) -> list[float]:
         """Return the median over runs of one number of each step."""
@@ -237,8 +239,8 @@ def fit_machine(
     spill: str,
     report: Report,
 ) -> tuple[Fit, dict[Setting, tuple[Material, Real]]]:
-    """Measure the link and the pager, train the settings of `FIT`, and return what fits them, with
-    what they did.
+    """Measure the link, train the settings of `FIT`, and return what fits them, with what they
+    did.
 
     Args:
         steps: of each run.
@@ -248,12 +250,10 @@ def fit_machine(
         spill: where the spill files lie, "" for the default.
         report: is told of progress.
     """
-    from dynoffload.doctor import measure_moves
     from dynoffload.experiments.simulation_fit import fitted
 
     report("the link", 0, None)
     tiers = _tiers(spill)
-    moves = measure_moves(spill or tempfile.gettempdir())
     materials = {
         name: material(name, steps, folder, report)
         for name in dict.fromkeys(one.network for one in FIT)
@@ -265,7 +265,7 @@ def fit_machine(
         real = _real(one, known, steps, runs, "", spill)
         cases[one] = known.timed(real.plain), real
     link = Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps)
-    fit = fitted([(*case, one.policy) for one, case in cases.items()], link, moves, warmup)
+    fit = fitted([(*case, one.policy) for one, case in cases.items()], link, warmup)
     return fit, cases
 
 
@@ -329,8 +329,10 @@ def _real(
         pilot=pilot,
         spill_dir=spill,
     )
+    from dynoffload.doctor import measure_moves
+
     found, plain, paces = [], [], []
-    tiers = _tiers(spill)
+    tiers, moves = _tiers(spill), measure_moves(spill or tempfile.gettempdir())
     for _ in range(runs):
         beside = _child(Task(setting.network, TIMED, steps, spill_dir=spill))
         plain.append(beside["times"])
@@ -344,6 +346,7 @@ def _real(
         Link(tiers.read_bps, tiers.write_bps, tiers.mixed_bps),
         tuple(plain),
         median(paces),
+        moves,
     )
 
 
@@ -370,7 +373,7 @@ def simulated(
 
 def _row(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int) -> dict[str, Any]:
     """Return one setting's numbers, real and simulated, and how far they are apart."""
-    machine, work = fit.on(real.link), fit.at(real.pace_s)
+    machine, work = fit.on(real.link), fit.at(real.pace_s, real.moves)
     whole = simulated(material, real.sizing, setting.policy, machine, work)
     made, phases = whole.steps[warmup:], whole.phases[warmup:]
     own = {
@@ -391,6 +394,7 @@ def _row(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int
         "budget": real.sizing["budget"],
         "link": {key: getattr(real.link, key) for key in ("read_bps", "write_bps", "mixed_bps")},
         "pace_s": real.pace_s,
+        "moves": real.moves,
         "plain_s": median(sum(step.seconds) for step in material.steps[warmup:]),
         "real": ran,
         "simulated": own,

@@ -10,22 +10,21 @@ negative cost (Lawson and Hanson's non-negative least squares): what `Counts` co
 seconds of work beside transfers. Forward, backward and the optimizer's step tell apart what comes
 as often in a step as another but not in the same phase. Part of all this hides behind transfers,
 and the other way round, so the simulation is made anew with what was found, and half of the way
-gone, several times. What the kernel takes to move pages is measured, not fitted; and the runtime's
-own work in each setting is that of the same minute (`measure_pace`), carried to one pace for all.
-Before all that a transfer's latency is taken from fetches that somebody waited for, as what they
-took beyond their bytes.
+gone, several times. What the kernel takes to move pages is not fitted, but measured before each
+setting; and the runtime's own work in each is that of the same minute (`measure_pace`), carried to
+one pace for all. Before all that a transfer's latency is taken from fetches that somebody waited
+for, as what they took beyond their bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynoffload.doctor import Moves
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import COSTS, Phase, Work
 
@@ -42,7 +41,7 @@ class Fit:
 
     Attributes:
         machine: with its link.
-        work: what the runtime itself takes, ...
+        work: what the runtime itself takes, and the kernel to move pages, ...
         pace_s: ... where `measure_pace` says so much.
     """
 
@@ -56,20 +55,17 @@ class Fit:
         link = replace(link, latency_s=own.latency_s, fault_s=own.fault_s)
         return replace(self.machine, link=link)
 
-    def at(self, pace_s: float) -> Work:
+    def at(self, pace_s: float, moves: Mapping[int, float]) -> Work:
         """Return the runtime's own work in another hour."""
-        return self.work.times(pace_s / self.pace_s)
+        return replace(self.work.times(pace_s / self.pace_s), moves=moves)
 
 
-def fitted(
-    cases: Sequence[tuple[Material, Real, str]], link: Link, moves: Moves, warmup: int
-) -> Fit:
+def fitted(cases: Sequence[tuple[Material, Real, str]], link: Link, warmup: int) -> Fit:
     """Return what fits ``cases`` best.
 
     Args:
         cases: materials, what was run, and the policies.
         link: as measured; each case has its own besides.
-        moves: as measured.
         warmup: steps that do not count.
     """
     from scipy.optimize import nnls
@@ -86,10 +82,10 @@ def fitted(
     pace_s = median(real.pace_s for _, real, _ in cases)
     costs = np.zeros(len(COSTS) + _BESIDES)
     for number in range(_ROUNDS):
-        fit = _fit_of(costs, link, moves, pace_s)
+        fit = _fit_of(costs, link, pace_s)
         rows, left = [], []
         for material, real, policy in cases:
-            work = fit.at(real.pace_s)
+            work = fit.at(real.pace_s, real.moves)
             made = simulated(material, real.sizing, policy, fit.on(real.link), work)
             steps = range(warmup, len(made.steps))
             whole = mean(real.per_step("seconds")[step] for step in steps)
@@ -105,7 +101,9 @@ def fitted(
         scale = np.where(table.any(axis=0), np.abs(table).max(axis=0), 1.0)
         found, _ = nnls(table / scale, np.array(left))
         costs = found / scale if number == 0 else (costs + found / scale) / 2
-    return _fit_of(costs, link, moves, pace_s)
+    fit, every = _fit_of(costs, link, pace_s), [real.moves for _, real, _ in cases]
+    usual = {page: median(one[page] for one in every) for page in every[0]}
+    return replace(fit, work=fit.at(pace_s, usual))
 
 
 def _counted(phase: Phase) -> np.ndarray:
@@ -113,10 +111,10 @@ def _counted(phase: Phase) -> np.ndarray:
     return np.array([*own, phase.faults, phase.beside_s], dtype=float)
 
 
-def _fit_of(costs: np.ndarray, link: Link, moves: Moves, pace_s: float) -> Fit:
+def _fit_of(costs: np.ndarray, link: Link, pace_s: float) -> Fit:
     *own, fault, beside = map(float, costs)
     machine = Machine(
         replace(link, fault_s=fault), fast_bytes=1, interference=beside / (1 + beside)
     )
-    work = Work(**dict(zip(COSTS.values(), own, strict=True)), **vars(moves))
+    work = Work(**dict(zip(COSTS.values(), own, strict=True)), moves={})
     return Fit(machine, work, pace_s)

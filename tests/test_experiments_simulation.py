@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from dynoffload.doctor import Moves
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import simulation
 from dynoffload.experiments.comparing import BEGIN, END
@@ -40,7 +39,7 @@ SIZING = {
 }
 ROOMY = {**SIZING, "pool_bytes": 1 << 20}
 LINK = Link(1e8, 1e8, 2e8)
-MOVES = Moves(0.0, 0.0, 0.0)
+MOVES = {4096: 0.0}
 PACE = 0.02
 
 
@@ -68,7 +67,7 @@ def real_of(phases: list[tuple[float, float, float]], moved: int = 0) -> Real:
         }
         for step in phases
     ]
-    return Real((steps,), SIZING, ((0.00108, 8000),), "pager", LINK, (), PACE)
+    return Real((steps,), SIZING, ((0.00108, 8000),), "pager", LINK, (), PACE, MOVES)
 
 
 def test_at_least_twelve_settings_are_validated_and_none_of_them_is_fitted_on() -> None:
@@ -90,11 +89,11 @@ def test_the_fit_finds_what_the_runtime_takes() -> None:
             real = real_of([tuple(phase.seconds for phase in step) for step in made.phases])
             real = replace(real, sizing=sizing, pace_s=slower * PACE)
             cases.append((material(paths), real, policy))
-    found = fitted(cases, LINK, MOVES, warmup=2)
+    found = fitted(cases, LINK, warmup=2)
     assert found.machine.link.latency_s == pytest.approx(1e-3, rel=1e-6)
     theirs, ours = (
         simulated(material(9), SIZING, "repeat", of, work).steps[-1].seconds
-        for of, work in ((machine, true.times(1.5)), (found.machine, found.at(1.5 * PACE)))
+        for of, work in ((machine, true.times(1.5)), (found.machine, found.at(1.5 * PACE, MOVES)))
     )
     without = simulated(material(9), SIZING, "repeat", machine, Work()).steps[-1].seconds
     assert without < 0.9 * theirs

@@ -6,7 +6,7 @@ not: a benchmark of training.
 
 from __future__ import annotations
 
-from dynoffload.doctor.moves import Moves, measure_moves
+from dynoffload.doctor.moves import measure_moves
 from dynoffload.doctor.system import System, inspect, probe_userfaultfd
 from dynoffload.doctor.tiers import Measurement, Tiers, measure_tiers
 from dynoffload.doctor.verdict import Advice, Examination, advise, examine
@@ -15,7 +15,6 @@ __all__ = [
     "Advice",
     "Examination",
     "Measurement",
-    "Moves",
     "System",
     "Tiers",
     "advise",

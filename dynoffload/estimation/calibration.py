@@ -23,7 +23,6 @@ from dynoffload.units import MiB
 
 _SECONDS, _FILE_BYTES = 0.3, 512 * MiB  # of each measurement of the link
 _MAKE = "make one by 'dynoffload experiment simulation --json PATH'"
-_MEASURED = ("call_s", "page_s", "huge_s")  # a fit without them has them in the others
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Fitted:
         )
         return Calibration(
             Machine(link, fast_bytes=1, interference=self.interference),
-            Work(**self.work, **vars(measure_moves(directory))).times(factor),
+            Work(**self.work, moves=measure_moves(directory)).times(factor),
             said,
             pace_s,
         )
@@ -140,9 +139,9 @@ class Calibration:
 def _load(path: Path) -> Fitted:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        work = {key: float(found["work"][key]) for key in (*COSTS.values(), *_MEASURED)}
+        work = {key: float(found["work"][key]) for key in COSTS.values()}
         fitted = Fitted(
-            {key: work[key] for key in COSTS.values()},
+            work,
             float(found["link"]["latency_s"]),
             float(found["link"]["fault_s"]),
             float(found["interference"]),

@@ -6,11 +6,8 @@ anything is simulated, nor how its own work is measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from dynoffload.units import KiB, MiB
-
-SYSTEM_PAGE, HUGE_PAGE = 4 * KiB, 2 * MiB
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -89,9 +86,8 @@ class Work:
         settle_s: of a parameter that has a gradient as the optimizer steps.
         plan_s: of one use of a string that is planned.
         copy_s: of a byte that is copied, into chunks, gradients' regions and twins.
-        call_s: of moving a page of the pool between a slot and a region's address, ...
-        page_s: ... and for each 4 KiB of it; ...
-        huge_s: ... or of a page of 2 MiB, in all.
+        moves: of moving a page of the pool between a slot and a region's address, by its bytes;
+            without any it takes nothing.
     """
 
     visit_s: float = 0.0
@@ -102,9 +98,7 @@ class Work:
     settle_s: float = 0.0
     plan_s: float = 0.0
     copy_s: float = 0.0
-    call_s: float = 0.0
-    page_s: float = 0.0
-    huge_s: float = 0.0
+    moves: Mapping[int, float] = field(default_factory=dict)
 
     def times(self, factor: float) -> Work:
         """Return the same where all but moving pages takes ``factor`` times as long."""
@@ -117,9 +111,7 @@ class Work:
 
     def move_s(self, page_bytes: int) -> float:
         """Return the seconds of moving a page of a pool with such pages."""
-        if page_bytes == HUGE_PAGE:
-            return self.huge_s
-        return self.call_s + page_bytes // SYSTEM_PAGE * self.page_s
+        return self.moves[page_bytes] if self.moves else 0.0
 
 
 COSTS = {
