@@ -19,8 +19,8 @@ _REGIONS, _ROUNDS = 4, 20
 
 def measure_moves(directory: str | Path) -> dict[int, float]:
     """Measure moves to and fro, for each size that pages of a pool may have, from 4 KiB to 2 MiB:
-    up to 1 MiB, whose system pages are moved one by one, a larger one takes less than in proportion,
-    and one of 2 MiB is moved as one. Takes less than a second, and 16 MiB of memory.
+    up to 1 MiB, whose system pages are moved one by one, a larger one takes less than in
+    proportion, and one of 2 MiB is moved as one. Takes less than a second, and 16 MiB of memory.
 
     Args:
         directory: on a disk, for the pager's file, of which nothing remains.
