@@ -103,10 +103,11 @@ class OffloadConfig:
             which the C library is asked to hand its free pages back.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
-        debug: checksum every region on its way out of fast memory and compare it on its way in,
-            keep everybody out of absent and released memory, and, on the pager, fill the free pages
-            of its pool with NaNs (the mapped file has none); by default if ``DYNOFFLOAD_DEBUG=1``
-            is set. It costs time, and no memory.
+        debug: checksum all bytes of a region on its way out of fast memory and compare them on its
+            way in (the pager always does so with a word of each 512 bytes), keep everybody out of
+            absent and released memory, and, on the pager, fill the free pages of its pool with NaNs
+            (the mapped file has none); by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time,
+            and no memory.
         record_events: keep transfers and stalls of the latest steps for the report.
     """
 

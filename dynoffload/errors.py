@@ -34,7 +34,7 @@ class SpillError(DynOffloadError, OSError):
 
 
 class CorruptionError(SpillError):
-    """Bytes came back from the spill file that are not those that were written (debug mode)."""
+    """Bytes came back from the spill file that are not those that were written."""
 
 
 class ThreadError(DynOffloadError, RuntimeError):

@@ -15,6 +15,8 @@ import difflib
 import importlib
 import importlib.util
 import json
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,29 @@ def summary(name: str) -> str:
         raise ModuleNotFoundError(f"experiment {name!r} is registered but {module} does not exist")
     text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
     return (text or "").split("\n", 1)[0]
+
+
+def make_room(path: Path, option: str) -> None:
+    """Make the folder of what an experiment writes, before anything is measured.
+
+    Args:
+        path: of the file.
+        option: that names it, for the error.
+
+    Raises:
+        ConfigError: the folder cannot be made, or the file not be written.
+    """
+    remedy = f"name another file for {option}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{path} cannot be written ({why}): {remedy}") from error
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        what = "is a directory" if path.is_dir() else "must not be written"
+        raise ConfigError(f"{path} {what}: {remedy}")
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

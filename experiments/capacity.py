@@ -10,6 +10,7 @@ With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,5 +94,10 @@ def run(
             height=3.2,
         )
     if page is not None:
-        write_between(page, table_of(_UNIT, result))
+        write_table(result, page)
     return result
+
+
+def write_table(result: Mapping[str, Any], page: Path) -> None:
+    """Write the table of ``page`` anew, between its marks."""
+    write_between(page, table_of(_UNIT, result))

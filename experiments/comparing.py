@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynoffload.errors import ConfigError
+from dynoffload.experiments import make_room
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,13 +21,14 @@ BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 
 def check_page(page: Path | None) -> None:
-    """Refuse a page without marks, before anything is measured for it.
+    """Refuse a page without marks, or that must not be written, before anything is measured.
 
     Raises:
-        ConfigError: it cannot be read, or does not have them.
+        ConfigError: it cannot be read or written, or does not have them.
     """
     if page is not None:
         _parted(page)
+        make_room(page, "--page")
 
 
 def write_between(page: Path, lines: Sequence[str]) -> None:

@@ -94,7 +94,7 @@ def run(
         "steps": steps,
         "warmup": warmup,
         "runs": runs,
-        "calibration": rows[0]["estimated"]["assumptions"] if rows else [],
+        "calibration": fitted or "as shipped",
         "summary": summary(rows),
         "rows": rows,
     }

@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from tempfile import gettempdir
 from typing import Any
 
 from dynoffload.config import POLICIES
@@ -28,12 +27,12 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
 from dynoffload.experiments.workers import Worker, WorkerError, ended_after, worker
 from dynoffload.memory.cgroup import memory_group, swap_file
+from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
 
 OURS = "repeat"
-"""The way that stands for this library: a pilot would have to be trained for each size, and what is
-largest hardly depends on who predicts."""
+"""The way that stands for this library: a pilot would have to be trained for each size."""
 PACES = (2.0, 4.0, 8.0)
 """Times what plain training takes for as much."""
 _START_S = 120.0  # to come to the block and make a first step
@@ -114,7 +113,7 @@ class Search:
     slowest: float
     most: int
     meta: bool
-    spill_dir: Path = field(default_factory=lambda: Path(gettempdir()))
+    spill_dir: Path = field(default_factory=default_spill_dir)
 
     def __post_init__(self) -> None:
         if not (0 < self.share <= 1 and self.steps >= 1 and self.slowest > 1 and self.most >= 1):
@@ -290,11 +289,10 @@ def _ended_by(tries: Sequence[Try], search: Search) -> str:
 
 
 def _within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the largest of what was tried and kept a pace, by the pace; 0 if nothing did."""
+    """Return the largest of what fits and kept a pace, by the pace; 0 if nothing did."""
+    fits = [each for each in tries if not each["why"]]
     return {
-        f"{most:g}": max(
-            (t["size"] for t in tries if t["seconds"] and t["pace"] <= most), default=0
-        )
+        f"{most:g}": max((each["size"] for each in fits if each["pace"] <= most), default=0)
         for most in PACES
     }
 

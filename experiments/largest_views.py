@@ -64,15 +64,20 @@ def show(title: str, unit: str, result: Mapping[str, Any]) -> None:
         table.add_row(*row)
     console = Console(width=max(Console().width, _WIDTH))
     console.print(table)
-    equal = "equal" if result["losses_equal"] else "NOT EQUAL"
-    console.print(f"losses of ways that tried the same size: {equal}", highlight=False)
+    console.print(_losses(result), highlight=False)
 
 
 def table_of(unit: str, result: Mapping[str, Any]) -> list[str]:
     """Return one search as lines of Markdown."""
     columns = heads(unit)
     marks = ["---", *["---:"] * (len(columns) - 2), "---"]
-    return [f"| {' | '.join(row)} |" for row in (columns, marks, *cells(result))]
+    table = [f"| {' | '.join(row)} |" for row in (columns, marks, *cells(result))]
+    return [*table, "", f"- {_losses(result)}"]
+
+
+def _losses(result: Mapping[str, Any]) -> str:
+    equal = "equal, bit for bit" if result["losses_equal"] else "NOT EQUAL: see the JSON"
+    return f"losses of ways that made steps of one size: {equal}"
 
 
 def draw(

@@ -11,6 +11,7 @@ With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,7 @@ def run(
             found = measure(search, [key.strip() for key in ways.split(",")], report)
             result["networks"][network.strip()] = found | _ratios(found)
             result["budget_bytes"] = search.budget
-    searches = [
-        (f"rows of {network} in {format_bytes(result['memory_bytes'])}", _UNIT, found)
-        for network, found in result["networks"].items()
-    ]
+    searches = _searches(result)
     for each in searches:
         show(*each)
     if json_path is not None:
@@ -109,13 +107,26 @@ def run(
             height=3.2 * len(searches),
         )
     if page is not None:
-        lines = [
-            line
-            for title, unit, found in searches
-            for line in (f"### {title}", "", *table_of(unit, found), "")
-        ]
-        write_between(page, lines[:-1])
+        write_table(result, page)
     return result
+
+
+def write_table(result: Mapping[str, Any], page: Path) -> None:
+    """Write the tables of ``page`` anew, between its marks."""
+    lines = [
+        line
+        for title, unit, found in _searches(result)
+        for line in (f"### {title}", "", *table_of(unit, found), "")
+    ]
+    write_between(page, lines[:-1])
+
+
+def _searches(result: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Return title, unit and what was found, network by network."""
+    return [
+        (f"rows of {network} in {format_bytes(result['memory_bytes'])}", _UNIT, found)
+        for network, found in result["networks"].items()
+    ]
 
 
 def _ratios(found: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ What it is not: a judgement of other systems for offloading; (c) is what a machi
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,7 @@ from dynoffload.experiments import write_json
 from dynoffload.experiments.paged_rows import MAIN, ROWS, VARIANTS, Plan, Variant, measure_group
 from dynoffload.experiments.zoo import FUSED
 from dynoffload.memory.cgroup import LimitError, why_unavailable
+from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import progress_bar
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
@@ -95,7 +95,7 @@ def run(
         profile_steps=profile_steps,
         paged_steps=paged_steps if limited else 0,
         limited=limited,
-        spill_dir=spill_dir or Path(tempfile.gettempdir()),
+        spill_dir=spill_dir or default_spill_dir(),
     )
     chosen = [VARIANTS[row] for row in VARIANTS if row in rows]
     result: dict[str, Any] = {}

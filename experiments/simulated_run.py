@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -133,9 +132,10 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
 def timed(task: Task, kind: Kind) -> dict[str, Any]:
     """Train plainly, for its times only; and measure the runtime's pace."""
     from dynoffload.estimation.pace import measure_pace
+    from dynoffload.memory.spill import default_spill_dir
 
     found = _timed(kind, task.steps)
-    return {"times": found, "pace_s": measure_pace(task.spill_dir or tempfile.gettempdir())}
+    return {"times": found, "pace_s": measure_pace(task.spill_dir or default_spill_dir())}
 
 
 def budgeted(task: Task, kind: Kind) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments.children import answer_of
 from dynoffload.experiments.comparing import check_page
 from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, Task
+from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.simulation import Link, Machine, StepResult
 from dynoffload.simulation.own_work import Division, Phase, Work
@@ -156,7 +157,7 @@ def run(
     *,
     steps: int = _MOST_STEPS,
     warmup: int = 4,
-    runs: int = 2,
+    runs: int = 3,
     only: tuple[str, ...] = (),
     page: Path | None = None,
     spill_dir: Path | None = None,
@@ -224,7 +225,7 @@ def run(
 def _tiers(spill: str) -> Tiers:
     from dynoffload.doctor import measure_tiers
 
-    return measure_tiers(spill or tempfile.gettempdir(), _TIER_SECONDS, file_bytes=_TIER_BYTES)
+    return measure_tiers(spill or default_spill_dir(), _TIER_SECONDS, file_bytes=_TIER_BYTES)
 
 
 def _child(task: Task) -> dict[str, Any]:
@@ -332,7 +333,7 @@ def _real(
     from dynoffload.doctor import measure_moves
 
     found, plain, paces = [], [], []
-    tiers, moves = _tiers(spill), measure_moves(spill or tempfile.gettempdir())
+    tiers, moves = _tiers(spill), measure_moves(spill or default_spill_dir())
     for _ in range(runs):
         beside = _child(Task(setting.network, TIMED, steps, spill_dir=spill))
         plain.append(beside["times"])

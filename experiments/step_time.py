@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import write_json
+from dynoffload.experiments import make_room, write_json
 from dynoffload.experiments.simulation import FIT, PILOT_NAME, TRACES, fit_machine, material
 from dynoffload.experiments.simulation_fit import Fit
 from dynoffload.experiments.step_time_policies import (
@@ -38,6 +38,7 @@ from dynoffload.experiments.step_time_rows import merged, plain_row, row_of, sum
 from dynoffload.experiments.step_time_runs import LEAST_S, Measured, Turns, measure
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.zoo import TRUNK
+from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report, progress_bar
 
 FASTER = 1.38
@@ -68,9 +69,10 @@ PRESETS: dict[str, dict[str, Spec]] = {
     },
 }
 """Networks by preset and name."""
-_LEAST_STEPS = 5
+_LEAST_STEPS, _THREADS = 5, 1
 _FIT_STEPS, _FIT_WARMUP = 10, 4
 _UNDIVIDED = "no measured policy says how the runtime would divide the budget: ask for one, too"
+_ALL_REFUSED = "no measured policy runs under this budget, so none says how it would be divided"
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ def run(
         ConfigError: an option names nothing that there is, or a number is too small.
         WorkerError: plain training failed.
     """
+    if page is not None:
+        make_room(page, "--page")
     specs = _networks(network, preset)
     asked = _Asked(
         _policies(policies),
@@ -134,7 +138,7 @@ def run(
         Turns(-(-steps // Turns.per_turn), slowest=slowest),
         repeat,
         learned,
-        str(spill_dir or tempfile.gettempdir()),
+        str(spill_dir or default_spill_dir()),
     )
     for name, value, least in (
         ("steps", steps, _LEAST_STEPS),
@@ -191,10 +195,17 @@ def run(
 def _fit(calibration: Path | None, folder: Path, spill_dir: str, report: Report) -> Fit:
     if calibration is None:
         return fit_machine(_FIT_STEPS, _FIT_WARMUP, 1, folder, spill_dir, report)[0]
+    import torch
+
     from dynoffload.estimation import Calibration
 
     report("the link", 0, None)
-    known = Calibration.of(spill_dir, calibration)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(_THREADS)  # a pace is that of so many, as what is measured beside it is
+    try:
+        known = Calibration.of(spill_dir, calibration)
+    finally:
+        torch.set_num_threads(threads)
     return Fit(known.machine, known.work, known.pace_s)
 
 
@@ -258,7 +269,7 @@ def _compare(
     """Yield what is known of a network, and its rows, budget by budget."""
     from dynoffload.profiler.trace import Trace
 
-    spec = replace(spec, split="held-out", threads=1, spill_dir=asked.spill_dir)
+    spec = replace(spec, split="held-out", threads=_THREADS, spill_dir=asked.spill_dir)
     zoo = {key: getattr(spec, key) for key in ("network", "preset", "sizes", "shape")}
     known = material(
         name,
@@ -323,4 +334,6 @@ def _division(
     own = found.get(key)
     if own is None and POLICIES[key].strategy is None:
         own = next((one for one in found.values() if one.sizing is not None), None)
-    return (own.sizing, own.side.why) if own is not None else (None, _UNDIVIDED)
+    if own is None:
+        return None, _ALL_REFUSED if found else _UNDIVIDED
+    return own.sizing, own.side.why

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynoffload.experiments.step_time_policies import POLICIES, STOPPED
+from dynoffload.experiments.step_time_policies import PILOT, POLICIES, STOPPED
 from dynoffload.experiments.step_time_rows import budget_name, is_tie, overall, said
 from dynoffload.units import format_bytes, format_seconds
 
@@ -264,13 +264,21 @@ def _standings(result: Mapping[str, Any]) -> list[str]:
             found = cell[side]
             ratio = None if found is None else found["ratio"]
             row += [
-                "none runs" if found is None else POLICIES[found["fastest"]].title,
+                "none runs" if found is None else _fastest(found),
                 ""
                 if ratio is None
                 else f"{ratio:.2f} times as fast{', a tie' if is_tie(ratio) else ''}",
             ]
         rows.append(row)
     return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _fastest(found: Mapping[str, Any]) -> str:
+    """Return who is fastest of one budget, with those that tie with it."""
+    first = found["fastest"]
+    times = {PILOT: 1.0, **found["ratios"]} if found["ratios"] else {first: 1.0}
+    ties = [key for key, time in times.items() if key != first and is_tie(time / times[first])]
+    return ", ".join(POLICIES[key].title for key in (first, *ties))
 
 
 def _off(result: Mapping[str, Any]) -> str:

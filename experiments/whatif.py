@@ -118,8 +118,13 @@ def run(
             height=3.6,
         )
     if page is not None:
-        write_between(page, _lines(result))
+        write_table(result, page)
     return result
+
+
+def write_table(result: Mapping[str, Any], page: Path) -> None:
+    """Write the tables of ``page`` anew, between its marks."""
+    write_between(page, _lines(result))
 
 
 def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> list[Trace]:

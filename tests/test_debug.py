@@ -100,14 +100,41 @@ def test_a_changed_byte_is_told_to_whoever_called(kind: str, page: int, tmp_path
 
 
 @each_device(SMALL)
-def test_without_debug_mode_it_is_not_found(kind: str, page: int, tmp_path: Path) -> None:
-    """The file is private: by default nothing is spent on this."""
+def test_without_debug_mode_a_byte_is_not_found(kind: str, page: int, tmp_path: Path) -> None:
+    """The file is private: by default little is spent on this."""
     with debugged(kind, page, tmp_path, debug=False) as device:
         bad = next(r for r in four(device) if r not in device.resident())
         flip(device, bad)
         device.acquire([bad])
         assert not holds(device, bad)
     assert not OffloadConfig().debug
+
+
+@needs_pager
+@pytest.mark.parametrize("page", [SMALL, HUGE])
+@pytest.mark.parametrize("nbytes", [512, 4096])
+def test_the_pager_always_finds_lost_sectors(page: int, nbytes: int, tmp_path: Path) -> None:
+    """Zeros, as of a block that the file system takes for one that was never written."""
+    with debugged("pager", page, tmp_path, debug=False) as device:
+        regions = four(device)
+        bad = next(r for r in regions if r not in device.resident())
+        device.names[bad] = "layers.3.weight"
+        place = device._places[bad]  # type: ignore[attr-defined]
+        spill = device._spill.fd  # type: ignore[attr-defined]
+        fd = os.open(f"/proc/self/fd/{spill}", os.O_RDWR)
+        try:
+            at = place.page * page + page // 2
+            assert os.pwrite(fd, bytes(nbytes), at) == nbytes
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        with pytest.raises(
+            CorruptionError, match=r"layers\.3\.weight .*not those that were written"
+        ):
+            device.acquire([bad])
+        for region in set(regions) - {bad}:
+            device.acquire([region])
+            assert holds(device, region)
 
 
 @each_device(SMALL)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-import tempfile
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -79,7 +77,7 @@ def experiment(
     to_stdout = json_path is not None and str(json_path) == "-"
     written = None if to_stdout else json_path
     if written is not None:
-        _make_room(written)
+        experiments.make_room(written, "--json")
     with ended_by_signal():
         result = function(json_path=written, **options)
     if to_stdout:
@@ -87,25 +85,6 @@ def experiment(
     if written is not None:
         experiments.write_json(written, result)
         say_wrote(written)
-
-
-def _make_room(path: Path) -> None:
-    """Make the folder of a result before it is measured.
-
-    Raises:
-        ConfigError: it cannot be made, or be written to.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror or error}): name another file for --json"
-        ) from error
-    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
-        what = "is a directory" if path.is_dir() else "must not be written"
-        raise ConfigError(f"{path} {what}: name another file for --json")
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:

@@ -103,7 +103,7 @@ struct region {
     uint32_t told;      /* the last thread that was told to let go while it waits for the owner */
     uint32_t page, pages; /* place in the arena */
     uint64_t bytes;       /* of content, for the counters */
-    uint64_t sum;         /* of the file's copy, in debug mode */
+    uint64_t sum;         /* of the file's copy */
     int64_t offset;       /* in the spill file */
     uint32_t *slots;      /* one per page while not at its address */
     int64_t next_use;     /* position in the reference string, or NEVER */

@@ -1,0 +1,60 @@
+"""The committed pages of results say what the committed numbers say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynoffload.experiments import capacity, max_batch, whatif
+from dynoffload.experiments.estimates_views import write_table as write_estimates
+from dynoffload.experiments.simulation_views import write_table as write_simulation
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+WRITERS: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
+    "capacity": capacity.write_table,
+    "max-batch": max_batch.write_table,
+    "whatif": whatif.write_table,
+    "simulation": write_simulation,
+    "estimates": write_estimates,
+}
+
+
+def result_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_table_of_a_page_is_that_of_its_numbers(name: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    shutil.copy(RESULTS / f"{name}.md", page)
+    WRITERS[name](result_of(name), page)
+    assert page.read_text("utf-8") == (RESULTS / f"{name}.md").read_text("utf-8")
+
+
+def equalities(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield whatever a result says of losses being equal, with where it says it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "losses_equal":
+                yield f"{path}/{key}", inner
+            else:
+                yield from equalities(inner, f"{path}/{key}")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from equalities(inner, f"{path}/{number}")
+
+
+def test_no_result_stands_whose_losses_are_not_those_of_plain_training() -> None:
+    said = {
+        f"{file.name}{where}": equal
+        for file in sorted(RESULTS.glob("*.json"))
+        for where, equal in equalities(json.loads(file.read_text("utf-8")))
+    }
+    assert len(said) > 100
+    assert [where for where, equal in said.items() if equal is False] == []
