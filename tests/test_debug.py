@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,14 +56,18 @@ def debugged(kind: str, page: int, directory: Path, *, debug: bool = True) -> It
 
 def flip(device: Device, region: int) -> None:
     """Change one byte of an absent region, in the middle of its place in the file."""
+    overwrite(device, region, lambda old: bytes([old[0] ^ 1]), 1)
+
+
+def overwrite(device: Device, region: int, change: Callable[[bytes], bytes], nbytes: int) -> None:
+    """Change bytes of an absent region from the middle of its place in the file on."""
     assert region not in device.resident()
     place = device._places[region]  # type: ignore[attr-defined]
     spill = device._spill.fd  # type: ignore[attr-defined]
     fd = os.open(f"/proc/self/fd/{spill}", os.O_RDWR)  # not past the page cache
     try:
         at = place.page * device.page_bytes + place.nbytes // 2
-        old = os.pread(fd, 1, at)
-        assert os.pwrite(fd, bytes([old[0] ^ 1]), at) == 1
+        assert os.pwrite(fd, change(os.pread(fd, nbytes, at)), at) == nbytes
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -119,15 +123,7 @@ def test_the_pager_always_finds_lost_sectors(page: int, nbytes: int, tmp_path: P
         regions = four(device)
         bad = next(r for r in regions if r not in device.resident())
         device.names[bad] = "layers.3.weight"
-        place = device._places[bad]  # type: ignore[attr-defined]
-        spill = device._spill.fd  # type: ignore[attr-defined]
-        fd = os.open(f"/proc/self/fd/{spill}", os.O_RDWR)
-        try:
-            at = place.page * page + page // 2
-            assert os.pwrite(fd, bytes(nbytes), at) == nbytes
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        overwrite(device, bad, lambda old: bytes(len(old)), nbytes)
         with pytest.raises(
             CorruptionError, match=r"layers\.3\.weight .*not those that were written"
         ):
