@@ -139,7 +139,9 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
 
     import dynoffload
     from dynoffload.experiments.bits import first_difference, state_of
+    from dynoffload.numerics import settle_kernels
 
+    settle_kernels()
     architecture, loop = ARCHITECTURES[case.architecture], case.loop
     model = _network_of(case)
     if case.experts and experts_of(model):

@@ -84,7 +84,9 @@ class Trainer:
         import torch
 
         from dynoffload.experiments import zoo
+        from dynoffload.numerics import settle_kernels
 
+        settle_kernels()
         self.spec = spec
         if spec.threads:
             torch.set_num_threads(spec.threads)

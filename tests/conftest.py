@@ -61,6 +61,12 @@ if importlib.util.find_spec("dynoffload") is None:
     _use_checkout()
 
 
+def pytest_sessionstart() -> None:
+    """Let no comparison meet a kernel that several threads choose at once."""
+    numerics = importlib.import_module("dynoffload.numerics")
+    numerics.settle_kernels()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In one of several test processes, skip the tests that measure."""
     if not hasattr(config, "workerinput"):

@@ -25,6 +25,7 @@ from dynoffload.config import UNPAGED, Defaults, OffloadConfig, defaults, no_bud
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import check_room, default_spill_dir
+from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
@@ -248,6 +249,7 @@ def _plan(
         )
     _check_model(model)
     check_parts(model)
+    settle_kernels()
     if not (spill_dir is None or (isinstance(spill_dir, str | Path) and str(spill_dir))):
         raise ConfigError(
             f"spill_dir={spill_dir!r} is no directory: pass a path, or None for the system's "
