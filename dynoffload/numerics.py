@@ -4,28 +4,39 @@ PyTorch's builds with oneMKL before 2025.0 compute `cos`, `exp`, `sqrt` and thei
 that looks for the kernel of each function as it is called for the first time. Where two threads
 make that call at once, one of them may take a kernel of half the digits, once: in the first forward
 of a process a part of a tensor is off by 1e-4, and every later one is right (pytorch/pytorch issue
-188792). Plain PyTorch does so too, the more often the slower its code comes from disk: in 21 of
-1,984 processes whose code was dropped from memory first, and in none of 1,984 that had made one
-such call in one thread.
+188792). Plain PyTorch does so too, the more often the slower its code comes from disk
+(`tests/test_numerics.py` provokes it: up to one process in a hundred).
+
+Nobody is protected who calls such a function in two threads before, or while, this is done here.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-_UNARY = (
-    *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "sin", "sinh", "tan"),
-    *("tanh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "log", "log10", "log1p", "log2"),
-    *("rsqrt", "sqrt", "sigmoid", "lgamma", "digamma", "trunc", "ceil", "floor", "round"),
+FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "cosh", "digamma", "erf", "erfc", "erfinv", "exp", "exp2"),
+    *("expm1", "lgamma", "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh"),
+    *("sqrt", "tan", "tanh", "trunc"),
 )
+"""What may be computed by that library, in single and double precision."""
+
+_lock = threading.Lock()
+_settled = False
 
 
-@functools.cache
 def settle_kernels() -> None:
     """Have every function's kernel chosen, once in a process and by this thread alone."""
-    for dtype in (torch.float32, torch.float64):
-        one = torch.full((1,), 0.5, dtype=dtype, device="cpu")  # one element: one thread
-        for name in _UNARY:
-            getattr(torch, name)(one)
+    global _settled
+    with _lock:
+        if _settled:
+            return
+        with _disable_current_modes(), torch.inference_mode():
+            for dtype in (torch.float32, torch.float64):
+                one = torch.full((1,), 0.5, dtype=dtype, device="cpu")  # one element: one thread
+                for name in FUNCTIONS:
+                    getattr(torch.ops.aten, name).default(one)
+        _settled = True

@@ -175,12 +175,9 @@ def loss_of(
 def of_another(folder: Path, model: torch.nn.Module) -> Path | None:
     """Return a trace in ``folder``, the last, if it is of another network than ``model``."""
     last = max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), default=None)
-    if last is None:
+    if last is None or Trace.load(last).network == fingerprint(model):
         return None
-    try:
-        return None if Trace.load(last).network == fingerprint(model) else last
-    except TraceError:  # whoever reads them will name it
-        return None
+    return last
 
 
 def next_number(folder: Path) -> int:

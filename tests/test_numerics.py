@@ -5,21 +5,33 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynoffload.numerics import settle_kernels
+from dynoffload import numerics
+from dynoffload.numerics import FUNCTIONS, settle_kernels
+
+ROUTED = {
+    *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10"),
+    *("log1p", "log2", "sin", "sqrt", "tan", "tanh", "trunc"),
+}
+"""What ATen gives to oneMKL's function library in single and double precision (ATen/cpu/vml.h)."""
 
 _ENTERED = """
 import torch
 import dynoffload
-from dynoffload.numerics import settle_kernels
+from dynoffload import numerics
 model = torch.nn.Linear(8, 8)
 block = dynoffload.offload(model, torch.optim.SGD(model.parameters()), budget="64MiB", pilot=None)
-before = settle_kernels.cache_info().misses
+before = numerics._settled
 with block:
-    print(before, settle_kernels.cache_info().misses)
+    print(before, numerics._settled)
 """
 
 _STORM = """
@@ -34,18 +46,20 @@ folder = Path(torch.__file__).parent / "lib"
 libraries = [os.open(path, os.O_RDONLY) for path in folder.glob("*cpu*")]
 angles = np.outer(np.arange(512), 1e4 ** (-np.arange(0, 32, 2) / 32)).astype(np.float32)
 right = np.cos(angles.astype(np.float64))
-wrong = 0
-for _ in range(int(sys.argv[1])):
+assert libraries
+wrong = {"as it is": 0, "settled": 0}
+for number in range(2 * int(sys.argv[1])):
+    way = ("as it is", "settled")[number % 2]
     for library in libraries:  # so that its code comes from disk, and threads meet in it
         os.posix_fadvise(library, 0, 0, os.POSIX_FADV_DONTNEED)
     child = os.fork()
     if not child:
         torch.zeros(1 << 20).add_(1)  # the threads are there
-        if sys.argv[2] == "settled":
+        if way == "settled":
             settle_kernels()
         error = np.abs(torch.from_numpy(angles).cos().numpy() - right).max()
         os._exit(int(error > 1e-5))
-    wrong += os.waitpid(child, 0)[1] != 0
+    wrong[way] += os.waitpid(child, 0)[1] != 0
 print(json.dumps(wrong))
 """
 
@@ -58,21 +72,88 @@ def _run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: set[tuple[str, torch.dtype, int]] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if args and isinstance(args[0], torch.Tensor):
+            name = func.overloadpacket.__name__
+            self.calls.add((name, args[0].dtype, args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "_settled", False)
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_every_function_is_called_on_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _Seen()
+    monkeypatch.setattr(numerics, "_disable_current_modes", lambda: seen)
+    settle_kernels()
+    floats = (torch.float32, torch.float64)
+    assert {(name, dtype, 1) for name in ROUTED for dtype in floats} <= seen.calls
+    assert set(FUNCTIONS) >= ROUTED
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_modes_do_not_keep_the_calls_from_the_kernels() -> None:
+    fake, seen = FakeTensorMode(), _Seen()
+    with fake, seen:
+        settle_kernels()
+    assert not seen.calls
+    assert numerics._settled
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[int] = []
+    inside = threading.Semaphore(1)
+
+    class Watch:
+        def __enter__(self) -> None:
+            assert inside.acquire(blocking=False)
+            at_once.append(1)
+
+        def __exit__(self, *error: object) -> None:
+            inside.release()
+
+    monkeypatch.setattr(numerics, "_disable_current_modes", Watch)
+    threads = [threading.Thread(target=settle_kernels) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert at_once == [1]
+
+
 def test_kernels_are_settled_as_a_block_is_entered() -> None:
-    assert _run(_ENTERED).split() == ["0", "1"]
+    assert _run(_ENTERED).split() == ["False", "True"]
 
 
+@pytest.mark.usefixtures("unsettled")
 def test_settling_changes_no_state() -> None:
-    settle_kernels.cache_clear()
     torch.manual_seed(3)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
         settle_kernels()
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
+    assert not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.slow
 def test_no_process_has_a_first_cosine_of_half_the_digits() -> None:
-    """Five hundred processes; where they are not settled, some five of them are wrong."""
-    assert json.loads(_run(_STORM, "500", "settled")) == 0
+    wrong = json.loads(_run(_STORM, "1500"))
+    assert wrong["settled"] == 0
+    if not wrong["as it is"]:
+        pytest.skip("this build of PyTorch, or this machine, has no such race")

@@ -1,7 +1,4 @@
-/* Checksums of regions; and debug mode: poison, and the watch over a mapped file.
- *
- * [Note: checksums]  In debug mode all bytes of a region count. Otherwise one word of every sector
- * does: what a file system or a disk loses, or gives back as it was before, is whole sectors.
+/* Debug mode: poison, and the watch over a mapped file.
  *
  * [Note: watch]  The mapped-file device cannot see accesses to what is absent: the kernel serves them.
  * In debug mode it takes the rights to an absent region's addresses away. An access to it is then a
@@ -23,42 +20,6 @@
 
 #define POISON 0xff /* a NaN in every format of floats */
 #define BUFFER (256u << 10)
-#define SECTOR 512u
-
-static uint64_t mix(uint64_t sum, const void *bytes, uint64_t nbytes)
-{
-    const uint64_t *words = bytes;
-    uint64_t lane[4] = {sum, sum + 1, sum + 2, sum + 3};
-    for (uint64_t i = 0; i + 4 <= nbytes / 8; i += 4)
-        for (int j = 0; j < 4; j++) {
-            uint64_t h = (lane[j] ^ words[i + j]) * 0x9e3779b97f4a7c15ull;
-            lane[j] = h ^ (h >> 29);
-        }
-    for (int j = 0; j < 4; j++)
-        sum = (sum ^ lane[j]) * 0xff51afd7ed558ccdull, sum ^= sum >> 32;
-    return sum;
-}
-
-static uint64_t sample(uint64_t sum, const void *bytes, uint64_t nbytes)
-{
-    const uint64_t *words = bytes;
-    for (uint64_t i = 0; i < nbytes / 8; i += SECTOR / 8) {
-        uint64_t h = (sum ^ words[i]) * 0x9e3779b97f4a7c15ull;
-        sum = h ^ (h >> 29);
-    }
-    return sum;
-}
-
-/* The checksum of a region whose pages are in slots. See [Note: checksums]. */
-uint64_t debug_sum(const struct pager *p, const struct region *r)
-{
-    uint64_t sum = 0;
-    for (uint32_t i = 0; i < r->pages; i++) {
-        const char *slot = p->base + (uint64_t)(p->arena_pages + r->slots[i]) * p->page_bytes;
-        sum = (p->debug ? mix : sample)(sum, slot, p->page_bytes);
-    }
-    return sum;
-}
 
 /* Let nobody mistake what lies in a slot for content. */
 void debug_poison(const struct pager *p, uint32_t slot)
@@ -123,7 +84,7 @@ static int file_sum(struct watch *w, uint32_t page, uint32_t count, uint64_t *su
                 return got ? errno : EIO;
             done += (uint64_t)got;
         }
-        *sum = mix(*sum, w->buffer, want);
+        *sum = sum_bytes(*sum, w->buffer, want);
         offset += want;
     }
     return 0;

@@ -229,8 +229,11 @@ uint32_t plan_victim(struct pager *, int64_t later_than);
 void *fault_serve(void *);
 int fault_open(int *user_mode_only);
 
+/* sums.c */
+uint64_t sum_of(const struct pager *, const struct region *);
+uint64_t sum_bytes(uint64_t sum, const void *bytes, uint64_t nbytes); /* whole words */
+
 /* debug.c */
-uint64_t debug_sum(const struct pager *, const struct region *);
 void debug_poison(const struct pager *, uint32_t slot);
 
 /* letgo.c */

@@ -33,7 +33,7 @@ void transfer_record(struct pager *p, int kind, int cause, uint32_t region, doub
 /* What is not what was written is refused. */
 static int compare(struct pager *p, struct region *r, int write)
 {
-    uint64_t sum = debug_sum(p, r);
+    uint64_t sum = sum_of(p, r);
     if (write)
         r->sum = sum;
     return sum == r->sum ? 0 : EBADMSG;
