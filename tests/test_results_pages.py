@@ -12,6 +12,7 @@ import pytest
 
 from dynoffload.experiments import capacity, max_batch, whatif
 from dynoffload.experiments.estimates_views import write_table as write_estimates
+from dynoffload.experiments.largest import _within
 from dynoffload.experiments.simulation_views import write_table as write_simulation
 from dynoffload.experiments.step_time_views import page_of as step_time_page
 
@@ -69,3 +70,12 @@ def test_results_say_whether_losses_are_equal() -> None:
         for where, _ in equalities(json.loads(file.read_text("utf-8")))
     ]
     assert len(said) > 100
+
+
+@pytest.mark.parametrize("name", ["capacity", "max-batch"])
+def test_paces_are_those_of_what_fits(name: str) -> None:
+    result = result_of(name)
+    networks = result.get("networks", {name: result}).values()
+    ways = [way for network in networks for way in network["ways"].values()]
+    assert len(ways) >= 5
+    assert [_within(way["tries"]) for way in ways] == [way["within"] for way in ways]
