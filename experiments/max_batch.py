@@ -50,18 +50,20 @@ def run(
 
     Args:
         json_path: the figure is written beside it.
-        memory: that a process may take beyond what it takes without a network.
-        share: of it that is the budget of ways that count bytes.
+        memory: that a process may take beyond what it takes without a network; its control group
+            is limited to that, so this needs the right to make one.
+        share: of that memory, as the budget of the ways that count bytes: offload and dtr.
         preset: of both networks.
         length: residues of a row.
         depth: sequences of its alignment.
         cycles: most runs of the trunk; drawn for each step.
         steps: that each try makes after the first.
-        slowest: times what plain training takes for a row, that a step may take for one.
+        slowest: a size counts as too slow if a row takes so many times what it takes plainly.
         most: rows that are tried at the most.
         networks: names in the zoo, separated by commas.
-        ways: keys of `dynoffload.experiments.largest.WAYS`, separated by commas.
-        page: a page whose tables are written anew, between its marks.
+        ways: of training, separated by commas; there are no others than by default.
+        page: a Markdown file whose tables are written anew, between the lines that say
+            <!-- table --> and <!-- end of table -->.
         spill_dir: where spill and swap files lie.
     """
     check_page(page)

@@ -169,8 +169,9 @@ def run(
         steps: of each run, at most 10: later ones may be trials of a session without prefetch.
         warmup: of them, those that do not count.
         runs: of each setting.
-        only: networks to validate by; all without it.
-        page: a page whose table is written anew, between its marks.
+        only: of the networks that are validated, those to run, by name; without it all.
+        page: a Markdown file whose table is written anew, between the lines that say <!-- table -->
+            and <!-- end of table -->.
         spill_dir: where the spill files lie.
     """
     from dynoffload.experiments.simulation_views import show, write_figure, write_table

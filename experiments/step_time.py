@@ -111,10 +111,10 @@ def run(
 
     Args:
         json_path: where the numbers so far are written after each budget; the figure beside it.
-        network: names of networks in `PRESETS`.
-        preset: a key of `PRESETS`.
+        network: networks of the zoo; there are no others than by default.
+        preset: of all of them: tiny or small.
         budgets: shares of parameters, gradients, optimizer state and what a step saves, as ``1/4``.
-        policies: keys of `dynoffload.experiments.step_time_policies.POLICIES`.
+        policies: of which the last three are simulated only; there are no others than by default.
         steps: of each run that count, three to a turn, at least 5. From the eleventh step on a
             session may try to do without prefetch, which is not simulated; 6 are ten in all.
         repeat: runs of each.

@@ -6,6 +6,9 @@ nothing. What it is not: a measurement. Operators take the recorded seconds, div
 times faster the machine computes, or what a cost model of it says, if the file has a table
 ``[compute]``; plans know every step, so a pilot that errs waits longer.
 
+All steps are run twice, one after the other, and count the second time: what is touched for the
+first time then is in memory if it fits.
+
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """
 
@@ -74,15 +77,17 @@ def run(
     Args:
         json_path: the figure is written beside it.
         traces: a directory of `dynoffload profile`; without it a mixture of experts is recorded.
-        machine: a TOML file, see `dynoffload.simulation.load_machines` and, for what an operator
-            takes there, `load_costs`; without it `EXAMPLE`.
-        budget: fast memory, for the question of the link; without it that of the machine, or a
-            quarter of what a step takes if `EXAMPLE` is asked.
+        machine: a TOML file of a machine and its tiers: docs/results/whatif.md shows one, and
+            help(dynoffload.simulation.load_machines) and load_costs name all keys; without it an
+            accelerator forty times as fast as where was recorded, over host, CXL and NVMe memory.
+        budget: fast memory, for the question of the link; without it the machine's fast_bytes, or
+            a quarter of what a step takes if no machine is given.
         tolerance: share of a step's work that may be waited for where transfers count as hidden.
-        steps: how many of the traces are run.
+        steps: how many of the traces are run: the last, as the first of a training are slow.
         preset: of the mixture of experts, where no traces are given.
         tokens: of its samples.
-        page: a page whose tables are written anew, between its marks.
+        page: a Markdown file whose tables are written anew, between the lines that say <!-- table
+            --> and <!-- end of table -->.
     """
     check_page(page)
     if steps < 1:
@@ -94,6 +99,7 @@ def run(
     recorded = _traces(traces, steps, preset, tokens)
     work = workload(recorded, costs)
     whole = max(work.peak(step) for step in work.steps)
+    twice = replace(work, steps=[*work.steps, *work.steps])
     result: dict[str, Any] = {
         "traces": None if traces is None else str(traces),
         "steps": len(work.steps),
@@ -107,7 +113,7 @@ def run(
     with progress_bar(True) as report:
         for name, one in machines.items():
             asked = parse_bytes(budget) if budget else whole // 4 if machine is None else None
-            result["tiers"][name] = _tier(name, work, one, whole, asked, tolerance, report)
+            result["tiers"][name] = _tier(name, twice, one, whole, asked, tolerance, report)
     _show(result)
     if json_path is not None:
         from dynoffload.reporting.canvas import write_figure
@@ -129,7 +135,7 @@ def write_table(result: Mapping[str, Any], page: Path) -> None:
 
 def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> list[Trace]:
     if directory is not None:
-        paths = sorted(Path(directory).glob("*.parquet"))[:steps]
+        paths = sorted(Path(directory).glob("*.parquet"))[-steps:]
         if not paths:
             raise TraceError(f"{directory} holds no traces: make some with dynoffload profile")
         return list(load_traces(paths))
@@ -172,6 +178,7 @@ def _tier(
         "budgets": rows,
         "least_budget_bytes": _least_budget(work, machine, whole, tolerance),
         "budget_bytes": asked,
+        "holds_all": asked >= whole,
         "fits_below": machine.slow_bytes is None or held <= machine.slow_bytes,
     }
     report(f"{name}: the slowest link", total - 1, total)
@@ -187,11 +194,13 @@ def _tier(
 def _summary(found: Simulation) -> dict[str, Any]:
     if not found.feasible:
         return {"infeasible": found.infeasible}
-    steps = found.steps[1:] or found.steps
-    compute = sum(step.compute_s for step in steps)
+    steps = found.steps[len(found.steps) // 2 :]  # the second time
+    seconds = sum(step.seconds for step in steps) / len(steps)
+    compute = sum(step.compute_s for step in steps) / len(steps)
     return {
-        "seconds": found.seconds(),
-        "exposed": sum(step.seconds for step in steps) / compute - 1,
+        "seconds": seconds,
+        "compute_s": compute,
+        "exposed": seconds / compute - 1,
         "bytes_in": sum(step.bytes_in for step in steps) // len(steps),
         "bytes_out": sum(step.bytes_out for step in steps) // len(steps),
     }
@@ -250,7 +259,7 @@ def _show(result: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
-    for line in _modelled(result):
+    for line in (*_modelled(result), _meaning(result)):
         console.print(line, markup=False, highlight=False)
     for name, tier in result["tiers"].items():
         table = Table(title=_title(name, result), title_justify="left")
@@ -276,7 +285,16 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
 
 def _title(name: str, result: Mapping[str, Any]) -> str:
     whole = format_bytes(result["step_bytes"])
-    return f"{name}: a step takes {whole} with everything in memory"
+    compute = next(
+        row[policy]["compute_s"]
+        for row in result["tiers"][name]["budgets"]
+        for policy in POLICIES
+        if "compute_s" in row[policy]
+    )
+    return (
+        f"{name}: a step takes {whole} with everything in memory, and computes for "
+        f"{format_seconds(compute)}"
+    )
 
 
 def _modelled(result: Mapping[str, Any]) -> list[str]:
@@ -284,6 +302,13 @@ def _modelled(result: Mapping[str, Any]) -> list[str]:
         return []
     recorded, modelled = (format_seconds(result[key]) for key in ("recorded_s", "modelled_s"))
     return [f"operators take {modelled} by [compute], {recorded} were recorded"]
+
+
+def _meaning(result: Mapping[str, Any]) -> str:
+    return (
+        f"means of {result['steps']} recorded steps; exposed is what a step waits for transfers, "
+        "in shares of what it computes; planned knows every step, on demand fetches at first use"
+    )
 
 
 def _heads() -> list[str]:
@@ -312,7 +337,9 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
         else f"budget: whatever it is, more than {tolerance:.0%} of a step waits"
     ]
     at, factor = format_bytes(tier["budget_bytes"]), tier["link_factor"]
-    if tier["infeasible"]:
+    if tier["holds_all"]:
+        said.append(f"link: {at} hold everything, so any will do")
+    elif tier["infeasible"]:
         said.append(f"link: under {at} a step cannot run: {tier['infeasible']}")
     elif factor is not None and factor <= 1 / FACTORS:
         said.append(f"link: under {at} 1/{FACTORS:.0f} of its bandwidth is enough that {hidden}")

@@ -92,6 +92,7 @@ def test_the_answers_are_said_in_words(asked: tuple[dict[str, Any], Path]) -> No
         "budget_bytes": 1 << 20,
         "link_factor": None,
         "infeasible": "",
+        "holds_all": False,
         "fits_below": True,
     }
     told = answers("far", nothing, 0.05)
@@ -103,6 +104,29 @@ def test_the_answers_are_said_in_words(asked: tuple[dict[str, Any], Path]) -> No
     assert told[1] == (
         "link: under 1.00 MiB 1/64 of its bandwidth is enough that no more than 5% of a step waits"
     )
+    told = answers("far", {**nothing, "holds_all": True}, 0.05)
+    assert told[1] == "link: 1.00 MiB hold everything, so any will do"
+
+
+def test_nothing_waits_where_everything_fits(asked: tuple[dict[str, Any], Path]) -> None:
+    """As all steps were made once before; and a row says one thing in its two columns."""
+    for tier in asked[0]["tiers"].values():
+        assert tier["least_budget_bytes"] is not None
+        assert tier["budgets"][0]["planned"]["exposed"] == pytest.approx(0, abs=1e-9)
+        for row in tier["budgets"]:
+            for one in (row["planned"], row["on demand"]):
+                if "seconds" in one:
+                    assert one["seconds"] == pytest.approx(one["compute_s"] * (1 + one["exposed"]))
+
+
+def test_the_last_steps_are_run_and_one_is_enough(tmp_path: Path) -> None:
+    model = zoo.build("moe", "tiny")
+    batches = list(islice(zoo.samples("moe", rows=1, length=16), 3))
+    paths = sorted(profile(model, batches, out=tmp_path, progress=False))
+    last = sum(op.seconds for op in Trace.load(paths[-1]).operators)
+    found = run(traces=tmp_path, steps=1)
+    assert (found["steps"], found["recorded_s"]) == (1, pytest.approx(last))
+    assert all(row["budgets"][0]["planned"]["seconds"] > 0 for row in found["tiers"].values())
 
 
 def test_a_figure_is_drawn(asked: tuple[dict[str, Any], Path]) -> None:

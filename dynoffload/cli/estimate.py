@@ -39,7 +39,12 @@ def estimate(
         list[str],
         typer.Option(help="Hard cap on fast memory, e.g. 8GiB or 500MB; may be given repeatedly."),
     ],
-    policy: Annotated[str, typer.Option(help="repeat, pilot or on-demand.")] = "repeat",
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="repeat, as a session does until it has learned a pilot; pilot, or on-demand."
+        ),
+    ] = "repeat",
     spill_dir: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Where the spill file would lie.", show_default=False),
@@ -60,7 +65,8 @@ def estimate(
     The function builds the model, in memory or on the meta device, its optimizer and a few batches;
     it may return a loss function of (output, batch) too. Forward and backward run on up to six
     batches: a mapping is given to forward by name, a tuple by position (with a loss function, as
-    many items as forward takes), anything else as the one argument. Nothing is trained.
+    many items as forward takes), anything else as the one argument. Nothing is trained. Ends with
+    code 1 if none of the budgets is large enough.
 
     Example:
 
@@ -94,12 +100,12 @@ def estimate(
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found], indent=2))
     else:
-        _show(dict(zip(budget, found, strict=True)))
+        _show(dict(zip(budget, found, strict=True)), policy)
     if not any(one.feasible for one in found):
         raise typer.Exit(1)
 
 
-def _show(asked: Mapping[str, Estimate]) -> None:
+def _show(asked: Mapping[str, Estimate], policy: str) -> None:
     """Print estimates, by the budgets as they were asked for."""
     found = list(asked.values())
     first = found[0]
@@ -108,7 +114,7 @@ def _show(asked: Mapping[str, Estimate]) -> None:
         f"{format_bytes(first.gradients)} of gradients, {format_bytes(first.optimizer)} of "
         f"optimizer state; a step saves {format_bytes(first.activations)} for backward, and needs "
         f"{format_bytes(first.temporaries)} of temporaries beside any budget. "
-        f"A plain step: {format_seconds(first.plain_s)}.",
+        f"A plain step: {format_seconds(first.plain_s)}. Estimated for policy={policy!r}.",
         highlight=False,
     )
     table = Table("budget", *_COLUMNS, box=None)

@@ -145,7 +145,8 @@ def _convert(option: str, value: str, kind: Any) -> Any:
                 continue
         return _convert(option, value, kinds[-1])
     if origin in (list, tuple) or str(origin).endswith("Sequence'>"):
-        items = [_convert(option, item, inner[0]) for item in value.split(",") if item]
+        words = [word.strip() for word in value.split(",")]
+        items = [_convert(option, word, inner[0]) for word in words if word]
         return items if origin is list else tuple(items)
     if kind is bool:
         if value.lower() not in _SWITCH:
@@ -184,10 +185,15 @@ def meanings_of(function: Callable[..., Any]) -> dict[str, str]:
 def _list_options(
     name: str, accepted: Mapping[str, tuple[Any, Any]], meanings: Mapping[str, str]
 ) -> None:
-    table = Table("option", "default", "", title=name, title_justify="left", box=None)
-    table.add_row("--json", "", "Where the numbers are written as JSON; - prints them.")
+    table = Table(title=name, title_justify="left", box=None)
+    table.add_column("option", no_wrap=True)
+    table.add_column("default", overflow="fold")
+    table.add_column("")
+    table.add_row(
+        "--json", "", "Where the numbers are written as JSON, and a figure beside; - prints them."
+    )
     for key, (_, default) in accepted.items():
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
         text = "" if shown is None else str(shown)
         table.add_row("--" + key.replace("_", "-"), Text(text), Text(meanings.get(key, "")))
     stdout().print(table)

@@ -149,7 +149,7 @@ def profile(
             "--out",
             "-o",
             file_okay=False,
-            help="Directory for the traces. May also stand at the very end.",
+            help="Directory for the traces, required. May also stand at the very end.",
             show_default=False,
         ),
     ] = None,
