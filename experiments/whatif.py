@@ -334,7 +334,8 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     said = [
         f"budget: from {format_bytes(least)} on {hidden}"
         if least is not None
-        else f"budget: whatever it is, more than {tolerance:.0%} of a step waits"
+        else f"budget: with everything in memory {_left(tier):.1%} of a step still waits, for what is "
+        f"new in each: more than {tolerance:.0%} whatever the budget is"
     ]
     at, factor = format_bytes(tier["budget_bytes"]), tier["link_factor"]
     if tier["holds_all"]:
@@ -353,6 +354,11 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     if not tier["fits_below"]:
         said.append("capacity: parameters and optimizer state are more than this tier holds")
     return said
+
+
+def _left(tier: Mapping[str, Any]) -> float:
+    left: float = tier["budgets"][0]["planned"]["exposed"]
+    return left
 
 
 def _gbps(bps: float) -> str:
