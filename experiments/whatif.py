@@ -334,8 +334,8 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     said = [
         f"budget: from {format_bytes(least)} on {hidden}"
         if least is not None
-        else f"budget: with everything in memory {_left(tier):.1%} of a step still waits, for what is "
-        f"new in each: more than {tolerance:.0%} whatever the budget is"
+        else f"budget: with everything in memory {_left(tier):.1%} of a step still waits, for what "
+        f"is new in each: more than {tolerance:.0%} whatever the budget is"
     ]
     at, factor = format_bytes(tier["budget_bytes"]), tier["link_factor"]
     if tier["holds_all"]:
