@@ -285,16 +285,8 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
 
 def _title(name: str, result: Mapping[str, Any]) -> str:
     whole = format_bytes(result["step_bytes"])
-    compute = next(
-        row[policy]["compute_s"]
-        for row in result["tiers"][name]["budgets"]
-        for policy in POLICIES
-        if "compute_s" in row[policy]
-    )
-    return (
-        f"{name}: a step takes {whole} with everything in memory, and computes for "
-        f"{format_seconds(compute)}"
-    )
+    compute = format_seconds(_whole(result["tiers"][name])["compute_s"])
+    return f"{name}: a step takes {whole} with everything in memory, and computes for {compute}"
 
 
 def _modelled(result: Mapping[str, Any]) -> list[str]:
@@ -334,8 +326,8 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     said = [
         f"budget: from {format_bytes(least)} on {hidden}"
         if least is not None
-        else f"budget: with everything in memory {_left(tier):.1%} of a step still waits, for what "
-        f"is new in each: more than {tolerance:.0%} whatever the budget is"
+        else f"budget: with everything in memory {_whole(tier)['exposed']:.1%} of a step still waits, "
+        f"for what is new in each: more than {tolerance:.0%} whatever the budget is"
     ]
     at, factor = format_bytes(tier["budget_bytes"]), tier["link_factor"]
     if tier["holds_all"]:
@@ -356,9 +348,10 @@ def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     return said
 
 
-def _left(tier: Mapping[str, Any]) -> float:
-    left: float = tier["budgets"][0]["planned"]["exposed"]
-    return left
+def _whole(tier: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what planned steps take with everything in memory, which always can run."""
+    planned: Mapping[str, Any] = tier["budgets"][0]["planned"]
+    return planned
 
 
 def _gbps(bps: float) -> str:

@@ -173,7 +173,11 @@ def loss_of(
 
 
 def of_another(folder: Path, model: torch.nn.Module) -> Path | None:
-    """Return a trace in ``folder``, the last, if it is of another network than ``model``."""
+    """Return a trace in ``folder``, the last, if it is of another network than ``model``.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
     last = max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), default=None)
     if last is None or Trace.load(last).network == fingerprint(model):
         return None

@@ -116,11 +116,10 @@ def test_only_a_step_s_own_sample_is_read_where_everything_fits(
     asked: tuple[dict[str, Any], Path],
 ) -> None:
     """As all steps were made once before; and a row says one thing in its two columns."""
+    both = 8 * (24 + 1)  # bytes that tokens and targets are views of
     for tier in asked[0]["tiers"].values():
         for policy in ("planned", "on demand"):
-            assert tier["budgets"][0][policy]["bytes_in"] == 8 * (
-                24 + 1
-            )  # what tokens and targets view
+            assert tier["budgets"][0][policy]["bytes_in"] == both
         for row in tier["budgets"]:
             for one in (row["planned"], row["on demand"]):
                 if "seconds" in one:

@@ -125,3 +125,11 @@ def test_traces_of_another_network_are_not_written_beside(tmp_path: Path) -> Non
         "step-000000.parquet",
         "step-000001.parquet",
     ]
+
+
+def test_nothing_is_written_beside_a_trace_that_cannot_be_read(tmp_path: Path) -> None:
+    broken = tmp_path / "step-000000.parquet"
+    broken.write_bytes(b"PAR1 and no more")
+    with pytest.raises(TraceError, match=r"step-000000\.parquet"):
+        profile(nn.Linear(4, 1), [torch.ones(2, 4)], out=tmp_path, loss=lambda out, _: out.sum())
+    assert list(tmp_path.iterdir()) == [broken]

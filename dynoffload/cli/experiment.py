@@ -189,9 +189,8 @@ def _list_options(
     table.add_column("option", no_wrap=True)
     table.add_column("default", overflow="fold")
     table.add_column("")
-    table.add_row(
-        "--json", "", "Where the numbers are written as JSON, and a figure beside; - prints them."
-    )
+    written = "Where the numbers are written as JSON, with a figure beside them if one is drawn; "
+    table.add_row("--json", "", f"{written}- prints them.")
     for key, (_, default) in accepted.items():
         shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
         text = "" if shown is None else str(shown)
