@@ -322,12 +322,12 @@ def _cells(tier: Mapping[str, Any]) -> Iterator[list[str]]:
 def answers(name: str, tier: Mapping[str, Any], tolerance: float) -> list[str]:
     """Return what is to be said of one tier."""
     hidden = f"no more than {tolerance:.0%} of a step waits"
-    least = tier["least_budget_bytes"]
+    least, left = tier["least_budget_bytes"], _whole(tier)["exposed"]
     said = [
         f"budget: from {format_bytes(least)} on {hidden}"
         if least is not None
-        else f"budget: with everything in memory {_whole(tier)['exposed']:.1%} of a step still waits, "
-        f"for what is new in each: more than {tolerance:.0%} whatever the budget is"
+        else f"budget: with everything in memory {left:.1%} of a step still waits, for what is new "
+        f"in each: more than {tolerance:.0%} whatever the budget is"
     ]
     at, factor = format_bytes(tier["budget_bytes"]), tier["link_factor"]
     if tier["holds_all"]:
