@@ -205,7 +205,7 @@ def test_whoever_asks_for_a_place_waits_for_the_kernel() -> None:
     on.touch([region])
     assert (on.moved, on.now) == (6, 3.0)
     on.discard(region)
-    assert (on.moved, on.moves_s) == (8, 0.0)
+    assert (on.moved, on.moved_beside) == (8, 0)
     on.discard(region)  # nothing is there any more
     assert on.moved == 8
 
@@ -216,21 +216,9 @@ def test_what_leaves_by_a_transfer_is_moved_by_it() -> None:
     on.begin_step()
     first, second = on.allocate(PAGE), on.allocate(PAGE)
     on.acquire([first])
-    assert (on.moved, on.moves_s, on.now) == (1, 0.0, 0.5)
+    assert (on.moved, on.moved_beside, on.now) == (1, 0, 0.5)
     on.acquire([second])  # a second for the write of the first, half of one to take it away first
-    assert (on.moved, on.moves_s, on.now) == (2, 0.5, 2.5)
-
-
-def test_a_step_loses_by_what_transfers_move_when_it_works_next() -> None:
-    link = Link(100.0, 100.0, 200.0)
-    on = SimulatedPager(Machine(link, PAGE, workers=2), PAGE, 0, move_s=0.5, moves_beside=2.0)
-    on.begin_step()
-    first, second = on.allocate(PAGE), on.allocate(PAGE)
-    on.acquire([first])
-    on.acquire([second])  # as above, and twice the half second that the first has left in
-    assert (on.moves_s, on.now) == (0.5, 3.5)
-    on.work(1.0, "compute")
-    assert on.now == 4.5
+    assert (on.moved, on.moved_beside, on.now) == (2, 1, 2.5)
 
 
 def test_extra_regions_are_counted_while_they_are_there() -> None:

@@ -30,8 +30,7 @@ class Fitted:
     """What the runtime itself takes, as it was fitted.
 
     Attributes:
-        work: by the fields of `Work` that are fitted; of a fit from before there was
-            ``moves_beside``, that is 0.
+        work: seconds, by the fields of `Work` that are fitted.
         latency_s: of a transfer.
         fault_s: of an access that waits for one.
         interference: see `Machine`.
@@ -95,7 +94,6 @@ _SHIPPED = Fitted(
         "settle_s": 0.000157,
         "plan_s": 1.44e-05,
         "copy_s": 3.04e-10,
-        "moves_beside": 0.0,
     },
     latency_s=0.000561,
     fault_s=3.15e-06,
@@ -142,7 +140,6 @@ def _load(path: Path) -> Fitted:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         work = {key: float(found["work"][key]) for key in COSTS.values()}
-        work["moves_beside"] = float(found["work"].get("moves_beside", 0.0))
         fitted = Fitted(
             work,
             float(found["link"]["latency_s"]),

@@ -64,7 +64,6 @@ class Phase:
         counts: of the runtime's own work.
         faults: accesses that waited for a transfer.
         beside_s: seconds of work that was done beside transfers.
-        moves_s: seconds in which transfers moved pages.
     """
 
     name: str
@@ -72,7 +71,6 @@ class Phase:
     counts: Counts
     faults: int
     beside_s: float
-    moves_s: float
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,6 @@ class Work:
         copy_s: of a byte that is copied, into chunks, gradients' regions and twins.
         moves: of moving a page of the pool between a slot and a region's address, by its bytes;
             without any it takes nothing.
-        moves_beside: seconds that a step loses for each in which transfers move pages: the pager is
-            locked then, and the kernel has the other core forget translations.
     """
 
     visit_s: float = 0.0
@@ -103,7 +99,6 @@ class Work:
     plan_s: float = 0.0
     copy_s: float = 0.0
     moves: Mapping[int, float] = field(default_factory=dict)
-    moves_beside: float = 0.0
 
     def times(self, factor: float) -> Work:
         """Return the same where all but moving pages takes ``factor`` times as long."""

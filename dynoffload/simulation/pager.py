@@ -8,9 +8,8 @@ waits for it; regions have twins. What it is not: the runtime, which is `trainin
 [Note: places]  A region that is here either rests in slots ("staged") or lies at its address
 ("placed"), where anybody may write it. Only what is placed can be accessed. Putting it there, or
 back, copies no byte, but the kernel moves page by page, and whoever asks for it waits: the step for
-what it asks for itself, a transfer for what leaves by it. The real pager moves under its lock, for
-which a step's own moves and verbs wait, and the kernel interrupts whoever runs on another core;
-here a step loses in proportion to what transfers' moves take, the next time that it works.
+what it asks for itself, a transfer for what leaves by it. The real pager moves under its lock, so
+that a step's moves and those of transfers wait for each other too; here they do not.
 """
 
 from __future__ import annotations
@@ -39,25 +38,18 @@ class SimulatedPager(Execution):
         page_bytes: regions are padded to this.
         reserve: bytes of the pool that plans leave free.
         move_s: seconds of moving a page to its address, or back; see [Note: places].
-        moves_beside: seconds that a step loses for each of moves by transfers.
 
     Attributes:
         moved: pages that steps have moved.
-        moves_s: seconds of moves by transfers.
+        moved_beside: pages that transfers have.
         most_extra: bytes of extra regions, at the most.
     """
 
     def __init__(
-        self,
-        machine: Machine,
-        page_bytes: int,
-        reserve: int,
-        move_s: float = 0.0,
-        moves_beside: float = 0.0,
+        self, machine: Machine, page_bytes: int, reserve: int, move_s: float = 0.0
     ) -> None:
-        self._page, self._move_s, self._moves_beside = page_bytes, move_s, moves_beside
-        self.moved, self.moves_s = 0, 0.0
-        self._lost_s = 0.0
+        self._page, self._move_s = page_bytes, move_s
+        self.moved = self.moved_beside = 0
         self._arrived = 0  # pages that transfers have placed for who waits
         self._contents: list[int] = []
         self._placed: list[bool] = []
@@ -343,11 +335,5 @@ class SimulatedPager(Execution):
         if not self._placed[region]:
             return 0.0
         self._placed[region] = False
-        seconds = self._moves(region) * self._move_s
-        self.moves_s += seconds
-        self._lost_s += seconds * self._moves_beside
-        return seconds
-
-    def _compute(self, seconds: float, what: str, position: int) -> None:
-        lost, self._lost_s = self._lost_s, 0.0
-        super()._compute(seconds + lost, what, position)
+        self.moved_beside += self._moves(region)
+        return self._moves(region) * self._move_s

@@ -108,7 +108,6 @@ class Training:
             division.page_bytes,
             division.reserve_bytes,
             self.work.move_s(division.page_bytes),
-            self.work.moves_beside,
         )
         self.strings: list[Reference[Slot]] = []
         self._record = record
@@ -161,7 +160,6 @@ class Training:
         """
         began, result = self.pager.now, self.pager.begin_step()
         self._counts, self.phases = Counts(), []
-        self._moves_s = self.pager.moves_s
         completed = step.completed
         updated = sum(slot.nbytes for number, slot in self._slots.items() if number in completed)
         self._update_rate = step.update_s / max(1, updated)
@@ -186,7 +184,6 @@ class Training:
             self._counts,
             result.faults - sum(one.faults for one in before),
             result.beside_s - sum(one.beside_s for one in before),
-            self.pager.moves_s - self._moves_s - sum(one.moves_s for one in before),
         )
         self._counts = Counts()
         self.phases.append(phase)
