@@ -9,6 +9,7 @@ knows neither.
 from __future__ import annotations
 
 from dynoffload.profiler.costs import CostModel, Timing
+from dynoffload.profiler.hints import Decider, Hint
 from dynoffload.profiler.idioms import Idioms, idioms_of, is_known, rule_of
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.profiling import profile
@@ -22,7 +23,9 @@ from dynoffload.profiler.work import Kind, Work
 __all__ = [
     "SCHEMA_VERSION",
     "CostModel",
+    "Decider",
     "Features",
+    "Hint",
     "Idioms",
     "Kind",
     "ModuleCall",

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.sample import Sample
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace, owner_of
@@ -73,6 +74,7 @@ class Program:
         sample: what the sample showed before it ran.
         source: which file or document the sample came from.
         step: number of the step.
+        hints: what the network foretold of its decisions.
     """
 
     network: str
@@ -82,6 +84,7 @@ class Program:
     sample: Sample
     source: str
     step: int
+    hints: tuple[Hint, ...] = ()
 
 
 def resolve(trace: Trace) -> Program:
@@ -107,6 +110,7 @@ def resolve(trace: Trace) -> Program:
         sample=trace.sample,
         source=trace.source,
         step=trace.step,
+        hints=tuple(trace.hints),
     )
 
 

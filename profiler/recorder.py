@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.errors import TraceError
+from dynoffload.profiler.hints import Decider, deciders_of, hinted
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.sample import Features, describe_sample
 from dynoffload.profiler.signatures import signature_of
@@ -109,6 +110,7 @@ class Recorder:
         self._mode = _Mode(self._dispatch)
         self._handles: list[RemovableHandle] = []
         self._paths: dict[int, str] = {}  # id of a module -> its path
+        self._deciders: dict[str, Decider] = {}
         self._parameters: dict[int, str] = {}  # id of a parameter -> its name
         self._network = ""
         self._thread = 0
@@ -140,6 +142,7 @@ class Recorder:
         self._entered = True
         self._thread = threading.get_ident()
         self._network = fingerprint(self.model)
+        self._deciders = deciders_of(self.model)
         for path, module in self.model.named_modules():
             self._paths[id(module)] = path
             self._handles.append(
@@ -269,6 +272,8 @@ class Recorder:
                     log.cut(call)
                 else:
                     call = log.enter(path, shape_key(args, kwargs), outer)
+                    if path in self._deciders:
+                        self._take_hint(log, path, args, call)
         self._stack.append(_Frame(id(module), call, in_backward))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -287,6 +292,15 @@ class Recorder:
                 break
         if not stack:
             self._suspended = False
+
+    def _take_hint(self, log: StepLog, path: str, args: tuple[Any, ...], call: int) -> None:
+        self._paused = True
+        try:
+            hint = hinted(self._deciders, path, args, call)
+        finally:
+            self._paused = False
+        if hint is not None:
+            log.hints.append(hint)
 
     def _is_own_thread(self) -> bool:
         return threading.get_ident() == self._thread

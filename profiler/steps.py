@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.regions import RegionTable
 from dynoffload.profiler.sample import Sample, merge_samples
 from dynoffload.profiler.signatures import Signature, dtype_of, traffic
@@ -51,6 +52,7 @@ class StepLog:
         self.regions = RegionTable()
         self.samples: list[Sample] = []
         self.source = ""
+        self.hints: list[Hint] = []
         self._records: list[_Record] = []
         self._paths: list[str] = []
         self._keys: list[str] = []
@@ -210,7 +212,8 @@ class StepLog:
             for record in self._records
         ]
         sample = merge_samples(self.samples) if self.samples else Sample({})
-        return Trace(network, model, step, self.source, sample, regions, calls, operators)
+        source, hints = self.source, self.hints
+        return Trace(network, model, step, source, sample, regions, calls, operators, hints)
 
     def _site(self, record: _Record, regions: Sequence[RegionInfo]) -> str:
         """Return the call's path; in the optimizer, the one owner of what the operator used."""

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynoffload.errors import TraceError
+from dynoffload.profiler.hints import MAX_HINTED, Hint
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
@@ -41,9 +42,9 @@ from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, T
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
 
-SCHEMA_VERSION = 2
-"""Version of the layout that is written. Version 1 had neither FLOPs nor dtypes; it is read, and
-both are unknown then. Any other version is refused."""
+SCHEMA_VERSION = 3
+"""Version of the layout that is written. Version 1 had neither FLOPs nor dtypes, which are unknown
+then, and version 2 no hints; both are read. Any other version is refused."""
 MAX_FILE_BYTES = 128 * 1024**2
 """The largest file that is read."""
 MAX_OPERATORS = 1_000_000
@@ -52,7 +53,7 @@ MAX_OPERATORS = 1_000_000
 _MAGIC = b"PAR1"
 _SEAL = b"dynoffload.seal\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_VERSIONS = {str(version).encode(): version for version in (1, SCHEMA_VERSION)}  # that are read
+_VERSIONS = {str(version).encode(): version for version in (1, 2, SCHEMA_VERSION)}  # that are read
 _UNKNOWN = -1  # FLOPs in a column
 _VERSION_KEY = b"dynoffload.trace_version"
 _HEADER_KEY = b"dynoffload.trace"
@@ -217,6 +218,7 @@ def _columns(operators: list[Operator]) -> dict[str, Any]:
 
 def _header(trace: Trace) -> dict[str, Any]:
     regions, calls, elements = trace.regions, trace.calls, trace.sample.elements
+    hinted = [list(blocks) for blocks in dict.fromkeys(hint.blocks for hint in trace.hints)]
     return {
         "network": trace.network,
         "model": trace.model,
@@ -227,6 +229,8 @@ def _header(trace: Trace) -> dict[str, Any]:
         "width": elements.shape[1] if elements.ndim == 2 else 0,
         "regions": [[getattr(r, f) for r in regions] for f in RegionInfo.__dataclass_fields__],
         "calls": [[getattr(c, f) for c in calls] for f in ModuleCall.__dataclass_fields__],
+        "hinted": hinted,
+        "hints": [[h.call, hinted.index(list(h.blocks)), list(h.values)] for h in trace.hints],
     }
 
 
@@ -247,7 +251,7 @@ def _read(path: Path, data: bytes) -> Trace:
         if version not in _VERSIONS:
             raise TraceError(
                 f"{path}: is a trace of version {version[:16]!r}; this release reads versions"
-                f" 1 and {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
+                f" 1 to {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
             )
         _require(len(metadata[_HEADER_KEY]) <= _MAX_HEADER_BYTES, "its header is too long")
         _check_layout(file, path, _VERSIONS[version])
@@ -268,6 +272,7 @@ def _read(path: Path, data: bytes) -> Trace:
         regions=regions,
         calls=calls,
         operators=operators,
+        hints=_hints(header, len(calls)),
     )
 
 
@@ -409,6 +414,19 @@ def _sample(header: dict[str, Any]) -> Sample:
     if width:
         elements = elements.reshape(-1, width)
     return Sample({name: float(value) for name, value in values.items()}, elements)
+
+
+def _hints(header: dict[str, Any], calls: int) -> list[Hint]:
+    sets = [tuple(map(_text, blocks)) for blocks in header.get("hinted", [])]
+    hints: list[Hint] = []
+    for call, number, values in header.get("hints", []):
+        _require(0 <= _integer(call) < calls, "a hint belongs to no module call")
+        _require(0 <= _integer(number) < len(sets), "a hint is about nothing")
+        told = tuple(float(value) for value in values)
+        _require(len(told) == len(sets[number]) <= MAX_HINTED, "a hint is of the wrong length")
+        _require(all(0 <= value <= 1 for value in told), "a hint is no chance")
+        hints.append(Hint(call, sets[number], told))
+    return hints
 
 
 def _text(value: object) -> str:

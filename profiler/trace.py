@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.sample import Sample
 
@@ -136,6 +137,7 @@ class Trace:
         regions: every storage the step touched.
         calls: module calls of forward, in the order they began.
         operators: what ran, in order.
+        hints: what the network foretold of its decisions, in the order of their calls.
     """
 
     network: str
@@ -146,6 +148,7 @@ class Trace:
     regions: list[RegionInfo] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write the trace to ``path`` as Parquet, by way of a temporary file beside it.

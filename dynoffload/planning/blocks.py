@@ -114,6 +114,14 @@ class Vocabulary:
         Raises:
             PilotError: if the program is of another network.
         """
+        return [block for _, block in self.encode_calls(program)]
+
+    def encode_calls(self, program: Program) -> list[tuple[int, int]]:
+        """Return what `encode` does, each block with the index of its call in ``program.calls``.
+
+        Raises:
+            PilotError: if the program is of another network.
+        """
         if program.network != self.network:
             raise PilotError(
                 f"this vocabulary is of network {self.network[:12]}, the program of "
@@ -129,15 +137,15 @@ class Vocabulary:
                 runs[parent] |= runs[place]
                 known[parent] |= known[place]
         inside: list[bool] = []
-        order: list[int] = []
+        order: list[tuple[int, int]] = []
         for place, (call, index) in enumerate(zip(program.calls, found, strict=True)):
             within = call.parent >= 0 and inside[call.parent]
             if not within and index >= 0:
-                order.append(index)
+                order.append((place, index))
                 # A block of the module's own parameters alone leaves its children to be seen.
                 within = self.blocks[index].visits != (call.path,)
             elif not within and runs[place] and (not known[place] or call.path in owners):
-                order.append(UNSEEN)
+                order.append((place, UNSEEN))
                 within = not known[place]
             inside.append(within)
         return order

@@ -1,0 +1,113 @@
+"""Hints: what a network can tell of its coming decisions while it runs.
+
+What it is: `Decider`, a place where a network decides which blocks run, as the network itself
+describes it, and `hints_of`, what the next one would decide by what the present one is given. A
+router of the next layer applied to the hidden state of this one is mostly right, and costs one
+small product. What it is not: a prediction; how far hints are to be believed the pilot learns.
+
+How it fits: a network that has a method ``deciders()`` gives hints; the recorder stores them in
+traces (`Trace.hints`) and the runtime hands them to the pilot. Both call `hints_of`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynoffload.errors import TraceError
+
+logger = logging.getLogger(__name__)
+
+MAX_HINTED = 4096
+"""The most blocks that one decider decides about."""
+
+
+@dataclass(frozen=True)
+class Decider:
+    """Where a network decides which blocks run.
+
+    Attributes:
+        path: of the module whose call decides.
+        blocks: paths of the modules it decides about.
+        foretell: given the positional arguments of the decider before, returns how likely each of
+            ``blocks`` is to run, 0 to 1, ``[blocks]``; None where it cannot tell. It is called
+            without gradients, must draw no random numbers, and change nothing.
+    """
+
+    path: str
+    blocks: tuple[str, ...]
+    foretell: Callable[..., Tensor | None]
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What was foretold at one decider about the next.
+
+    Attributes:
+        call: index into `Trace.calls` of the call at whose begin it was foretold.
+        blocks: paths of the modules it is about.
+        values: how likely each is to run, 0 to 1.
+    """
+
+    call: int
+    blocks: tuple[str, ...]
+    values: tuple[float, ...]
+
+
+def deciders_of(model: nn.Module) -> dict[str, Decider]:
+    """Return, by the path of each decider, the one that comes after it.
+
+    Raises:
+        TraceError: if what ``model.deciders()`` returns are no deciders of its modules.
+    """
+    method = getattr(model, "deciders", None)
+    if not callable(method):
+        return {}
+    found: Sequence[Decider] = list(method())
+    paths = {path for path, _ in model.named_modules()}
+    for decider in found:
+        strangers = {decider.path, *decider.blocks} - paths
+        if strangers or not 0 < len(decider.blocks) <= MAX_HINTED:
+            raise TraceError(
+                f"{type(model).__name__}.deciders() names {sorted(strangers)[:3]}, which are none "
+                "of its modules"
+                if strangers
+                else f"{type(model).__name__}.deciders(): {decider.path!r} decides about "
+                f"{len(decider.blocks)} blocks; it must be between 1 and {MAX_HINTED}"
+            )
+    return {here.path: after for here, after in pairwise(found)}
+
+
+@torch.no_grad()
+def hints_of(after: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
+    """Return what ``after`` foretells from the arguments of the decider before it.
+
+    None where it cannot tell. What goes wrong in it is logged, and no hint: a hint is advice.
+    """
+    try:
+        values = after.foretell(*args)
+    except Exception:
+        logger.warning("no hint for %s", after.path, exc_info=True)
+        return None
+    if values is None:
+        return None
+    told = tuple(values.detach().float().cpu().reshape(-1).clamp(0, 1).nan_to_num(0.5).tolist())
+    if len(told) != len(after.blocks):
+        logger.warning(
+            "no hint for %s: %d values for %d blocks", after.path, len(told), len(after.blocks)
+        )
+        return None
+    return told
+
+
+def hinted(table: Mapping[str, Decider], path: str, args: Sequence[Any], call: int) -> Hint | None:
+    """Return the hint that the call at ``path`` gives, if it is a decider's and there is one."""
+    after = table.get(path)
+    values = None if after is None else hints_of(after, args)
+    return None if after is None or values is None else Hint(call, after.blocks, values)
