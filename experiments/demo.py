@@ -23,7 +23,7 @@ from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dynoffload.experiments.zoo import ZooSample
+    from dynoffload.experiments.zoo.building import ZooSample
     from dynoffload.reporting.tables import ComparisonRow
     from dynoffload.runtime.telemetry import RunLog
 

@@ -15,12 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.trainer import finite
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.units import format_seconds
+
+if TYPE_CHECKING:
+    from dynoffload.experiments.zoo.building import ZooSample
 
 KINDS = ("lightgbm", "mlp")
 
@@ -86,7 +89,7 @@ def recorded(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     drawn = islice(zoo.samples(case.network, "train", **case.shape), samples)
 
-    def counted() -> Iterator[zoo.ZooSample]:
+    def counted() -> Iterator[ZooSample]:
         for number, sample in enumerate(drawn):
             report(f"{case.key}: recording steps", number, samples)
             yield sample

@@ -11,13 +11,16 @@ How it fits: a client's own network at a size of ours, beside the zoo's own trun
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.datasets.proteins import Alignments
+from dynoffload.datasets.proteins import Alignments, alignments
+from dynoffload.datasets.sources import Split
+from dynoffload.experiments.zoo.building import ZooSample
 from dynoffload.profiler.sample import Sample
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -129,3 +132,9 @@ def build(
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         return EsmFold({**sizes, **overrides})
+
+
+def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
+    """Yield alignments; see `dynoffload.datasets.proteins.alignments` for ``shape``."""
+    drawn = alignments(split, seed=seed, **shape)
+    return (ZooSample((batch,), batch.source) for batch in drawn)

@@ -13,14 +13,17 @@ Memory goes with rows * depth * length and rows * length squared, which is what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.datasets.proteins import BINS, TOKENS, Alignments
+from dynoffload.datasets.proteins import BINS, TOKENS, Alignments, alignments
+from dynoffload.datasets.sources import Split
+from dynoffload.experiments.zoo.building import ZooSample, built
 from dynoffload.profiler.sample import Sample
 
 
@@ -318,20 +321,11 @@ class Evoformer(nn.Module):
 def build(
     preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
 ) -> Evoformer:
-    """Return a network of a preset's sizes with weights that follow from its seed.
+    """Return a network of the sizes in `PRESETS`; see `built`."""
+    return built(Evoformer, PRESETS, preset, device, overrides)
 
-    Args:
-        preset: a key of `PRESETS`.
-        device: where to build it; on ``"meta"`` it has shapes and no bytes.
-        overrides: fields of `EvoformerConfig` to change.
 
-    Raises:
-        ValueError: if there is no such preset, or the sizes make no network.
-        TypeError: if an override is not a field of `EvoformerConfig`.
-    """
-    if preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r} of the Evoformer; there are {', '.join(PRESETS)}")
-    config = replace(PRESETS[preset], **overrides)  # type: ignore[arg-type]
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(config.seed)
-        return Evoformer(config)
+def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
+    """Yield alignments; see `dynoffload.datasets.proteins.alignments` for ``shape``."""
+    drawn = alignments(split, seed=seed, **shape)
+    return (ZooSample((batch,), batch.source) for batch in drawn)

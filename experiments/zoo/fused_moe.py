@@ -7,14 +7,16 @@ zoo's, whose routing and balancing loss are its own; it has the same parameters 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.experiments.zoo.moe_lm import PRESETS, MoEConfig, MoEOutput
+from dynoffload.datasets.sources import Split
+from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.experiments.zoo.moe_lm import PRESETS, MoEConfig, MoEOutput, text_samples
 
 _DEVIATION = 0.02  # of initial weights
 
@@ -76,26 +78,18 @@ class _Reset:
 
 
 def build(
-    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int
+    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float
 ) -> FusedMoELM:
-    """Return a network of a preset's sizes with weights that follow from its seed.
-
-    Args:
-        preset: a key of `moe_lm.PRESETS`.
-        device: where to build it; on ``"meta"`` it has shapes and no bytes.
-        overrides: fields of `MoEConfig` to change.
-
-    Raises:
-        ValueError: if there is no such preset.
-    """
-    if preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r} of the MoE LM; there are {', '.join(PRESETS)}")
-    config = replace(PRESETS[preset], **overrides)  # type: ignore[arg-type]
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(config.seed)
-        model = FusedMoELM(config)
-        torch.manual_seed(config.seed)
-        if torch.device(device).type != "meta":
+    """Return a network of the sizes in `moe_lm.PRESETS`; see `built`."""
+    model = built(FusedMoELM, PRESETS, preset, device, overrides)
+    if torch.device(device).type != "meta":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(model.config.seed)
             for module in model.modules():
                 module.reset_parameters()  # type: ignore[operator]
     return model
+
+
+def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
+    """Yield texts; see `dynoffload.datasets.text.batches` for ``shape``."""
+    return text_samples(split, seed=seed, **shape)

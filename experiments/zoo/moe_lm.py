@@ -10,14 +10,19 @@ How it fits: it knows nothing of offloading. `MoELM.sample_features` is the one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dynoffload.datasets.sources import Split
+from dynoffload.datasets.text import batches
+from dynoffload.experiments.zoo.building import ZooSample, built, chosen_by_any
+from dynoffload.profiler.hints import Decider
 from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
 
 
@@ -117,13 +122,13 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.query = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.key = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.value = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.out = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.heads = heads
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, hidden, bias=False)
+        self.value = nn.Linear(hidden, hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return ``[rows, length, hidden]`` for the same."""
@@ -189,6 +194,10 @@ class MoE(nn.Module):
         load = torch.zeros_like(chances).scatter(1, chosen, 1.0).mean(dim=0) / self.top_k
         return mixed, experts * (load * chances.mean(dim=0)).sum()
 
+    def foretell(self, x: Tensor) -> Tensor:
+        """Return how likely each expert would run if ``x``, ``[tokens, hidden]``, came here."""
+        return chosen_by_any(F.linear(x, self.router.weight).float(), self.top_k)
+
 
 class Layer(nn.Module):
     """Attention, then experts, each behind a norm and around a residual."""
@@ -196,7 +205,7 @@ class Layer(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden)
-        self.attention = Attention(config)
+        self.attention = Attention(config.hidden, config.heads)
         self.moe_norm = nn.RMSNorm(config.hidden)
         self.moe = MoE(config)
 
@@ -241,39 +250,56 @@ class MoELM(nn.Module):
         return MoEOutput(entropy + self.config.balance * torch.stack(balances).mean(), logits)
 
     def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> Sample:
-        """Describe a sample by its tokens, each with the two before it.
+        """Describe a sample by its tokens, each with the two before it; see `described`."""
+        return described(tokens, self.config.vocabulary)
 
-        Routing follows from a token and its near context, so this is what a pilot can know before
-        the first operator. Where a row has nothing before a token, the code is ``vocabulary``.
-
-        Returns:
-            A sample whose elements are int64 ``[rows * length, 3]``: token, previous token, the one
-            before that.
-        """
-        codes = tokens.detach().cpu().numpy()
-        rows, length = codes.shape
-        elements = np.full((rows, length, 3), self.config.vocabulary, dtype=np.int64)
-        for back in range(min(3, length)):
-            elements[:, back:, back] = codes[:, : length - back]
-        values = {"rows": float(rows), "length": float(length), "tokens": float(rows * length)}
-        return Sample(values=values, elements=elements.reshape(-1, 3)[:MAX_ELEMENTS])
+    def deciders(self) -> list[Decider]:
+        """Return the layers' mixtures, in order: each can be asked about what another is given."""
+        return [
+            Decider(
+                f"layers.{number}.moe",
+                tuple(f"layers.{number}.moe.experts.{e}" for e in range(self.config.experts)),
+                layer.moe.foretell,
+            )
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer, Layer)
+        ]
 
 
-def build(preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int) -> MoELM:
-    """Return a network of a preset's sizes with weights that follow from its seed.
+def described(tokens: Tensor, vocabulary: int) -> Sample:
+    """Describe texts by their tokens, each with the two before it.
+
+    Routing follows from a token and its near context, so this is what a pilot can know before the
+    first operator. Where a row has nothing before a token, the code is ``vocabulary``.
 
     Args:
-        preset: a key of `PRESETS`.
-        device: where to build it; on ``"meta"`` it has shapes and no bytes.
-        overrides: fields of `MoEConfig` to change.
+        tokens: int64 ``[rows, length]``.
+        vocabulary: how many different ones there are.
 
-    Raises:
-        ValueError: if there is no such preset.
-        TypeError: if an override is not a field of `MoEConfig`.
+    Returns:
+        A sample whose elements are int64 ``[rows * length, 3]``: token, previous token, the one
+        before that.
     """
-    if preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r} of the MoE LM; there are {', '.join(PRESETS)}")
-    config = replace(PRESETS[preset], **overrides)  # type: ignore[arg-type]
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(config.seed)
-        return MoELM(config)
+    codes = tokens.detach().cpu().numpy()
+    rows, length = codes.shape
+    elements = np.full((rows, length, 3), vocabulary, dtype=np.int64)
+    for back in range(min(3, length)):
+        elements[:, back:, back] = codes[:, : length - back]
+    values = {"rows": float(rows), "length": float(length), "tokens": float(rows * length)}
+    return Sample(values=values, elements=elements.reshape(-1, 3)[:MAX_ELEMENTS])
+
+
+def text_samples(split: Split | str, *, seed: int, **shape: Any) -> Iterator[ZooSample]:
+    """Yield texts and what follows each token; see `dynoffload.datasets.text.batches`."""
+    drawn = batches(split, seed=seed, **shape)
+    return (ZooSample((batch.tokens, batch.targets), batch.source) for batch in drawn)
+
+
+def build(preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: float) -> MoELM:
+    """Return a network of the sizes in `PRESETS`; see `built`."""
+    return built(MoELM, PRESETS, preset, device, overrides)
+
+
+def samples(split: Split | str = "train", *, seed: int = 0, **shape: int) -> Iterator[ZooSample]:
+    """Yield texts; see `dynoffload.datasets.text.batches` for ``shape``."""
+    return text_samples(split, seed=seed, **shape)

@@ -11,15 +11,18 @@ How it fits: it knows nothing of offloading. `TreeLSTM.sample_features` is the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.datasets.trees import KINDS, Tree
+from dynoffload.datasets.sources import Split
+from dynoffload.datasets.trees import KINDS, Tree, trees
+from dynoffload.experiments.zoo.building import ZooSample, built
 from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
 
 
@@ -120,38 +123,33 @@ class TreeLSTM(nn.Module):
         return TreeOutput(F.cross_entropy(logits.float(), tree.labels), logits)
 
     def sample_features(self, tree: Tree) -> Sample:
-        """Describe a tree by its nodes in the order in which the cell is called for them.
+        """Describe a tree by its nodes in the order of the cell's calls; see `described`."""
+        return described(tree)
 
-        Returns:
-            A sample whose elements are int64 ``[nodes, 3]``: arity, kind, parent's kind.
-        """
-        arity = np.fromiter(map(len, tree.children), dtype=np.int64, count=len(tree))
-        columns = (arity, tree.kinds.cpu().numpy(), tree.labels.cpu().numpy())
-        values = {
-            "nodes": float(len(tree)),
-            "leaves": float((arity == 0).sum()),
-            "widest": float(arity.max()),
-        }
-        return Sample(values=values, elements=np.stack(columns, axis=1)[:MAX_ELEMENTS])
+
+def described(tree: Tree) -> Sample:
+    """Describe a tree by its nodes, children first.
+
+    Returns:
+        A sample whose elements are int64 ``[nodes, 3]``: arity, kind, parent's kind.
+    """
+    arity = np.fromiter(map(len, tree.children), dtype=np.int64, count=len(tree))
+    columns = (arity, tree.kinds.cpu().numpy(), tree.labels.cpu().numpy())
+    values = {
+        "nodes": float(len(tree)),
+        "leaves": float((arity == 0).sum()),
+        "widest": float(arity.max()),
+    }
+    return Sample(values=values, elements=np.stack(columns, axis=1)[:MAX_ELEMENTS])
 
 
 def build(
     preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int
 ) -> TreeLSTM:
-    """Return a network of a preset's sizes with weights that follow from its seed.
+    """Return a network of the sizes in `PRESETS`; see `built`."""
+    return built(TreeLSTM, PRESETS, preset, device, overrides)
 
-    Args:
-        preset: a key of `PRESETS`.
-        device: where to build it; on ``"meta"`` it has shapes and no bytes.
-        overrides: fields of `TreeConfig` to change.
 
-    Raises:
-        ValueError: if there is no such preset.
-        TypeError: if an override is not a field of `TreeConfig`.
-    """
-    if preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r} of the Tree-LSTM; there are {', '.join(PRESETS)}")
-    config = replace(PRESETS[preset], **overrides)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(config.seed)
-        return TreeLSTM(config)
+def samples(split: Split | str = "train", *, seed: int = 0, **shape: Any) -> Iterator[ZooSample]:
+    """Yield syntax trees; see `dynoffload.datasets.trees.trees` for ``shape``."""
+    return (ZooSample((tree,), tree.source) for tree in trees(split, seed=seed, **shape))

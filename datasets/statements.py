@@ -1,0 +1,136 @@
+"""Statements of Python source with their kinds, for networks that read until they know.
+
+What it is: an endless, seeded stream of simple statements, each as its bytes and the kind that
+Python's own grammar gives it. What it is not: compound statements (a loop's body is not part of
+what a loop is).
+
+How it fits: each statement knows its file, so that whoever records or scores steps can split by
+file.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynoffload.datasets.sources import DataError, SourceFile, Split, source_files
+
+KINDS: tuple[str, ...] = (
+    *("Expr", "Assign", "AugAssign", "AnnAssign", "Return", "Raise", "Assert", "Delete"),
+    *("Import", "ImportFrom", "Global", "Nonlocal", "Pass", "Break", "Continue"),
+)
+"""The kinds of statements, in the order of their numbers."""
+
+KEPT_FILES = 64
+"""How many files' statements one stream keeps, so that a file is not parsed at each draw."""
+
+_KIND_OF = {name: number for number, name in enumerate(KINDS)}
+
+
+@dataclass(frozen=True, eq=False)
+class Statement:
+    """One statement.
+
+    Attributes:
+        tokens: int64 ``[length]``: its bytes.
+        label: int64, a scalar: the number of its kind.
+        source: the name of the file.
+    """
+
+    tokens: Tensor
+    label: Tensor
+    source: str
+
+
+def statements(
+    split: Split | str = Split.TRAIN,
+    *,
+    min_bytes: int = 4,
+    max_bytes: int = 256,
+    seed: int = 0,
+    root: Path | None = None,
+) -> Iterator[Statement]:
+    """Yield statements for ever, the same ones for the same arguments.
+
+    A file is drawn in proportion to its bytes, and one of its statements uniformly.
+
+    Args:
+        split: training or held-out files.
+        min_bytes: of the shortest.
+        max_bytes: of the longest.
+        seed: of the draws.
+        root: the folder of source files; the standard library by default.
+
+    Raises:
+        DataError: a file is no Python source, or no file has a statement of such a length.
+        ValueError: the bounds leave no length.
+    """
+    if not 1 <= min_bytes <= max_bytes:
+        raise ValueError(f"statements of {min_bytes} to {max_bytes} bytes do not exist")
+    return _draw(source_files(split, root), min_bytes, max_bytes, seed)
+
+
+def _draw(
+    files: list[SourceFile], min_bytes: int, max_bytes: int, seed: int
+) -> Iterator[Statement]:
+    """Yield the statements; apart from `statements` so that bad arguments raise at the call."""
+    generator = np.random.default_rng(seed)
+    weights = np.array([source.nbytes for source in files], dtype=np.float64)
+
+    @lru_cache(maxsize=KEPT_FILES)
+    def usable(pick: int) -> list[tuple[bytes, int]]:
+        return [one for one in parse(files[pick]) if min_bytes <= len(one[0]) <= max_bytes]
+
+    while weights.any():
+        pick = int(generator.choice(len(files), p=weights / weights.sum()))
+        found = usable(pick)
+        if not found:
+            weights[pick] = 0.0
+            continue
+        text, kind = found[int(generator.integers(len(found)))]
+        tokens = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
+        yield Statement(tokens, torch.tensor(kind), files[pick].name)
+    raise DataError(
+        f"none of {len(files)} source files, {files[0].path} among them, has a statement of "
+        f"{min_bytes} to {max_bytes} bytes; widen the bounds"
+    )
+
+
+def parse(source: SourceFile) -> list[tuple[bytes, int]]:
+    """Return the text and the kind of every simple statement of a file, in source order.
+
+    Raises:
+        DataError: the file cannot be read or is no Python source.
+    """
+    text = source.read()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = ast.parse(text, filename=str(source.path))
+    except (SyntaxError, ValueError) as error:
+        raise DataError(
+            f"the file {source.path} is no Python source that this Python can parse: {error}; "
+            "take it out of the folder"
+        ) from error
+    lines = text.splitlines(keepends=True)
+    found = []
+    for node in ast.walk(module):
+        kind = _KIND_OF.get(type(node).__name__)
+        if kind is None or not isinstance(node, ast.stmt):
+            continue
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        part = lines[node.lineno - 1 : node.end_lineno]
+        part[-1] = part[-1][: node.end_col_offset]
+        part[0] = part[0][node.col_offset :]
+        found.append((node.lineno, node.col_offset, b"".join(part), kind))
+    return [(text, kind) for _, _, text, kind in sorted(found)]

@@ -1,0 +1,180 @@
+"""A network that runs at the width its sample asks for.
+
+What it is: a slimmable network (Yu et al., 2019, arXiv 1812.08928): the channels of each layer come
+in groups, a sample asks for so many of them, and a narrow run uses the first groups of a wide one,
+with norms of its own for each width (section 3.2). A group is a module with the weights from all
+groups before it, so that a narrow sample touches no byte of what it leaves out. What it is not:
+trained at several widths in one step; here every sample brings its own.
+
+How it fits: it knows nothing of offloading. What runs is said by the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dynoffload.datasets.images import ImageBatch, digits
+from dynoffload.datasets.sources import Split
+from dynoffload.experiments.zoo.building import ZooSample, built
+from dynoffload.profiler.sample import Sample
+
+
+@dataclass(frozen=True)
+class SlimConfig:
+    """The sizes of a network.
+
+    Attributes:
+        group: channels of a group of the first layer.
+        groups: in a layer; as many widths there are.
+        layers: of which every other one halves the sides and doubles the channels.
+        channels: of an image.
+        classes: how many there are.
+        seed: of the initial weights.
+    """
+
+    group: int
+    groups: int = 4
+    layers: int = 4
+    channels: int = 1
+    classes: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that make no network."""
+        if min(self.group, self.groups, self.layers) < 1:
+            raise ValueError(
+                f"group={self.group}, groups={self.groups} and layers={self.layers} must be at "
+                "least 1"
+            )
+
+
+PRESETS: dict[str, SlimConfig] = {
+    "tiny": SlimConfig(group=16),
+    "small": SlimConfig(group=32, layers=8),
+    "base": SlimConfig(group=64, groups=8, layers=10),
+}
+"""Sizes by name."""
+
+
+class SlimOutput(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes:
+        loss: scalar: mean cross entropy in nats.
+        logits: ``[images, classes]``.
+    """
+
+    loss: Tensor
+    logits: Tensor
+
+
+class Group(nn.Module):
+    """A layer's n-th group of channels: it reads the first n groups of the layer before, and if
+    more are there, those by further weights, which lie with the group that is as wide."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[images, outputs, height, width]``."""
+        out: Tensor = self.convolution(x)
+        return out
+
+
+class Layer(nn.Module):
+    """Groups of channels, of which as many run as are asked for, and a norm for each width."""
+
+    def __init__(self, inputs: list[int], outputs: list[int], stride: int) -> None:
+        super().__init__()
+        # Widened by its n-th group, a layer reads one input group more, and has one output group
+        # more: the weights of both are the group's.
+        self.rows = nn.ModuleList(
+            Group(sum(inputs[: n + 1]), width, stride) for n, width in enumerate(outputs)
+        )
+        self.columns = nn.ModuleList(
+            Group(width, sum(outputs[:n]), stride) for n, width in enumerate(inputs) if n
+        )
+        self.norms = nn.ModuleList(
+            nn.GroupNorm(n + 1, sum(outputs[: n + 1])) for n in range(len(outputs))
+        )
+
+    def forward(self, groups: list[Tensor], wide: int) -> list[Tensor]:
+        """Return ``wide`` groups of channels for as many, or for the one of an image."""
+        made: list[Tensor] = []
+        for n in range(wide):
+            row = self.rows[n](torch.cat(groups[: n + 1], dim=1))
+            if n and n < len(groups):
+                column = self.columns[n - 1](groups[n])
+                sizes = [one.shape[1] for one in made]
+                made = [a + b for a, b in zip(made, column.split(sizes, dim=1), strict=True)]
+            made.append(row)
+        sizes = [one.shape[1] for one in made]
+        normed = F.relu(self.norms[wide - 1](torch.cat(made, dim=1)))
+        return list(normed.split(sizes, dim=1))  # type: ignore[no-untyped-call]
+
+
+class Slimmable(nn.Module):
+    """Classifies images."""
+
+    def __init__(self, config: SlimConfig) -> None:
+        super().__init__()
+        self.config = config
+        inputs, self.layers = [config.channels], nn.ModuleList()
+        for index in range(config.layers):
+            outputs = [config.group * 2 ** (index // 2)] * config.groups
+            self.layers.append(Layer(inputs, outputs, 2 if index % 2 else 1))
+            inputs = outputs
+        self.heads = nn.ModuleList(nn.Linear(width, config.classes) for width in inputs)
+
+    def forward(self, batch: ImageBatch, groups: int) -> SlimOutput:
+        """Classify ``batch.images``, ``[images, channels, height, width]``, at a width.
+
+        Args:
+            batch: images and their classes.
+            groups: that run in each layer, from 1 to ``config.groups``.
+        """
+        if not 1 <= groups <= self.config.groups:
+            raise ValueError(f"groups={groups} must lie between 1 and {self.config.groups}")
+        features = [batch.images]
+        for layer in self.layers:
+            features = layer(features, groups)
+        pooled = [one.mean(dim=(2, 3)) for one in features]
+        heads = [head(one) for head, one in zip(self.heads, pooled, strict=False)]
+        logits = torch.stack(heads).sum(dim=0)
+        return SlimOutput(F.cross_entropy(logits, batch.labels), logits)
+
+    def sample_features(self, batch: ImageBatch, groups: int) -> Sample:
+        """Describe images by the width they ask for."""
+        seen = batch.described()
+        return Sample(values={**seen.values, "groups": float(groups)}, elements=seen.elements)
+
+
+def build(
+    preset: str = "tiny", *, device: str | torch.device = "cpu", **overrides: int
+) -> Slimmable:
+    """Return a network of the sizes in `PRESETS`; see `built`."""
+    return built(Slimmable, PRESETS, preset, device, overrides)
+
+
+def samples(
+    split: Split | str = "train", *, seed: int = 0, groups: int = 4, **shape: int
+) -> Iterator[ZooSample]:
+    """Yield handwritten digits, each with a width.
+
+    Args:
+        split: training or held-out digits.
+        seed: of the draws.
+        groups: the largest width.
+        shape: as for `dynoffload.datasets.images.digits`.
+    """
+    generator = np.random.default_rng((seed, groups))
+    for batch in digits(split, seed=seed, **shape):
+        yield ZooSample((batch, int(generator.integers(1, groups + 1))), batch.source)

@@ -1,0 +1,210 @@
+"""What a network foretells of its decisions is recorded, stored, and learned from."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynoffload.errors import TraceError
+from dynoffload.experiments import zoo
+from dynoffload.pilot.evaluate import one_ahead
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.fit import fit_pilot, hints_of
+from dynoffload.pilot.train import encode_example
+from dynoffload.planning.blocks import Vocabulary
+from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.profiler import Decider, Recorder, Trace, resolve
+from dynoffload.profiler.hints import deciders_of, hinted
+from dynoffload.profiler.storage import seal
+
+HINTING = {"moe": {"rows": 1, "length": 8}, "switch": {"rows": 1, "length": 8}, "skips": {}}
+
+
+def _recorded(name: str, count: int, **shape: Any) -> tuple[nn.Module, list[Trace]]:
+    """Return a network of the zoo and the traces of its first steps."""
+    torch.manual_seed(0)
+    model = zoo.build(name, "tiny")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    traces: list[Trace] = []
+    drawn = list(islice(zoo.samples(name, **shape), count))
+    sources = iter(one.source for one in drawn)
+    with Recorder(model, optimizer, on_step=traces.append, source=lambda: next(sources)):
+        for one in drawn:
+            model(*one.args).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, traces
+
+
+@pytest.mark.parametrize("name", HINTING)
+def test_the_routers_of_the_zoo_tell_more_than_chance(name: str) -> None:
+    _, traces = _recorded(name, 24, **HINTING[name])
+    told: list[float] = []
+    ran: list[bool] = []
+    for trace in traces:
+        called = {call.path for call in trace.calls}
+        for hint in trace.hints:
+            told += hint.values
+            ran += [path in called for path in hint.blocks]
+    assert len(told) > 100
+    said, right = np.array(told) > 0.5, np.array(ran)
+    if 0.02 < right.mean() < 0.98:
+        assert (said == right).mean() > max(right.mean(), 1 - right.mean()) + 0.02
+
+
+def test_hints_are_no_operators_and_change_no_bit() -> None:
+    class Mute(type(zoo.build("moe", "tiny"))):  # type: ignore[misc]
+        deciders = None
+
+    losses = []
+    counts = []
+    for kind in (None, Mute):
+        torch.manual_seed(0)
+        model = zoo.build("moe", "tiny")
+        if kind is not None:
+            model.__class__ = kind
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        traces: list[Trace] = []
+        with Recorder(model, optimizer, on_step=traces.append):
+            for one in islice(zoo.samples("moe", rows=1, length=8), 3):
+                loss = model(*one.args).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        counts.append([len(trace.operators) for trace in traces])
+        assert all(bool(trace.hints) is (kind is None) for trace in traces)
+    assert counts[0] == counts[1]
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
+
+
+def test_hints_are_stored(tmp_path: Path) -> None:
+    _, (trace,) = _recorded("moe", 1, rows=1, length=8)
+    assert len(trace.hints) == len({hint.blocks for hint in trace.hints}) > 0
+    trace.save(tmp_path / "a.parquet")
+    assert Trace.load(tmp_path / "a.parquet") == trace
+
+
+def _changed(path: Path, change: Callable[[dict[str, Any]], None], version: bytes) -> None:
+    table = pq.read_table(path)
+    metadata = dict(table.schema.metadata)
+    header = json.loads(metadata[b"dynoffload.trace"])
+    change(header)
+    metadata[b"dynoffload.trace"] = json.dumps(header).encode()
+    metadata[b"dynoffload.trace_version"] = version
+    written = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata(metadata), written, compression="NONE")
+    path.write_bytes(seal(written.getvalue()))
+
+
+def test_a_trace_of_the_second_version_has_none(tmp_path: Path) -> None:
+    _, (trace,) = _recorded("moe", 1, rows=1, length=8)
+    path = tmp_path / "a.parquet"
+    trace.save(path)
+
+    def older(header: dict[str, Any]) -> None:
+        del header["hints"], header["hinted"]
+
+    _changed(path, older, b"2")
+    old = Trace.load(path)
+    assert old.hints == []
+    assert old.operators == trace.operators
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(0, -1), (0, 10**6), (0, "x"), (1, 99), (2, []), (2, [2.0] * 8), (2, [None] * 8)],
+)
+def test_impossible_hints_are_refused(place: int, value: Any, tmp_path: Path) -> None:
+    _, (trace,) = _recorded("moe", 1, rows=1, length=8)
+    path = tmp_path / "a.parquet"
+    trace.save(path)
+    _changed(path, lambda header: header["hints"][0].__setitem__(place, value), b"3")
+    with pytest.raises(TraceError, match="truncated or damaged"):
+        Trace.load(path)
+
+
+class _Two(nn.Module):
+    """Two modules, and whatever deciders a test wants."""
+
+    def __init__(self, deciders: Callable[[], list[Decider]]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.deciders = deciders
+
+
+def _decider(path: str, blocks: tuple[str, ...], told: Any) -> Decider:
+    def foretell(x: Tensor) -> Any:
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    return Decider(path, blocks, foretell)
+
+
+def test_deciders_that_are_none_are_named() -> None:
+    with pytest.raises(TraceError, match=r"_Two.deciders\(\) names \['third'\]"):
+        deciders_of(_Two(lambda: [_decider("first", ("third",), None)]))
+    with pytest.raises(TraceError, match="decides about 0 blocks"):
+        deciders_of(_Two(lambda: [_decider("first", (), None)]))
+    assert deciders_of(nn.Linear(1, 1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        (torch.tensor([0.25]), (0.25,)),
+        (torch.tensor([float("nan")]), (0.5,)),
+        (torch.tensor([7.0]), (1.0,)),
+        (None, None),
+        (torch.zeros(2), None),
+        (ZeroDivisionError("no"), None),
+    ],
+)
+def test_what_a_decider_says_is_checked(
+    told: Any, found: tuple[float, ...] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = deciders_of(
+        _Two(lambda: [_decider("first", ("second",), None), _decider("second", ("second",), told)])
+    )
+    hint = hinted(table, "first", (torch.ones(1),), 3)
+    assert (None if hint is None else hint.values) == found
+    assert hinted(table, "second", (torch.ones(1),), 3) is None
+    if found is None and told is not None:
+        assert "no hint for second" in caplog.text
+
+
+def _examples(name: str, count: int, **shape: Any) -> tuple[Vocabulary, list[Example]]:
+    _, traces = _recorded(name, count, **shape)
+    programs = [resolve(trace) for trace in traces]
+    vocabulary = build_vocabulary(programs)
+    return vocabulary, [encode_example(vocabulary, program) for program in programs]
+
+
+def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it() -> None:
+    vocabulary, examples = _examples("moe", 120, rows=1, length=8)
+    blocks = vocabulary.blocks
+    for example in examples[:5]:
+        for hint in example.hints:
+            before = [blocks[b].path for b in example.blocks[: hint.place]]
+            layer = int(blocks[hint.blocks[0]].path.split(".")[1])
+            assert f"layers.{layer}" not in {".".join(path.split(".")[:2]) for path in before}
+            assert any(path.startswith(f"layers.{layer - 1}") for path in before)
+    inside, aside = examples[:90], examples[90:]
+    bare = [Example(e.sample, e.blocks, e.source) for e in examples]
+    pilot = fit_pilot(vocabulary, inside, model="lightgbm")
+    without = fit_pilot(vocabulary, bare[:90], model="lightgbm")
+    assert np.isfinite(hints_of(pilot, inside)).mean() > 0.4  # about the second of two layers
+    with_hints = np.mean([one_ahead(pilot, example) for example in aside])
+    alone = np.mean([one_ahead(without, example) for example in bare[90:]])
+    assert with_hints > alone + 0.01
