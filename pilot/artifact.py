@@ -26,7 +26,7 @@ from dynoffload.errors import PilotError
 from dynoffload.units import MiB, format_bytes
 
 FORMAT = "dynoffload.pilot"
-VERSION = 1
+VERSION = 2
 MAX_FILE = 256 * MiB
 MAX_HEADER = 1 * MiB
 MAX_ARRAYS = 64

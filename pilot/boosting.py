@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from dynoffload.pilot.association import ORDERS, Association, learn_association
 from dynoffload.pilot.booster_text import check_booster_text
+from dynoffload.pilot.evaluate import source_folds
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
 from dynoffload.pilot.mlp import load_book
 from dynoffload.profiler.sample import Sample
@@ -69,6 +70,9 @@ class BoostedTables:
         )
         odds = self.booster.predict(rows, raw_score=True, num_threads=1, validate_features=False)
         return np.asarray(1 / (1 + np.exp(-np.clip(odds, -30, 30))), dtype=np.float32)
+
+    def rest(self, sample: Sample) -> None:
+        """Return None: what has run tells this model nothing."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored: tables as float16, the booster as LightGBM's text."""
@@ -179,7 +183,7 @@ def train_tables(
     lightgbm = _lightgbm()
     rng = np.random.default_rng(seed)
     scaler = learn_scaler(samples)
-    folds = _folds(groups, rng)
+    folds = source_folds(groups, FOLDS, seed)
     take = np.ones(present.shape, dtype=np.bool_)
     if present.size > MAX_ROWS:
         take = rng.random(present.shape) < MAX_ROWS / present.size
@@ -222,15 +226,6 @@ def train_tables(
     table = association.table.astype(np.float16).astype(np.float32)
     association = replace(association, table=table)
     return BoostedTables(association, _prior(present), described, sites, scaler, booster)
-
-
-def _folds(groups: Sequence[str], rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Return the fold of each step: whole sources together, or by chance with too few sources."""
-    names = sorted(set(groups))
-    if len(names) < FOLDS:
-        return rng.permutation(len(groups)) % FOLDS
-    fold = dict(zip(names, rng.permutation(len(names)) % FOLDS, strict=True))
-    return np.array([fold[group] for group in groups])
 
 
 def _prior(present: Bools) -> Floats:

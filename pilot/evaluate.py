@@ -12,12 +12,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from dynoffload.pilot.distance import edit_distance, weighted_edit_distance
 from dynoffload.pilot.features import Example, site_name
 from dynoffload.planning.blocks import Block
+
+if TYPE_CHECKING:
+    from dynoffload.pilot.pilot import Pilot
 
 Predictor = Callable[[Example], Sequence[int]]
 
@@ -180,3 +185,42 @@ def split_by_source(sources: Sequence[str], share: float, seed: int) -> tuple[li
         count += sizes[name]
     inside = [i for i, name in enumerate(sources) if name not in held]
     return inside, [i for i, name in enumerate(sources) if name in held]
+
+
+def one_ahead(pilot: Pilot, example: Example) -> float:
+    """Return the share of a step's blocks that were foretold when the block before them ran."""
+    step = pilot.follow(example.sample)
+    expected = step.rest()
+    hints = list(example.hints)
+    right = 0
+    for place, block in enumerate(example.blocks):
+        while hints and hints[0].place <= place:
+            hint = hints.pop(0)
+            step.hint(hint.blocks, hint.values)
+        if step.decided:
+            expected = step.rest()
+        right += expected[:1] == [block]
+        step.tell(block)
+        expected = expected[1:] if expected[:1] == [block] else step.rest()
+    return right / max(len(example.blocks), 1)
+
+
+def source_folds(sources: Sequence[str], folds: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the number of the part each sample belongs to: whole sources, parts of like size.
+
+    With fewer sources than parts, samples that follow one another make a part; there are never
+    more parts than samples.
+    """
+    folds = min(folds, len(sources))
+    sizes = Counter(sources)
+    if len(sizes) < folds:
+        return np.arange(len(sources)) * folds // max(len(sources), 1)
+    names = sorted(sizes)
+    shuffled = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
+    filled = [0] * folds
+    home: dict[str, int] = {}
+    for name in sorted(shuffled, key=lambda name: -sizes[name]):
+        smallest = filled.index(min(filled))
+        home[name] = smallest
+        filled[smallest] += sizes[name]
+    return np.array([home[source] for source in sources], dtype=np.int64)

@@ -33,11 +33,28 @@ class Example:
         sample: what was seen before the step.
         blocks: indices into the vocabulary in forward order; -1 for a block unknown to it.
         source: the file or document the sample is from, so that splits hold whole sources out.
+        hints: what the network foretold of its decisions while it ran, in order.
     """
 
     sample: Sample
     blocks: Sequence[int]
     source: str = ""
+    hints: Sequence[BlockHint] = ()
+
+
+@dataclass(frozen=True)
+class BlockHint:
+    """What the network foretold at one moment of a step.
+
+    Attributes:
+        place: how many blocks had begun by then.
+        blocks: the blocks it is about.
+        values: how likely each is to run, 0 to 1.
+    """
+
+    place: int
+    blocks: tuple[int, ...]
+    values: tuple[float, ...]
 
 
 @dataclass(frozen=True)

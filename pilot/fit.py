@@ -3,14 +3,16 @@
 What it is: `fit_pilot`, from a list of `Example` to a `Pilot`, without files. What it is not:
 reading traces or scoring on held-out sources; that is `dynoffload.pilot.train`.
 
-Part of the sources is set aside inside to choose the length of training, the threshold and, for
+Cross-validation over whole sources chooses the length of training, the threshold and, for
 ``"auto"``, the kind of model; the final model then learns from all of them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,22 +20,29 @@ import numpy.typing as npt
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.baselines import MostFrequent
-from dynoffload.pilot.evaluate import block_order_accuracy, split_by_source, varying_blocks
-from dynoffload.pilot.features import Example, block_features, sites_of
-from dynoffload.pilot.models import KINDS, Lesson, learn_model
+from dynoffload.pilot.correction import Correction, learn_correction
+from dynoffload.pilot.evaluate import block_order_accuracy, source_folds, varying_blocks
+from dynoffload.pilot.features import Example, Floats, block_features, sites_of
+from dynoffload.pilot.models import KINDS, Lesson, Rest, learn_model
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.pilot.segments import SegmentModel, learn_segment
-from dynoffload.pilot.skeleton import Skeleton, learn_skeleton, tokens
+from dynoffload.pilot.segments import Rule, SegmentModel, learn_segment
+from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot, learn_skeleton, tokens
 from dynoffload.planning.blocks import Vocabulary
 
 AUTO = "auto"
-VALIDATION = 0.2
-"""Share of the samples set aside to choose by."""
+FOLDS = 3
+"""Parts of the samples, each foretold by what the others teach."""
 MAX_VALIDATION = 256
 """Samples that thresholds are tried on at most."""
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(2, 17))
 
+BUNDLED = 8
+"""Steps in which slots must have run, and not run, to be taken for one."""
+MAX_UNROLLED = 512
+"""The longest loop that gets a slot for each block."""
+
 Progress = Callable[[str], None]
+Filled = dict[Slot, tuple[int, ...]]
 
 
 def fit_pilot(
@@ -49,8 +58,8 @@ def fit_pilot(
     Args:
         vocabulary: the network's blocks.
         examples: recorded samples, at least two.
-        model: ``"lightgbm"``, ``"mlp"``, or ``"auto"`` for the better of the two on samples set
-            aside.
+        model: one of `dynoffload.pilot.models.KINDS`, or ``"auto"`` for the best of them by
+            cross-validation.
         seed: makes the result the same every time.
         on_progress: called now and then with what is being done.
 
@@ -61,9 +70,7 @@ def fit_pilot(
     kinds = KINDS if model == AUTO else (model,)
     _validate(vocabulary, examples, kinds)
     orders = [example.blocks for example in examples]
-    skeleton = learn_skeleton(orders, vocabulary.blocks)
-    filled = [tokens(order, skeleton.families) for order in orders]
-    segments = _learn_segments(skeleton, examples, filled)
+    skeleton, filled, segments = _learn_shape(vocabulary, examples)
     card: dict[str, Any] = {
         "samples": len(examples),
         "sources": len({example.source for example in examples}),
@@ -82,14 +89,19 @@ def fit_pilot(
     optional = [skeleton.slots[index] for index in skeleton.optional]
     if not optional:
         return bare
-    chosen = [block for block, _ in optional]
+    present = np.array([[slot in slots for slot in optional] for slots in filled], dtype=np.bool_)
+    bundles = bundled(present)
+    firsts = np.unique(bundles, return_index=True)[1]
+    chosen = [optional[first][0] for first in firsts.tolist()]
     lesson = Lesson(
         [example.sample for example in examples],
-        np.array([[slot in slots for slot in optional] for slots in filled], dtype=np.bool_),
+        present[:, firsts],
         [example.source for example in examples],
         block_features(vocabulary.blocks, chosen),
         sites_of(vocabulary.blocks, chosen),
+        hints_of(bare, examples)[:, firsts],
     )
+    bare = replace(bare, bundles=tuple(bundles.tolist()))
     return _fit_models(bare, lesson, examples, kinds, seed, on_progress or (lambda _: None))
 
 
@@ -101,57 +113,179 @@ def _fit_models(
     seed: int,
     on_progress: Progress,
 ) -> Pilot:
-    """Choose kind, length of training and threshold on sources set aside; then learn from all."""
-    inside, aside = split_by_source(lesson.groups, VALIDATION, seed)
-    aside = aside[:: max(1, -(-len(aside) // MAX_VALIDATION))]
-    held_out = lesson.part(np.array(aside))
-    best: tuple[float, str, float, int | None] | None = None
+    """Choose kind, length of training and threshold by cross-validation; then learn from all.
+
+    What is foretold of steps that were left out also tells how the chosen kind errs.
+    """
+    folds = source_folds(lesson.groups, FOLDS, seed)
+    bundles = bare.layout.bundles
+    shown = np.linspace(0, len(examples) - 1, min(len(examples), MAX_VALIDATION)).astype(int)
+    best: tuple[float, float, _LeftOut] | None = None
     tried: dict[str, float] = {}
     for kind in kinds:
-        on_progress(f"choosing: {kind}")
-        model, epochs = learn_model(
-            kind,
-            lesson.part(np.array(inside)),
-            seed=seed,
-            held_out=held_out,
-            on_stage=lambda kind=kind: on_progress(f"choosing: {kind}"),  # type: ignore[misc]
+        told = _leave_out(kind, lesson, folds, seed, partial(on_progress, f"choosing: {kind}"))
+        threshold, accuracy = _best_threshold(
+            bare,
+            [examples[i] for i in shown],
+            [told.correction.start(told.chances[i]).chances[bundles] for i in shown],
         )
-        trial = replace(bare, model=model)
-        threshold, accuracy = choose_threshold(trial, [examples[i] for i in aside])
         tried[kind] = round(accuracy, 4)
         if best is None or accuracy > best[0]:
-            best = (accuracy, kind, threshold, epochs)
+            best = (accuracy, threshold, told)
     assert best is not None
-    _, kind, threshold, epochs = best
-    on_progress(f"training: {kind}")
+    _, threshold, told = best
+    on_progress(f"training: {told.kind}")
     model, _ = learn_model(
-        kind,
+        told.kind,
         lesson,
         seed=seed,
-        epochs=epochs,
-        on_stage=lambda: on_progress(f"training: {kind}"),
+        epochs=told.epochs,
+        on_stage=partial(on_progress, f"training: {told.kind}"),
     )
-    card = {**bare.card, "validation_accuracy": tried}
-    return replace(bare, model=model, threshold=threshold, card=card)
+    card = {**bare.card, "validation_accuracy": tried, "folds": int(folds.max()) + 1}
+    return replace(bare, model=model, threshold=threshold, card=card, correction=told.correction)
 
 
-def choose_threshold(pilot: Pilot, examples: Sequence[Example]) -> tuple[float, float]:
+@dataclass(frozen=True)
+class _LeftOut:
+    """What models of one kind foretold of steps that they had not learned from.
+
+    Attributes:
+        kind: of the models.
+        chances: ``[steps, blocks]``.
+        epochs: the length of training that was best, in the median; None: the kind has none.
+        correction: learned from all that.
+    """
+
+    kind: str
+    chances: Floats
+    epochs: int | None
+    correction: Correction
+
+
+def _leave_out(
+    kind: str,
+    lesson: Lesson,
+    folds: npt.NDArray[np.int64],
+    seed: int,
+    on_stage: Callable[[], None],
+) -> _LeftOut:
+    """Foretell each fold by what the others teach."""
+    chances = np.empty(lesson.present.shape, dtype=np.float32)
+    rests: list[Rest | None] = [None] * len(chances)
+    lengths: list[int] = []
+    for fold in np.unique(folds):
+        aside = np.flatnonzero(folds == fold)
+        held_out = lesson.part(aside)
+        model, epochs = learn_model(
+            kind,
+            lesson.part(np.flatnonzero(folds != fold)),
+            seed=seed,
+            held_out=held_out,
+            on_stage=on_stage,
+        )
+        if epochs is not None:
+            lengths.append(epochs)
+        for step, sample in zip(aside.tolist(), held_out.samples, strict=True):
+            chances[step] = model.probabilities(sample)
+            rests[step] = model.rest(sample)
+
+    def again(step: int, ran: Sequence[bool]) -> Floats:
+        rest = rests[step]
+        assert rest is not None
+        return rest(ran)
+
+    correction = learn_correction(
+        chances,
+        lesson.present,
+        lesson.sites,
+        lesson.hints,
+        again=None if rests[0] is None else again,
+    )
+    epochs = round(float(np.median(lengths))) if lengths else None
+    return _LeftOut(kind, chances, epochs, correction)
+
+
+def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Return the number of the bundle of each optional slot, ascending, ``[optional]``.
+
+    Slots that follow one another and ran in the same steps, always, are one question to a model:
+    the layers between two exits, the cells of a round. Of what ran, or did not, in fewer steps
+    than `BUNDLED`, that may be by chance.
+
+    Args:
+        present: which optional slot ran in which step, ``[steps, optional]``.
+    """
+    ran = present.sum(axis=0)
+    often = np.minimum(ran, len(present) - ran) >= BUNDLED
+    alike = (present[:, 1:] == present[:, :-1]).all(axis=0) & often[1:]
+    return np.concatenate(([0], np.cumsum(~alike))).astype(np.int64)
+
+
+def hints_of(pilot: Pilot, examples: Sequence[Example]) -> Floats:
+    """Return what was hinted last about each optional slot, NaN if nothing was,
+    ``[examples, optional]``."""
+    layout = pilot.layout
+    hints = np.full((len(examples), len(layout.optional)), np.nan, dtype=np.float32)
+    for row, example in zip(hints, examples, strict=True):
+        seen: Counter[int] = Counter()
+        passed = 0
+        for hint in example.hints:
+            seen.update(example.blocks[passed : hint.place])
+            passed = hint.place
+            for block, value in zip(hint.blocks, hint.values, strict=True):
+                place = layout.place_of.get((block, seen[block]), -1)
+                number = layout.optional_number.get(place, -1)
+                if number >= 0:
+                    row[number] = value
+    return hints
+
+
+def _best_threshold(
+    pilot: Pilot, examples: Sequence[Example], chances: Sequence[Floats]
+) -> tuple[float, float]:
     """Return the threshold with the best block-order accuracy on some samples, and that
     accuracy."""
     totals = np.zeros(len(THRESHOLDS))
-    for example in examples:
-        chances = pilot.chances(example.sample)
+    for example, told in zip(examples, chances, strict=True):
         for number, threshold in enumerate(THRESHOLDS):
-            order, _ = pilot.decode(example.sample, chances, threshold)
+            order, _ = pilot.decode(example.sample, told, threshold)
             totals[number] += block_order_accuracy(order, example.blocks)
     best = int(totals.argmax())
     return THRESHOLDS[best], float(totals[best]) / len(examples)
 
 
+def _learn_shape(
+    vocabulary: Vocabulary, examples: Sequence[Example]
+) -> tuple[Skeleton, list[Filled], tuple[SegmentModel, ...]]:
+    """Learn the skeleton and its segments.
+
+    A loop whose length no rule tells, and whose shorter runs are how the longest begins, is
+    unrolled: whether it goes on is asked of the models, round by round.
+    """
+    orders = [example.blocks for example in examples]
+    skeleton = learn_skeleton(orders, vocabulary.blocks)
+    filled = [tokens(order, skeleton.families) for order in orders]
+    segments = _learn_segments(skeleton, examples, filled)
+    unrolled: set[int] = set()
+    for place, segment in zip(skeleton.segments, segments, strict=True):
+        slot = skeleton.slots[place]
+        runs = {f.get(slot, ()) for f in filled}
+        longest = max(runs, key=len)
+        nested = all(longest[: len(run)] == run for run in runs)
+        if not isinstance(segment.how, Rule) and nested and len(longest) <= MAX_UNROLLED:
+            unrolled |= skeleton.families[SEGMENT - slot[0]]
+    if not unrolled:
+        return skeleton, filled, segments
+    skeleton = learn_skeleton(orders, vocabulary.blocks, frozenset(unrolled))
+    filled = [tokens(order, skeleton.families) for order in orders]
+    return skeleton, filled, _learn_segments(skeleton, examples, filled)
+
+
 def _learn_segments(
     skeleton: Skeleton,
     examples: Sequence[Example],
-    filled: Sequence[dict[tuple[int, int], tuple[int, ...]]],
+    filled: Sequence[Filled],
 ) -> tuple[SegmentModel, ...]:
     samples = [example.sample for example in examples]
     slots = [skeleton.slots[index] for index in skeleton.segments]

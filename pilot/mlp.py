@@ -89,6 +89,14 @@ class Fields:
             offset += len(book)
         return rows, weight
 
+    @classmethod
+    def load(cls, document: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Fields:
+        """Return the fields of a stored net; ValueError, KeyError or TypeError if they are none."""
+        count, grams = int(document["books"]), int(document["grams"])
+        if not 0 <= grams <= 2 or not grams <= count <= MAX_COLUMNS + 2:
+            raise ValueError("the wrong number of code books")
+        return cls(tuple(load_book(arrays[f"book{i}"]) for i in range(count)), grams)
+
 
 @dataclass(frozen=True)
 class NoisyOrNet:
@@ -127,6 +135,9 @@ class NoisyOrNet:
             silent -= weight * _softplus(logits).sum(axis=0)
         return np.asarray(-np.expm1(silent), dtype=np.float32)
 
+    def rest(self, sample: Sample) -> None:
+        """Return None: what has run tells this model nothing."""
+
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored: weights as float16, code books as int64."""
         books = {f"book{i}": book.keys for i, book in enumerate(self.fields.columns)}
@@ -147,11 +158,7 @@ class NoisyOrNet:
         Raises:
             ValueError, KeyError, TypeError: if the parts are not those of a net for so many blocks.
         """
-        count, grams = int(document["books"]), int(document["grams"])
-        if not 0 <= grams <= 2 or not grams <= count <= MAX_COLUMNS + 2:
-            raise ValueError("the wrong number of code books")
-        books = tuple(load_book(arrays[f"book{i}"]) for i in range(count))
-        fields = Fields(books, grams)
+        fields = Fields.load(document, arrays)
         scaler = Scaler.from_json(document["scaler"])
         weights = {name: np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS}
         width, hidden = weights["hidden_weight"].shape

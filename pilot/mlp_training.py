@@ -85,7 +85,7 @@ def train_net(
         on_epoch: called after each epoch.
     """
     rng = np.random.default_rng(seed)
-    fields, scaler = _learn_fields(samples), learn_scaler(samples)
+    fields, scaler = learn_fields(samples), learn_scaler(samples)
     weights = _initial(fields, scaler, samples, present, described, rng)
     batches = _Batches(fields, scaler, samples)
     planned = planned_epochs(len(samples))
@@ -115,7 +115,7 @@ def planned_epochs(samples: int) -> int:
     return max(MIN_EPOCHS, min(MAX_EPOCHS, EPOCH_SAMPLES // max(samples, 1)))
 
 
-def _learn_fields(samples: Sequence[Sample]) -> Fields:
+def learn_fields(samples: Sequence[Sample]) -> Fields:
     """Number the codes and n-grams of the samples' elements."""
     codes = [columns_of(sample.elements) for sample in samples if len(sample.elements)]
     if not codes:

@@ -1,8 +1,9 @@
 """The pilot's models: which optional blocks a sample will run.
 
 What it is: `PresenceModel`, the one interface, and how a model of each kind is made and loaded.
-What it is not: the models themselves (`dynoffload.pilot.boosting`, `dynoffload.pilot.mlp`), nor the
-order of the blocks, which is in `dynoffload.pilot.skeleton`.
+What it is not: the models themselves (`dynoffload.pilot.boosting`, `mlp`, `markov`, `paths` and
+`sequence`), nor the order of the blocks, which is in `dynoffload.pilot.skeleton`, nor what is made
+of their errors within a step, which is in `dynoffload.pilot.correction`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ import numpy.typing as npt
 from dynoffload.errors import PilotError
 from dynoffload.pilot.boosting import BoostedTables, train_tables
 from dynoffload.pilot.features import Floats
+from dynoffload.pilot.markov import Markov, learn_markov
 from dynoffload.pilot.mlp import NoisyOrNet
 from dynoffload.pilot.mlp_training import train_net
+from dynoffload.pilot.paths import NearestPaths, learn_paths
+from dynoffload.pilot.sequence import SiteSequence
+from dynoffload.pilot.sequence_training import train_sequence
 from dynoffload.profiler.sample import Sample
 
 Bools = npt.NDArray[np.bool_]
+Rest = Callable[[Sequence[bool]], Floats]
+"""Foretells all optional blocks of one step once its first ones are known to have run or not."""
 
-KINDS = ("lightgbm", "mlp")
+KINDS = ("lightgbm", "mlp", "markov", "paths", "sequence")
 """The kinds of model there are."""
 
 
@@ -37,6 +44,10 @@ class PresenceModel(Protocol):
 
     def probabilities(self, sample: Sample) -> Floats:
         """Return P(the block runs) for each optional block, float32 ``[blocks]``."""
+        ...
+
+    def rest(self, sample: Sample) -> Rest | None:
+        """Return how the model itself foretells the rest of a step; None where it does not."""
         ...
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -58,6 +69,7 @@ class Lesson:
         groups: the source of each step.
         described: the blocks' features, ``[blocks, features]``.
         sites: the number of each block's site, ``[blocks]``.
+        hints: what the network hinted last about each block, NaN if nothing, ``[steps, blocks]``.
     """
 
     samples: Sequence[Sample]
@@ -65,6 +77,7 @@ class Lesson:
     groups: Sequence[str]
     described: Floats
     sites: npt.NDArray[np.int64]
+    hints: Floats
 
     def part(self, steps: npt.NDArray[np.int64]) -> Lesson:
         """Return the lesson of some of the steps."""
@@ -74,6 +87,7 @@ class Lesson:
             [self.groups[i] for i in steps],
             self.described,
             self.sites,
+            self.hints[steps],
         )
 
 
@@ -124,6 +138,21 @@ def learn_model(
             on_epoch=on_stage,
         )
         return trained.net, trained.epochs
+    if kind == "markov":
+        return learn_markov(lesson.present, lesson.groups), None
+    if kind == "paths":
+        return learn_paths(lesson.samples, lesson.present, lesson.groups), None
+    if kind == "sequence":
+        return train_sequence(
+            lesson.samples,
+            lesson.present,
+            lesson.described,
+            lesson.sites,
+            seed=seed,
+            validation=(held_out.samples, held_out.present) if held_out else None,
+            epochs=epochs,
+            on_epoch=on_stage,
+        )
     raise PilotError(f"there is no pilot model {kind!r}: choose one of {', '.join(KINDS)}")
 
 
@@ -135,11 +164,16 @@ def load_model(
     Raises:
         PilotError: if the kind is unknown or the parts are not those of such a model.
     """
+    kinds: dict[str, Callable[..., PresenceModel]] = {
+        "lightgbm": BoostedTables.load,
+        "mlp": NoisyOrNet.load,
+        "markov": Markov.load,
+        "paths": NearestPaths.load,
+        "sequence": SiteSequence.load,
+    }
+    if kind not in kinds:
+        raise PilotError(f"its model is of the unknown kind {kind!r}")
     try:
-        if kind == "lightgbm":
-            return BoostedTables.load(document, arrays, blocks)
-        if kind == "mlp":
-            return NoisyOrNet.load(document, arrays, blocks)
+        return kinds[kind](document, arrays, blocks)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise PilotError(f"its {kind} model is damaged: {error}") from error
-    raise PilotError(f"its model is of the unknown kind {kind!r}")

@@ -12,7 +12,9 @@ before each step; a prediction takes well under a millisecond on one core.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ import numpy.typing as npt
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.artifact import read_artifact, write_artifact
+from dynoffload.pilot.correction import Correction
+from dynoffload.pilot.following import Following
 from dynoffload.pilot.models import PresenceModel, load_model
 from dynoffload.pilot.segments import SegmentModel
-from dynoffload.pilot.skeleton import SEGMENT, Skeleton
+from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.profiler.sample import Sample
 
@@ -61,6 +65,10 @@ class Pilot:
         varying: the blocks whose presence or place varied in training, which scores weigh.
         most_frequent: the one order that fits the training samples best, a baseline for scores.
         card: how it was made: plain JSON data for people to read; nothing depends on it.
+        correction: what was learned of the model's errors; None: nothing is corrected.
+        bundles: the number of each optional slot's bundle, ascending from 0: slots that always run
+            together are one question to the model.
+        layout: the skeleton as arrays.
     """
 
     vocabulary: Vocabulary
@@ -71,15 +79,17 @@ class Pilot:
     varying: frozenset[int] = frozenset()
     most_frequent: tuple[int, ...] = ()
     card: dict[str, Any] = field(default_factory=dict)
-    _layout: _Layout = field(init=False, repr=False, compare=False)
+    correction: Correction | None = None
+    bundles: tuple[int, ...] = ()
+    layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Lay the slots out as arrays, once."""
-        object.__setattr__(self, "_layout", _Layout.of(self.skeleton))
+        object.__setattr__(self, "layout", Layout.of(self.skeleton, self.bundles))
 
     @property
     def kind(self) -> str:
-        """The kind of its model: ``"lightgbm"``, ``"mlp"``, or ``"rule"`` where none is needed."""
+        """The kind of its model, one of `KINDS`, or ``"rule"`` where none is needed."""
         return self.model.kind if self.model is not None else RULE
 
     def predict(self, sample: Sample) -> Prediction:
@@ -94,23 +104,42 @@ class Pilot:
         return Prediction(blocks, time.perf_counter() - start, confidence)
 
     def chances(self, sample: Sample) -> Floats:
-        """Return P(runs) for each optional slot of the skeleton."""
+        """Return P(runs) for each optional slot, calibrated where that was learned."""
         if self.model is None:
             return np.zeros(0, dtype=np.float32)
-        return self.model.probabilities(sample)
+        chances = self.model.probabilities(sample)
+        if self.correction is not None:
+            chances = self.correction.start(chances).chances
+        return chances[self.layout.bundles]
 
-    def decode(self, sample: Sample, chances: Floats, threshold: float) -> tuple[list[int], Floats]:
-        """Return the order that chances make at a threshold, and the confidence in its blocks."""
-        layout = self._layout
+    def follow(self, sample: Sample) -> Following:
+        """Return a step to be followed as it runs."""
+        return Following(self, sample)
+
+    def decode(
+        self, sample: Sample, chances: Floats, threshold: float, start: int = 0
+    ) -> tuple[list[int], Floats]:
+        """Return the order that chances make at a threshold, and the confidence in its blocks.
+
+        Args:
+            sample: what the step runs.
+            chances: of the optional slots.
+            threshold: from which an optional slot is taken.
+            start: the slot to begin at.
+        """
+        layout = self.layout
         surety = np.ones(layout.blocks.size, dtype=np.float32)
         surety[layout.optional] = chances
         taken = surety >= threshold
+        taken[:start] = False
         if not self.segments:
             return layout.blocks[taken].tolist(), surety[taken]
         blocks: list[int] = []
         confidence: list[Floats] = []
-        at = 0
+        at = start
         for place, segment in zip(layout.segments, self.segments, strict=True):
+            if place < start:
+                continue
             part = taken[at:place]
             blocks += layout.blocks[at:place][part].tolist()
             confidence.append(surety[at:place][part])
@@ -156,8 +185,12 @@ class Pilot:
             "varying": sorted(self.varying),
             "most_frequent": list(self.most_frequent),
             "card": self.card,
+            "corrects": self.correction is not None,
+            "bundles": list(self.bundles),
         }
-        arrays = self.model.arrays() if self.model is not None else {}
+        arrays = dict(self.model.arrays()) if self.model is not None else {}
+        if self.correction is not None:
+            arrays |= self.correction.arrays()
         write_artifact(Path(path), document, arrays)
 
     @classmethod
@@ -174,9 +207,11 @@ class Pilot:
             size = len(vocabulary.blocks)
             skeleton = _load_skeleton(document, size)
             optional = len(skeleton.optional)
+            bundles = _load_bundles(document["bundles"], optional)
+            questions = bundles[-1] + 1 if bundles else 0
             model = None
             if document["kind"] != RULE:
-                model = load_model(str(document["kind"]), document["model"], arrays, optional)
+                model = load_model(str(document["kind"]), document["model"], arrays, questions)
             elif optional:
                 raise ValueError("optional blocks without a model")
             segments = tuple(SegmentModel.from_json(s, size) for s in document["segments"])
@@ -189,6 +224,7 @@ class Pilot:
             most_frequent = tuple(map(int, document["most_frequent"]))
             if not all(0 <= block < size for block in (*varying, *most_frequent)):
                 raise ValueError("a block outside the vocabulary")
+            correction = Correction.load(arrays, questions) if document["corrects"] else None
             return cls(
                 vocabulary,
                 skeleton,
@@ -198,6 +234,8 @@ class Pilot:
                 varying,
                 most_frequent,
                 document["card"],
+                correction,
+                bundles,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PilotError(
@@ -206,17 +244,48 @@ class Pilot:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """A skeleton as arrays: the block of each slot, and which slots are optional or segments."""
+class Layout:
+    """A skeleton as arrays and tables.
+
+    Attributes:
+        blocks: the block of each slot, or a family's code, ``[slots]``.
+        optional: which slots are optional, ascending.
+        segments: which slots are segments, ascending.
+        place_of: the place of each slot.
+        optional_number: the number of a place among the optional ones.
+        family_of: the family of each looping block.
+        bundles: the number of each optional slot's bundle.
+    """
 
     blocks: npt.NDArray[np.int64]
     optional: npt.NDArray[np.int64]
     segments: tuple[int, ...]
+    place_of: Mapping[Slot, int]
+    optional_number: Mapping[int, int]
+    family_of: Mapping[int, int]
+    bundles: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, skeleton: Skeleton) -> _Layout:
-        blocks = np.array([slot[0] for slot in skeleton.slots], dtype=np.int64)
-        return cls(blocks, np.array(skeleton.optional, dtype=np.int64), skeleton.segments)
+    def of(cls, skeleton: Skeleton, bundles: Sequence[int]) -> Layout:
+        """Lay a skeleton out; without ``bundles`` each optional slot is its own."""
+        return cls(
+            np.array([slot[0] for slot in skeleton.slots], dtype=np.int64),
+            np.array(skeleton.optional, dtype=np.int64),
+            skeleton.segments,
+            {slot: place for place, slot in enumerate(skeleton.slots)},
+            {place: number for number, place in enumerate(skeleton.optional)},
+            {b: number for number, members in enumerate(skeleton.families) for b in members},
+            np.array(bundles or range(len(skeleton.optional)), dtype=np.int64),
+        )
+
+
+def _load_bundles(document: Any, optional: int) -> tuple[int, ...]:
+    """Return the bundles of a stored pilot; ValueError if they are none."""
+    bundles = tuple(int(number) for number in document)
+    steps = [0, *(after - before for before, after in pairwise(bundles))]
+    if len(bundles) != optional or bundles[:1] not in ((), (0,)) or not set(steps) <= {0, 1}:
+        raise ValueError("bundles that are not of these slots")
+    return bundles
 
 
 def _load_skeleton(document: Any, blocks: int) -> Skeleton:

@@ -85,10 +85,18 @@ class Neighbours:
     points: npt.NDArray[np.float64]
     runs: tuple[Run, ...]
 
-    def apply(self, sample: Sample) -> list[int]:
-        """Return the stretch of the record nearest to a sample; the earliest of equals."""
+    def apply(self, sample: Sample, ran: Run = ()) -> list[int]:
+        """Return the stretch of the record nearest to a sample; the earliest of equals.
+
+        Args:
+            sample: what the step runs.
+            ran: how the stretch has begun: records that begin so go before those that do not.
+        """
         point = (_numbers(sample, self.names) - self.centre) / self.scale
         distance = ((self.points - point) ** 2).sum(axis=1)
+        if ran:
+            alike = np.array([run[: len(ran)] == ran for run in self.runs])
+            distance = np.where(alike | ~alike.any(), distance, np.inf)
         return list(self.runs[int(distance.argmin())])
 
 
@@ -109,6 +117,12 @@ class SegmentModel:
         if isinstance(self.how, Rule):
             return self.how.apply(columns_of(sample.elements))
         return self.how.apply(sample)
+
+    def rest(self, sample: Sample, ran: Sequence[int]) -> list[int]:
+        """Return the blocks still to come in this segment once its first ones ran, in order."""
+        if isinstance(self.how, Rule):
+            return self.predict(sample)[len(ran) :]
+        return self.how.apply(sample, tuple(ran))[len(ran) :]
 
     def to_json(self) -> dict[str, Any]:
         """Return the model as plain JSON data."""

@@ -71,14 +71,17 @@ class Skeleton:
         return {slot: run for slot, run in filled.items() if slot in known}, strangers
 
 
-def learn_skeleton(orders: Sequence[Order], blocks: Sequence[Block]) -> Skeleton:
+def learn_skeleton(
+    orders: Sequence[Order], blocks: Sequence[Block], unrolled: frozenset[int] = frozenset()
+) -> Skeleton:
     """Learn the skeleton of a network from the block orders of its samples.
 
     Args:
         orders: one list of block indices per sample; negative ones (unseen blocks) are skipped.
         blocks: the vocabulary's blocks, whose paths break ties.
+        unrolled: looping blocks that get a slot for each time they run, and no segment.
     """
-    families = _families(orders, blocks)
+    families = tuple(f for f in _families(orders, blocks) if not f & unrolled)
     filled = [tokens(order, families) for order in orders]
     counts = Counter(slot for slots in filled for slot in slots)
     slots = _canonical([list(slots) for slots in filled], blocks, families)

@@ -8,6 +8,7 @@ the pilot and the baselines it must beat on the same samples. What it is not: th
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ import numpy as np
 
 from dynoffload.errors import PilotError, TraceError
 from dynoffload.pilot.baselines import LastOrder
-from dynoffload.pilot.evaluate import Scores, score, split_by_source
-from dynoffload.pilot.features import Example
+from dynoffload.pilot.evaluate import Scores, one_ahead, score, split_by_source
+from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.fit import AUTO, fit_pilot
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
@@ -43,6 +44,8 @@ class Evaluation:
         following: the same pilot, corrected after each step by what that step ran.
         last_order: repeating the order of the sample before.
         most_frequent: the one order that fitted the training samples best.
+        one_ahead: share of the blocks that were foretold when the block before them ran, the rest
+            of the step being foretold anew as it runs; mean over samples.
         latency_s: median seconds of one prediction.
         latency_p95_s: seconds that 95% of the predictions stay below.
         sources: the sources that were scored.
@@ -52,6 +55,7 @@ class Evaluation:
     following: Scores
     last_order: Scores
     most_frequent: Scores
+    one_ahead: float
     latency_s: float
     latency_p95_s: float
     sources: tuple[str, ...]
@@ -96,7 +100,7 @@ def train_pilot(
 
     Args:
         traces: directory that `dynoffload profile` wrote; its ``*.parquet`` files are read.
-        model: ``"lightgbm"``, ``"mlp"``, or ``"auto"`` for the better of the two.
+        model: one of `dynoffload.pilot.models.KINDS`, or ``"auto"`` for the best of them.
         budget: bytes of fast memory that blocks shall fit in; None to cut by structure alone.
         holdout: share of the samples held out, in whole sources, between 0 and 1.
         seed: makes the result the same every time.
@@ -174,6 +178,7 @@ def evaluate(pilot: Pilot, examples: Sequence[Example]) -> Evaluation:
         following=score(following, examples, blocks, varying),
         last_order=score(LastOrder(frequent), examples, blocks, varying),
         most_frequent=score(lambda _: frequent, examples, blocks, varying),
+        one_ahead=float(np.mean([one_ahead(pilot, example) for example in examples])),
         latency_s=float(np.median(times)),
         latency_p95_s=float(np.quantile(times, 0.95)),
         sources=tuple(sorted({example.source for example in examples})),
@@ -182,7 +187,15 @@ def evaluate(pilot: Pilot, examples: Sequence[Example]) -> Evaluation:
 
 def encode_example(vocabulary: Vocabulary, program: Program) -> Example:
     """Return a program as the pilot learns from it."""
-    return Example(program.sample, vocabulary.encode(program), program.source)
+    order = vocabulary.encode_calls(program)
+    calls = [call for call, _ in order]
+    hints: list[BlockHint] = []
+    for hint in program.hints:
+        known = [(vocabulary.index_of(p), v) for p, v in zip(hint.blocks, hint.values, strict=True)]
+        told = [(block, value) for block, value in known if block >= 0]
+        place = bisect_right(calls, hint.call)
+        hints.append(BlockHint(place, tuple(b for b, _ in told), tuple(v for _, v in told)))
+    return Example(program.sample, [block for _, block in order], program.source, hints)
 
 
 def load_programs(traces: str | Path, report: Report | None = None) -> list[Program]:

@@ -116,10 +116,10 @@ def test_a_file_of_a_later_version_is_refused(
     pilots: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document, arrays = read_artifact(pilots["mlp"])
-    monkeypatch.setattr(artifact, "VERSION", 2)
+    monkeypatch.setattr(artifact, "VERSION", 3)
     write_artifact(tmp_path / "later.pilot", document, arrays)
     monkeypatch.undo()
-    with pytest.raises(PilotError, match="version 2, and this release reads 1"):
+    with pytest.raises(PilotError, match="version 3, and this release reads 2"):
         Pilot.load(tmp_path / "later.pilot")
 
 

@@ -33,6 +33,9 @@ class ModelChoice(str, enum.Enum):
     AUTO = "auto"
     LIGHTGBM = "lightgbm"
     MLP = "mlp"
+    MARKOV = "markov"
+    PATHS = "paths"
+    SEQUENCE = "sequence"
 
 
 Traces = Annotated[
@@ -113,6 +116,7 @@ def numbers_of(evaluation: Evaluation) -> dict[str, Any]:
     }
     return {
         **scores,
+        "one_ahead": evaluation.one_ahead,
         "latency_s": evaluation.latency_s,
         "latency_p95_s": evaluation.latency_p95_s,
         "sources": len(evaluation.sources),
@@ -143,6 +147,11 @@ def _show(
     )
     seconds = facts.get("seconds")
     took = f"; trained in {format_seconds(seconds)}" if isinstance(seconds, float) else ""
+    console.print(
+        f"corrected as the step runs, it foretells the next block {evaluation.one_ahead:.1%} of "
+        "the time",
+        highlight=False,
+    )
     console.print(f"{facts['model']}; one prediction takes {latency}{took}", highlight=False)
     pilot, last = evaluation.pilot, evaluation.last_order
     if not pilot.block_order_accuracy > last.block_order_accuracy:

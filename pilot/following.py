@@ -1,0 +1,140 @@
+"""Following a step: what has run so far, and the rest foretold anew.
+
+What it is: `Following`, one step's life after its prediction. It is told each block as it runs,
+lays it over the skeleton as it comes, hands what is thereby known to the `Course` of the optional
+blocks, and answers with the order to expect from here on. What it is not: the choice of when to
+ask, which is the runtime's, nor a judge of what a new answer is worth.
+
+Only forward is followed: backward replays what forward ran.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dynoffload.pilot.correction import Course
+from dynoffload.pilot.features import Floats
+from dynoffload.pilot.skeleton import SEGMENT, Slot
+from dynoffload.profiler.sample import Sample
+
+if TYPE_CHECKING:
+    from dynoffload.pilot.models import Rest
+    from dynoffload.pilot.pilot import Pilot
+
+
+class Following:
+    """One step.
+
+    Args:
+        pilot: predicts.
+        sample: what the step runs.
+
+    Attributes:
+        decided: whether anything was learned since the rest was last asked for: an optional block
+            ran or did not, or a segment went another way than was foretold.
+    """
+
+    def __init__(self, pilot: Pilot, sample: Sample) -> None:
+        self.decided = False
+        self._pilot, self._sample = pilot, sample
+        self._layout = pilot.layout
+        self._start = np.zeros(0, dtype=np.float32)
+        self._course: Course | None = None
+        self._rest: Rest | None = None
+        if pilot.model is not None:
+            self._start = pilot.model.probabilities(sample)
+            if pilot.correction is not None:
+                self._course = pilot.correction.start(self._start)
+                self._rest = pilot.model.rest(sample)
+        self._ran: list[bool] = []  # of the first bundles of optional slots
+        self._passed = 0  # optional slots
+        self._seen: Counter[int] = Counter()  # by block, and by family's code
+        self._slot = -1  # the last slot, in canonical order, that anything ran in
+        self._family = -1  # that the last block was of
+        self._segment: list[int] = []  # blocks of the segment under way
+        self._expected: list[int] = []  # as they were foretold
+
+    def tell(self, block: int) -> None:
+        """A block ran; negative: one that the vocabulary does not know."""
+        family = self._layout.family_of.get(block, -1)
+        if family >= 0 and family == self._family:
+            self._go_on(block)
+            return
+        self._family = family
+        if block < 0:
+            return
+        code = SEGMENT - family if family >= 0 else block
+        slot: Slot = (code, self._seen[code])
+        self._seen[code] += 1
+        place = self._layout.place_of.get(slot, -1)
+        if place > self._slot:
+            self._slot = place
+            self._resolve(place)
+        self._segment, self._expected = [], []
+        if family >= 0 and place in self._layout.segments:
+            segment = self._pilot.segments[self._layout.segments.index(place)]
+            self._expected = segment.predict(self._sample)
+            self._go_on(block)
+
+    def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
+        """The network hints how likely some of the blocks to come are, 0 to 1."""
+        if self._course is None:
+            return
+        places: list[int] = []
+        chances: list[float] = []
+        for block, value in zip(blocks, values, strict=True):
+            place = self._layout.place_of.get((block, self._seen[block]), -1)
+            number = self._layout.optional_number.get(place, -1)
+            bundle = int(self._layout.bundles[number]) if number >= 0 else -1
+            if bundle >= len(self._ran):
+                places.append(bundle)
+                chances.append(value)
+        if places:
+            self._course.hint(np.array(places), np.array(chances, dtype=np.float32))
+            self.decided = True
+
+    def rest(self) -> list[int]:
+        """Return the blocks to expect from here on, in order."""
+        self.decided = False
+        course = self._course
+        if course is not None and self._rest is not None and self._ran:
+            course.replace(self._rest(self._ran))
+        order: list[int] = []
+        if self._family >= 0 and self._slot in self._layout.segments:
+            segment = self._pilot.segments[self._layout.segments.index(self._slot)]
+            order = segment.rest(self._sample, self._segment)
+            self._expected = [*self._segment, *order]
+        rest, _ = self._pilot.decode(
+            self._sample, self.chances, self._pilot.threshold, start=self._slot + 1
+        )
+        return order + rest
+
+    @property
+    def chances(self) -> Floats:
+        """P(runs) of each optional slot, from what is known."""
+        chances = self._start if self._course is None else self._course.chances
+        return chances[self._layout.bundles]
+
+    def _go_on(self, block: int) -> None:
+        """Another block of the segment under way."""
+        place = len(self._segment)
+        self._segment.append(block)
+        self.decided |= self._expected[place : place + 1] != [block]
+
+    def _resolve(self, place: int) -> None:
+        """What is optional up to ``place`` is known now: it ran there, and not before it."""
+        layout = self._layout
+        passed = int(np.searchsorted(layout.optional, place, side="right"))
+        for number in range(self._passed, passed):
+            if layout.bundles[number] < len(self._ran):
+                continue  # decided with the first of its bundle
+            ran = int(layout.optional[number]) == place
+            if self._course is not None:
+                self._course.tell(ran)
+            self._ran.append(ran)
+            self.decided = True
+        self._passed = max(self._passed, passed)

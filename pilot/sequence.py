@@ -1,0 +1,217 @@
+"""The sequence pilot: site after site, blocks ranked by their idiom-encoded vectors.
+
+What it is: `SiteSequence`, a state that begins as what the sample shows, passes the network's sites
+in order, and takes in at each the vectors of the blocks that ran there; a block's log-odds are the
+product of its vector with the state. A block's vector is a linear function of its idiom counts,
+size and place, plus, for a block of training, one of its own: so a block that no training saw can
+be ranked, and a network that none saw too (`SiteSequence.transferred`). What is not known yet goes
+in by its chance (mean field). Inference is numpy alone. What it is not: the training, which is in
+`dynoffload.pilot.sequence_training`.
+
+Source of the state's update: Cho et al., "Learning phrase representations using RNN
+encoder-decoder", 2014 (gated recurrent unit), arXiv 1406.1078.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynoffload.pilot.features import Floats, Scaler
+from dynoffload.pilot.mlp import Fields
+from dynoffload.profiler.sample import Sample
+
+MAX_SITES = 48
+"""Sites that are passed one by one; of a deeper network, neighbours are passed together."""
+
+WEIGHTS = (
+    "embedding",
+    "code_weight",
+    "value_weight",
+    "start_bias",
+    "block_weight",
+    "own",
+    "odds_weight",
+    "odds",
+    "input_weight",
+    "state_weight",
+    "gate_bias",
+    "new_bias",
+)
+"""The arrays of a net; see `SiteSequence`."""
+
+
+@dataclass(frozen=True)
+class SiteSequence:
+    """The net and what turns a sample into its first state.
+
+    Attributes:
+        fields: how elements become embedding rows.
+        scaler: how a sample's numbers become a vector.
+        described: the blocks' features, float32 ``[blocks, features]``.
+        stops: where each site ends among the blocks, ascending, the last one ``blocks``.
+        weights: float32 arrays by the names in `WEIGHTS`, with D the state's width, B blocks, F
+            block features, V values: embedding ``[rows, D]``, code ``[2 D, D]`` (of the elements'
+            mean and maximum), value ``[V, D]``, start ``[D]``, block ``[F, D]``, own ``[B, D]``,
+            odds_weight ``[F]``, odds ``[B]``, input and state ``[D, 3 D]`` (reset, update, new),
+            gate_bias ``[3 D]``, new_bias ``[D]`` (of the state's part of the new state).
+    """
+
+    fields: Fields
+    scaler: Scaler
+    described: Floats
+    stops: tuple[int, ...]
+    weights: Mapping[str, Floats]
+    _vectors: Floats = field(init=False, repr=False, compare=False)
+    _odds: Floats = field(init=False, repr=False, compare=False)
+
+    kind = "sequence"
+
+    def __post_init__(self) -> None:
+        """Encode the blocks, once."""
+        w = self.weights
+        object.__setattr__(self, "_vectors", self.described @ w["block_weight"] + w["own"])
+        object.__setattr__(self, "_odds", self.described @ w["odds_weight"] + w["odds"])
+
+    def probabilities(self, sample: Sample) -> Floats:
+        """Return P(the block runs) for each optional block, float32 ``[blocks]``."""
+        return self.given(self.start(sample), ())
+
+    def start(self, sample: Sample) -> Floats:
+        """Return the state before the first site, ``[D]``."""
+        w = self.weights
+        state = self.scaler(sample) @ w["value_weight"] + w["start_bias"]
+        if len(sample.elements) and len(self.fields.columns):
+            rows, _ = self.fields.look_up(sample)
+            own = w["embedding"][rows].sum(axis=1)
+            state = state + np.concatenate((own.mean(axis=0), own.max(axis=0))) @ w["code_weight"]
+        return np.asarray(np.tanh(state), dtype=np.float32)
+
+    def given(self, state: Floats, ran: Sequence[bool]) -> Floats:
+        """Return the chances of all blocks once the first ones are known.
+
+        Args:
+            state: what `start` returned for the sample.
+            ran: whether each of the first blocks ran.
+        """
+        chances = np.empty(len(self._odds), dtype=np.float32)
+        known = len(ran)
+        begin = 0
+        for stop in self.stops:
+            vectors = self._vectors[begin:stop]
+            chance = _sigmoid(vectors @ state + self._odds[begin:stop])
+            if begin < known:
+                told = min(known, stop)
+                chance[: told - begin] = ran[begin:told]
+            chances[begin:stop] = chance
+            state = self._pass(state, chance @ vectors / np.float32(np.sqrt(stop - begin)))
+            begin = stop
+        return chances
+
+    def transferred(self, described: Floats, stops: Sequence[int]) -> SiteSequence:
+        """Return the net for another network's blocks, none of which it knows by itself.
+
+        Args:
+            described: the features of that network's blocks, ``[blocks, features]``.
+            stops: where each of its sites ends.
+        """
+        blocks, width = len(described), self._vectors.shape[1]
+        weights = dict(self.weights)
+        weights["own"] = np.zeros((blocks, width), dtype=np.float32)
+        weights["odds"] = np.full(blocks, float(self.weights["odds"].mean()), dtype=np.float32)
+        return replace(self, described=described, stops=tuple(stops), weights=weights)
+
+    def _pass(self, state: Floats, entered: Floats) -> Floats:
+        """Return the state after a site."""
+        w, width = self.weights, len(state)
+        given = entered @ w["input_weight"] + w["gate_bias"]
+        kept = state @ w["state_weight"]
+        gates = _sigmoid(given[: 2 * width] + kept[: 2 * width])
+        new = np.tanh(given[2 * width :] + gates[:width] * (kept[2 * width :] + w["new_bias"]))
+        update = gates[width:]
+        return np.asarray(update * state + (1 - update) * new, dtype=np.float32)
+
+    def rest(self, sample: Sample) -> Callable[[Sequence[bool]], Floats]:
+        """Return how the rest of a step is foretold: `given`, from the sample's state."""
+        return partial(self.given, self.start(sample))
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return what is stored: weights as float16, code books as int64."""
+        books = {f"book{i}": book.keys for i, book in enumerate(self.fields.columns)}
+        stored = {name: self.weights[name].astype(np.float16) for name in WEIGHTS}
+        return {**books, **stored, "described": self.described}
+
+    def document(self) -> dict[str, Any]:
+        """Return what is stored beside the arrays, as plain JSON data."""
+        return {
+            "scaler": self.scaler.to_json(),
+            "books": len(self.fields.columns),
+            "grams": self.fields.grams,
+            "stops": list(self.stops),
+        }
+
+    @classmethod
+    def load(
+        cls, document: Any, arrays: Mapping[str, npt.NDArray[Any]], blocks: int
+    ) -> SiteSequence:
+        """Build a net from what was stored.
+
+        Raises:
+            ValueError, KeyError, TypeError: if the parts are not those of a net for so many blocks.
+        """
+        fields = Fields.load(document, arrays)
+        scaler = Scaler.from_json(document["scaler"])
+        stops = tuple(int(stop) for stop in document["stops"])
+        if list(stops) != sorted(set(stops)) or not stops or stops[0] < 1 or stops[-1] != blocks:
+            raise ValueError("sites that are not of these blocks")
+        described = np.asarray(arrays["described"], dtype=np.float32)
+        if described.ndim != 2 or len(described) != blocks or not np.isfinite(described).all():
+            raise ValueError("block features of the wrong shape")
+        weights = {name: np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS}
+        width = weights["embedding"].shape[1]
+        shapes = shapes_of(fields.rows, len(scaler), blocks, described.shape[1], width)
+        for name, shape in shapes.items():
+            if weights[name].shape != shape or not np.isfinite(weights[name]).all():
+                raise ValueError(f"{name} is not finite or not of shape {shape}")
+        return cls(fields, scaler, described, stops, weights)
+
+
+def site_stops(sites: npt.NDArray[np.int64]) -> tuple[int, ...]:
+    """Return where each run of one site ends, at most `MAX_SITES` runs: neighbours are joined.
+
+    Args:
+        sites: the number of each block's site, ``[blocks]``.
+    """
+    ends = [*(np.flatnonzero(np.diff(sites)) + 1).tolist(), len(sites)]
+    if len(ends) <= MAX_SITES:
+        return tuple(ends)
+    kept = np.linspace(0, len(ends) - 1, MAX_SITES + 1).astype(np.int64)[1:]
+    return tuple(ends[i] for i in kept)
+
+
+def shapes_of(
+    rows: int, values: int, blocks: int, features: int, width: int
+) -> dict[str, tuple[int, ...]]:
+    return {
+        "embedding": (rows, width),
+        "code_weight": (2 * width, width),
+        "value_weight": (values, width),
+        "start_bias": (width,),
+        "block_weight": (features, width),
+        "own": (blocks, width),
+        "odds_weight": (features,),
+        "odds": (blocks,),
+        "input_weight": (width, 3 * width),
+        "state_weight": (width, 3 * width),
+        "gate_bias": (3 * width,),
+        "new_bias": (width,),
+    }
+
+
+def _sigmoid(x: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))), dtype=np.float32)

@@ -1,0 +1,161 @@
+"""What has run corrects what is foretold of the rest, and chances come to mean what they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynoffload.pilot.correction import (
+    COLUMNS,
+    Correction,
+    blend_rows,
+    learn_correction,
+    surprise_factor,
+)
+
+SITES = np.repeat(np.arange(4), 3)
+
+
+def _echo(steps: int, seed: int = 0, flip: float = 0.0) -> np.ndarray:
+    """Return steps in which the first site is drawn, and each later one repeats it but for
+    flips."""
+    rng = np.random.default_rng(seed)
+    first = rng.random((steps, 3)) < 0.5
+    ran = np.tile(first, 4)
+    return ran ^ ((rng.random(ran.shape) < flip) & (SITES > 0))
+
+
+def test_what_the_first_site_ran_tells_what_the_others_will() -> None:
+    ran = _echo(300)
+    correction = learn_correction(np.full(ran.shape, 0.5, np.float32), ran, SITES)
+    for step in _echo(20, seed=1):
+        course = correction.start(np.full(12, 0.5, np.float32))
+        assert course.chances == pytest.approx(0.5, abs=0.15)
+        for block in range(3):
+            course.tell(bool(step[block]))
+        assert course.known == 3
+        assert ((course.chances > 0.5) == step).all()
+        assert np.abs(course.chances - 0.5).min() > 0.4
+
+
+def test_columns_told_one_by_one_are_the_conditional_mean() -> None:
+    rng = np.random.default_rng(0)
+    mixed = rng.normal(size=(2000, 6)) @ rng.normal(size=(6, 6))
+    ran = mixed > 0
+    chances = np.full(ran.shape, 0.5, np.float32)
+    factor = surprise_factor(chances, ran)
+    covariance = factor.T.astype(np.float64) @ factor
+    course = Correction(np.zeros(6, np.int64), factor, np.zeros((1, COLUMNS), np.float32)).start(
+        chances[0]
+    )
+    told = np.array([True, False, True])
+    for value in told:
+        course.tell(bool(value))
+    surprise = (told - 0.5) / 0.5
+    expected = covariance[3:, :3] @ np.linalg.solve(covariance[:3, :3], surprise)
+    assert course._mean[3:] == pytest.approx(expected, abs=1e-3)
+
+
+def test_independent_blocks_are_left_alone() -> None:
+    rng = np.random.default_rng(0)
+    ran = rng.random((400, 12)) < 0.3
+    correction = learn_correction(np.full(ran.shape, 0.3, np.float32), ran, SITES)
+    course = correction.start(np.full(12, 0.3, np.float32))
+    for block in range(6):
+        course.tell(block % 2 == 0)
+    assert course.chances[6:] == pytest.approx(0.3, abs=0.1)
+
+
+def test_overconfident_chances_are_calibrated() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.uniform(0.2, 0.8, size=(500, 12))
+    ran = rng.random(truth.shape) < truth
+    odds = 4 * np.log(truth / (1 - truth))
+    said = (1 / (1 + np.exp(-odds))).astype(np.float32)
+    correction = learn_correction(said, ran, SITES)
+    calibrated = np.stack([correction.start(chances).chances for chances in said])
+    assert np.abs(calibrated - truth).mean() < 0.05 < np.abs(said - truth).mean()
+
+
+def test_a_hint_is_believed_as_far_as_hints_were_right() -> None:
+    rng = np.random.default_rng(0)
+    ran = rng.random((400, 12)) < 0.4
+    wrong = rng.random(ran.shape) < 0.05
+    hints = (ran ^ wrong).astype(np.float32)
+    hints[:, :3] = np.nan  # nobody hints at the first site
+    correction = learn_correction(np.full(ran.shape, 0.4, np.float32), ran, SITES, hints)
+    course = correction.start(np.full(12, 0.4, np.float32))
+    course.hint(np.array([4, 5]), np.array([1.0, 0.0], np.float32))
+    chances = course.chances
+    assert chances[4] > 0.85
+    assert chances[5] < 0.15
+    assert chances[6] == pytest.approx(0.4, abs=0.15)
+
+
+def test_a_model_that_foretells_the_rest_itself_is_heard() -> None:
+    ran = _echo(200)
+    start = np.full(ran.shape, 0.5, np.float32)
+
+    def again(step: int, told: object) -> np.ndarray:
+        return ran[step] * 0.98 + 0.01
+
+    correction = learn_correction(start, ran, SITES, again=again)
+    course = correction.start(start[0])
+    for block in range(3):
+        course.tell(bool(ran[0, block]))
+    course.replace((ran[0] * 0.98 + 0.01).astype(np.float32))
+    assert ((course.chances > 0.5) == ran[0]).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    steps=st.integers(1, 6),
+    blocks=st.integers(1, 9),
+    seed=st.integers(0, 99),
+    sure=st.booleans(),
+)
+def test_chances_are_chances_whatever_is_told(
+    steps: int, blocks: int, seed: int, sure: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    ran = rng.random((steps, blocks)) < 0.5
+    chances = rng.random((steps, blocks)).astype(np.float32)
+    if sure:
+        chances = chances.round()
+    sites = np.sort(rng.integers(0, 3, size=blocks))
+    correction = learn_correction(chances, ran, np.unique(sites, return_inverse=True)[1])
+    course = correction.start(chances[0])
+    for value in rng.random(blocks) < 0.5:
+        told = course.chances
+        assert np.isfinite(told).all()
+        assert ((told >= 0) & (told <= 1)).all()
+        course.tell(bool(value))
+    assert set(course.chances.tolist()) <= {0.0, 1.0}
+
+
+def test_it_is_stored_and_damage_is_refused() -> None:
+    ran = _echo(50, flip=0.1)
+    correction = learn_correction(np.full(ran.shape, 0.5, np.float32), ran, SITES)
+    again = Correction.load(correction.arrays(), 12)
+    assert np.array_equal(again.factor, correction.factor)
+    assert np.array_equal(again.blend, correction.blend)
+    with pytest.raises(ValueError, match="wrong shape"):
+        Correction.load(correction.arrays(), 11)
+    for name, at, value in (
+        ("correction_factor", (0, 0), 0),
+        ("correction_blend", (0, 0), np.nan),
+        ("correction_sites", (0,), 99),
+    ):
+        arrays = {key: array.copy() for key, array in correction.arrays().items()}
+        arrays[name][at] = value
+        with pytest.raises(ValueError, match=r"factor|finite|site"):
+            Correction.load(arrays, 12)
+
+
+def test_rows_of_sure_chances_are_finite() -> None:
+    chances = np.array([1e-4, 1 - 1e-4, 0.5], np.float32)
+    rows = blend_rows(chances, np.array([5.0, -5.0, 0.0], np.float32), np.full(3, np.nan))
+    assert np.isfinite(rows).all()
+    assert rows[2].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]

@@ -1,0 +1,128 @@
+"""A step is followed block by block, and the rest foretold from what ran."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.models import KINDS
+from dynoffload.pilot.pilot import Pilot
+from dynoffload.profiler.sample import Sample
+
+_synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
+routed, trees, vocabulary = (_synthetic[n] for n in ("routed", "trees", "vocabulary"))
+
+LAYERS, EXPERTS = 4, 3
+
+
+def echoes(count: int, seed: int = 0) -> tuple[object, list[Example]]:
+    """Return steps of which nothing is to be seen before: one expert is drawn, and every layer
+    runs the same."""
+    rng = np.random.default_rng(seed)
+    names = [("embedding", "")]
+    for layer in range(LAYERS):
+        names.append((f"layers.{layer}.attention", ""))
+        names += [(f"layers.{layer}.experts.{expert}", "") for expert in range(EXPERTS)]
+    names.append(("head", ""))
+    number = {path: i for i, (path, _) in enumerate(names)}
+    examples = []
+    for step in range(count):
+        expert = int(rng.integers(EXPERTS))
+        order = [number["embedding"]]
+        for layer in range(LAYERS):
+            order += [
+                number[f"layers.{layer}.attention"],
+                number[f"layers.{layer}.experts.{expert}"],
+            ]
+        examples.append(Example(Sample({}), [*order, number["head"]], f"f{step % 6}"))
+    return vocabulary(names), examples
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_layer_tells_the_others_whatever_the_model(kind: str, tmp_path: Path) -> None:
+    known, examples = echoes(240)
+    fit_pilot(known, examples, model=kind).save(tmp_path / "x.pilot")
+    pilot = Pilot.load(tmp_path / "x.pilot")
+    for example in echoes(12, seed=3)[1]:
+        step = pilot.follow(example.sample)
+        for block in example.blocks[:4]:  # embedding, attention, expert, attention
+            step.tell(block)
+        assert step.decided
+        assert step.rest() == list(example.blocks[4:])
+        assert not step.decided
+        for place in range(4, len(example.blocks)):
+            step.tell(example.blocks[place])
+            assert step.rest() == list(example.blocks[place + 1 :])
+
+
+def test_what_went_by_without_running_is_known_not_to_run() -> None:
+    known, examples = routed(200, noise=0.1)
+    pilot = fit_pilot(known, examples, model="lightgbm")
+    number = {block.path: block.index for block in known.blocks}
+    step = pilot.follow(examples[0].sample)
+    step.tell(number["embedding"])
+    step.tell(number["layers.0.attention"])
+    step.tell(number["layers.0.experts.3"])
+    rest = step.rest()
+    gone = {number[f"layers.0.experts.{e}"] for e in range(4)}
+    assert not gone & set(rest)
+    step.tell(number["layers.1.attention"])
+    assert not {number[f"layers.0.experts.{e}"] for e in range(12)} & set(step.rest())
+
+
+def test_a_segment_goes_on_as_its_elements_say() -> None:
+    known, examples = trees(60)
+    pilot = fit_pilot(known, examples)
+    example = trees(5, seed=4)[1][2]
+    step = pilot.follow(example.sample)
+    for place, block in enumerate(example.blocks):
+        step.tell(block)
+        assert not step.decided
+        assert step.rest() == list(example.blocks[place + 1 :])
+
+
+def test_a_segment_nobody_can_foresee_goes_on_as_those_that_began_so() -> None:
+    names = vocabulary([("embedding", ""), ("a", ""), ("b", ""), ("head", "")])
+    rng = np.random.default_rng(0)
+    examples = []
+    for step in range(120):
+        rounds = int(rng.integers(2, 6))
+        first = [1] * rounds if rng.random() < 0.5 else [2] * rounds
+        elements = rng.integers(30, size=int(rng.integers(3, 9)))
+        examples.append(Example(Sample({}, elements), [0, *first, 3], f"f{step % 5}"))
+    pilot = fit_pilot(names, examples)
+    for block in (1, 2):
+        step = pilot.follow(examples[0].sample)
+        step.tell(0)
+        step.tell(block)
+        step.tell(block)
+        assert set(step.rest()) <= {block, 3}
+
+
+def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:
+    known, examples = routed(120, noise=0.1)
+    pilot = fit_pilot(known, examples, model="lightgbm")
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        step = pilot.follow(examples[int(rng.integers(120))].sample)
+        for block in rng.integers(-1, len(known), size=60).tolist():
+            step.tell(block)
+            rest = step.rest()
+            assert all(0 <= b < len(known) for b in rest)
+            assert ((step.chances >= 0) & (step.chances <= 1)).all()
+
+
+def test_hints_about_what_is_past_or_unknown_are_ignored() -> None:
+    known, examples = routed(120, noise=0.1)
+    pilot = fit_pilot(known, examples, model="lightgbm")
+    number = {block.path: block.index for block in known.blocks}
+    step = pilot.follow(examples[0].sample)
+    step.tell(number["layers.1.attention"])
+    before = step.chances
+    step.hint([number["layers.0.experts.1"], number["head"]], [1.0, 1.0])
+    assert np.array_equal(step.chances, before)
