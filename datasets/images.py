@@ -169,7 +169,12 @@ def _read(
 
     @lru_cache(maxsize=1024)
     def image(pick: int) -> npt.NDArray[np.float32]:
-        from PIL import Image, UnidentifiedImageError
+        try:
+            from PIL import Image, UnidentifiedImageError
+        except ImportError as error:
+            raise DataError(
+                "images of a folder need Pillow, which is not installed: pip install pillow"
+            ) from error
 
         path = files[pick][0]
         try:

@@ -1,8 +1,7 @@
 """Protein sequences and alignments of one's own: FASTA and A3M files.
 
-What it is: readers that make integer codes of files, and batches of them for a trunk of AlphaFold's
-kind. What it is not: an aligner, nor a source of structures; where there are none, a network learns
-the masked entries alone.
+What it is: readers that make of files the integer codes of `dynoffload.datasets.proteins`. What it
+is not: an aligner, nor a source of structures.
 """
 
 from __future__ import annotations

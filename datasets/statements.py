@@ -11,6 +11,8 @@ file.
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,10 +114,13 @@ def parse(source: SourceFile) -> list[tuple[bytes, int]]:
     """
     text = source.read()
     try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(text).readline)
+        decoded = text.decode(encoding)
+        text = decoded.encode()  # what the parser counts columns in
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
-            module = ast.parse(text, filename=str(source.path))
+            module = ast.parse(decoded, filename=str(source.path))
     except (SyntaxError, ValueError) as error:
         raise DataError(
             f"the file {source.path} is no Python source that this Python can parse: {error}; "

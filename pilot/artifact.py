@@ -5,14 +5,16 @@ opened anywhere and holds no code; its header's metadata says what it is, of whi
 SHA-256 of its arrays. The JSON document is the array ``document`` of bytes. What it is not: the
 meaning of the parts; see `dynoffload.pilot.pilot`.
 
-Nothing is compressed, so a file cannot unfold into more memory than it takes on disk, and no file
-larger than `MAX_FILE` is read.
+Nothing is compressed: arrays take the memory that they take on disk, and the document some thirty
+times as much at most. No file larger than `MAX_FILE` is read, and no document above
+`MAX_DOCUMENT`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -29,6 +31,7 @@ FORMAT = "dynoffload.pilot"
 VERSION = 2
 MAX_FILE = 256 * MiB
 MAX_HEADER = 1 * MiB
+MAX_DOCUMENT = 32 * MiB
 MAX_ARRAYS = 64
 MAX_DEPTH = 32
 
@@ -108,6 +111,8 @@ def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
     document = arrays.pop("document", None)
     if document is None or document.dtype != np.uint8:
         raise _refusal(path, "it has no document")
+    if document.size > MAX_DOCUMENT:
+        raise _refusal(path, f"its document is larger than {format_bytes(MAX_DOCUMENT)}")
     return _json(path, document.tobytes()), arrays
 
 
@@ -138,9 +143,9 @@ def _arrays(path: Path, header: dict[str, Any], data: bytes) -> dict[str, npt.ND
         numbers = (*shape, start, stop)
         if not all(type(n) is int and 0 <= n <= MAX_FILE for n in numbers) or len(shape) > 4:
             raise _refusal(path, f"its array {name[:40]!r} has an impossible shape")
-        count = 1
-        for extent in shape:
-            count *= extent
+        if math.prod(max(extent, 1) for extent in shape) > MAX_FILE:
+            raise _refusal(path, f"its array {name[:40]!r} has an impossible shape")
+        count = math.prod(shape)
         if not start <= stop <= len(data) or count * dtype.itemsize != stop - start:
             raise _refusal(path, f"it is cut short in its array {name[:40]!r}")
         arrays[name] = (

@@ -4,12 +4,13 @@ What it is: `Correction`, learned from what a model foretold of steps it had not
 ran, and `Course`, one step's chances as they change. Two things are learned. How surprises go
 together: a block that ran against expectation makes others likelier, by the covariance of what was
 wrong, and the expectation of the rest follows from its Cholesky factor, a column per block told.
-And how much to believe whom: for each site a logistic regression blends the model's log-odds, what
-surprises say, and a hint where the network gave one; that also calibrates the chances. What it is
-not: a use of backward, which replays what forward ran.
+And how much to believe whom: for each site a logistic regression blends the model's log-odds with
+what surprises say, and another one these with a hint, for where the network gave one; that also
+calibrates the chances. What it is not: a use of backward, which replays what forward ran.
 
-Sources: Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices",
-2004 (shrinkage); Platt, "Probabilistic outputs for support vector machines", 1999 (calibration).
+Sources: Schäfer and Strimmer, "A shrinkage approach to large-scale covariance matrix estimation",
+2005 (their target D, the diagonal); Platt, "Probabilistic outputs for support vector machines",
+1999 (calibration).
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.features import Floats
+from dynoffload.pilot.features import Floats, sigmoid, site_stops
 
 Bools = npt.NDArray[np.bool_]
 
-COLUMNS = 5
-"""What is blended: a constant, log-odds, the surprises' share, the hint, whether there is one."""
+COLUMNS = 4
+"""What is blended: a constant, log-odds, the surprises' share, the hint."""
 MAX_SURPRISE = 5.0
 """Surprises are brought back to so many deviations."""
 RIDGE = 1.0
 """Imagined evidence, per number, that a site blends as all sites do."""
-_FOLDS = 4
+MAX_STEPS = 512
+"""Steps that are followed to learn how far to believe surprises."""
 _NEWTON = 12
 _LEAST = 0.02  # the deviation that surprises are measured in, at least
 
@@ -44,12 +46,18 @@ class Correction:
         sites: the number of each block's site, ``[blocks]``.
         factor: the Cholesky factor of the covariance of surprises, transposed (row i holds what
             block i tells of those after it), float32 ``[blocks, blocks]``.
-        blend: for each site the weights of `COLUMNS`, ``[sites, COLUMNS]``.
+        blend: for each site the weights of `COLUMNS` without a hint and with one,
+            ``[sites, 2, COLUMNS]``.
     """
 
     sites: npt.NDArray[np.int64]
     factor: Floats
     blend: Floats
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Where each site ends among the blocks."""
+        return site_stops(self.sites)
 
     def start(self, chances: Floats) -> Course:
         """Begin a step of which a model foretold ``chances``, ``[blocks]``."""
@@ -75,7 +83,7 @@ class Correction:
         blend = np.asarray(arrays["correction_blend"], dtype=np.float32)
         if sites.shape != (blocks,) or factor.shape != (blocks, blocks):
             raise ValueError("a correction of the wrong shape")
-        if blend.ndim != 2 or blend.shape[1] != COLUMNS:
+        if blend.ndim != 3 or blend.shape[1:] != (2, COLUMNS):
             raise ValueError("a blend of the wrong shape")
         if not np.isfinite(factor).all() or not np.isfinite(blend).all():
             raise ValueError("a correction that is not finite")
@@ -131,23 +139,21 @@ class Course:
         """P(runs) of each block: 0 or 1 of the known ones, corrected for the rest."""
         result = self._ran.astype(np.float32)
         rest = slice(self.known, None)
-        rows = blend_rows(
-            self._chances[rest], self._mean[rest] * self._deviation[rest], self._hints[rest]
-        )
-        weights = self._correction.blend[self._correction.sites[rest]]
-        result[rest] = _sigmoid((rows * weights).sum(axis=1))
+        hints = self._hints[rest]
+        rows = blend_rows(self._chances[rest], self._mean[rest] * self._deviation[rest], hints)
+        hinted = (~np.isnan(hints)).astype(np.int64)
+        weights = self._correction.blend[self._correction.sites[rest], hinted]
+        result[rest] = sigmoid((rows * weights).sum(axis=1))
         return result
 
 
 def blend_rows(chances: Floats, shift: Floats, hints: Floats) -> Floats:
-    """Return what is blended, ``[blocks, COLUMNS]``."""
-    rows = np.ones((len(chances), COLUMNS), dtype=np.float32)
-    rows[:, 1] = np.log(chances / (1 - chances))
+    """Return what is blended, ``[..., COLUMNS]`` for three arrays of one shape."""
+    rows = np.ones((*chances.shape, COLUMNS), dtype=np.float32)
+    rows[..., 1] = np.log(chances / (1 - chances))
     shifted = np.clip(chances + shift, 1e-3, 1 - 1e-3)
-    rows[:, 2] = np.log(shifted / (1 - shifted)) - np.clip(rows[:, 1], -6.9, 6.9)
-    hinted = ~np.isnan(hints)
-    rows[:, 3] = np.where(hinted, np.nan_to_num(hints) - 0.5, 0.0)
-    rows[:, 4] = hinted
+    rows[..., 2] = np.log(shifted / (1 - shifted)) - np.clip(rows[..., 1], -6.9, 6.9)
+    rows[..., 3] = np.where(np.isnan(hints), 0.0, np.nan_to_num(hints) - 0.5)
     return rows
 
 
@@ -155,95 +161,143 @@ def learn_correction(
     chances: Floats,
     ran: Bools,
     sites: npt.NDArray[np.int64],
+    folds: npt.NDArray[np.int64],
     hints: Floats | None = None,
     again: Callable[[int, Sequence[bool]], Floats] | None = None,
-) -> Correction:
+) -> tuple[Correction, Floats]:
     """Learn how a model errs.
 
     Args:
         chances: what it foretold of steps it had not learned from, ``[steps, blocks]``.
         ran: what they ran, ``[steps, blocks]``.
         sites: the number of each block's site, ``[blocks]``, blocks in canonical order.
+        folds: the number of each step's part, ``[steps]``: no part teaches what is said of it.
         hints: what the network hinted just before each site, NaN where it did not,
             ``[steps, blocks]``.
         again: how the model itself foretells the rest of a step, by its number and what its first
             blocks ran; None where the model does not.
+
+    Returns:
+        the correction, and ``chances`` as they are corrected before a step by what the other parts
+        teach, ``[steps, blocks]``.
     """
-    steps, blocks = ran.shape
     chances = np.clip(chances, 1e-4, 1 - 1e-4).astype(np.float32)
     hints = np.full(ran.shape, np.nan, dtype=np.float32) if hints is None else hints
-    neutral = _neutral(int(sites.max()) + 1 if blocks else 1)
-    folds = np.arange(steps) % min(_FOLDS, max(steps, 1))
-    rows: list[Floats] = []
-    for fold in np.unique(folds):
-        inside = folds != fold if steps > 1 else folds == fold
+    count = int(sites.max()) + 1
+    parts = np.unique(folds)
+    followed = np.linspace(0, len(ran) - 1, min(len(ran), MAX_STEPS)).astype(np.int64)
+    rows = np.empty((len(followed), ran.shape[1], COLUMNS), dtype=np.float32)
+    for part in parts:
+        inside = folds != part if len(parts) > 1 else folds == part
         factor = surprise_factor(chances[inside], ran[inside])
-        bare = Correction(sites, factor, neutral)
-        for step in np.flatnonzero(folds == fold).tolist():
-            rows.append(_course_rows(bare, step, chances[step], ran[step], hints[step], again))
-    order = np.argsort(np.concatenate([np.flatnonzero(folds == f) for f in np.unique(folds)]))
-    inputs = np.stack(rows)[order]
-    blend = _learn_blend(inputs, ran, sites, len(neutral))
-    return Correction(sites, _stored(surprise_factor(chances, ran)), blend)
+        mine = np.flatnonzero(folds[followed] == part)
+        steps = followed[mine]
+        rows[mine] = _course_rows(factor, steps, chances, ran, sites, hints, again)
+    unsure = np.full(chances.shape, np.nan, dtype=np.float32)
+    start = blend_rows(chances, np.zeros_like(chances), unsure)
+    calibrated = np.empty_like(chances)
+    for part in parts:
+        taught = folds[followed] != part if len(parts) > 1 else folds[followed] == part
+        blend = _learn_blend(start, rows, followed, taught, ran, sites, hints, count)
+        mine = folds == part
+        calibrated[mine] = sigmoid((start[mine] * blend[sites, 0]).sum(axis=2))
+    every = np.ones(len(followed), dtype=np.bool_)
+    blend = _learn_blend(start, rows, followed, every, ran, sites, hints, count)
+    stored = np.asarray(surprise_factor(chances, ran).astype(np.float16), dtype=np.float32)
+    return Correction(sites, stored, blend), calibrated
 
 
 def _course_rows(
-    bare: Correction,
-    step: int,
+    factor: Floats,
+    steps: npt.NDArray[np.int64],
     chances: Floats,
     ran: Bools,
+    sites: npt.NDArray[np.int64],
     hints: Floats,
     again: Callable[[int, Sequence[bool]], Floats] | None,
 ) -> Floats:
-    """Return what is blended for each block when its site begins, ``[blocks, COLUMNS]``."""
-    course = bare.start(chances)
-    blocks = len(chances)
-    ends = [*(np.flatnonzero(np.diff(bare.sites)) + 1).tolist(), blocks]
-    rows = np.empty((blocks, COLUMNS), dtype=np.float32)
+    """Return what is blended for each block when its site begins, ``[steps, blocks, COLUMNS]``."""
+    now, deviation = chances[steps], _deviation(chances[steps])
+    truth = ran[steps]
+    mean = np.zeros_like(now)
+    rows = np.empty((*now.shape, COLUMNS), dtype=np.float32)
     begin = 0
-    for stop in ends:
+    for stop in site_stops(sites):
         if again is not None and begin:
-            course.replace(again(step, ran[:begin].tolist()))
+            for number, step in enumerate(steps.tolist()):
+                told = again(step, truth[number, :begin].tolist())
+                now[number, begin:] = np.clip(told[begin:], 1e-4, 1 - 1e-4)
         here = slice(begin, stop)
-        shift = course._mean[here] * course._deviation[here]
-        rows[here] = blend_rows(course._chances[here], shift, hints[here])
+        shift = mean[:, here] * deviation[:, here]
+        rows[:, here] = blend_rows(now[:, here], shift, hints[steps, here])
         for block in range(begin, stop):
-            course.tell(bool(ran[block]))
+            surprise = (truth[:, block] - now[:, block]) / deviation[:, block]
+            surprise = np.clip(surprise, -MAX_SURPRISE, MAX_SURPRISE)
+            weight = (surprise - mean[:, block]) / factor[block, block]
+            mean[:, block + 1 :] += weight[:, None] * factor[block, block + 1 :]
         begin = stop
     return rows
 
 
 def surprise_factor(chances: Floats, ran: Bools) -> Floats:
-    """Return the transposed Cholesky factor of the shrunk covariance of surprises."""
+    """Return the transposed Cholesky factor of the covariance of surprises, shrunk to its
+    diagonal."""
     surprise = (ran - chances) / _deviation(chances)
     surprise = np.clip(surprise, -MAX_SURPRISE, MAX_SURPRISE).astype(np.float64)
     steps, blocks = surprise.shape
     covariance = surprise.T @ surprise / max(steps, 1)
-    mean = float(np.trace(covariance)) / max(blocks, 1)
-    apart = float(((covariance - mean * np.eye(blocks)) ** 2).sum())
-    # How far single steps' outer products lie from their mean, without forming them.
+    variances = np.diag(covariance)
+    apart = float((covariance**2).sum() - (variances**2).sum())
+    # How far single steps' products lie from their mean, off the diagonal, without forming them.
     squares = surprise**2
-    spread = float((squares.sum(axis=1) ** 2).sum()) / max(steps, 1) ** 2
-    spread -= float((covariance**2).sum()) / max(steps, 1)
-    shrink = min(1.0, max(spread, 0.0) / apart) if apart > 0 else 1.0
-    diagonal = np.diag(np.maximum(np.diag(covariance), 1e-2))
-    shrunk = (1 - shrink) * covariance + shrink * diagonal + 1e-3 * np.eye(blocks)
+    products = float((squares.sum(axis=1) ** 2).sum() - (squares**2).sum())
+    spread = (products / max(steps, 1) - apart) / max(steps, 1)
+    shrink = min(1.0, max(spread, 0.0) / apart) if apart > 1e-12 else 1.0
+    shrunk = (1 - shrink) * covariance
+    shrunk[np.diag_indices(blocks)] = np.maximum(variances, 1e-2) + 1e-3
     return np.ascontiguousarray(np.linalg.cholesky(shrunk).T, dtype=np.float32)
 
 
-def _learn_blend(inputs: Floats, ran: Bools, sites: npt.NDArray[np.int64], count: int) -> Floats:
-    """Fit the logistic regressions: one over all sites, and each site's own, drawn to it."""
-    flat = inputs.reshape(-1, COLUMNS).astype(np.float64)
-    start = _neutral(1)[0].astype(np.float64)
-    shared = _logistic(flat, ran.reshape(-1), start, RIDGE)
-    blend = np.empty((count, COLUMNS), dtype=np.float32)
+def _learn_blend(
+    start: Floats,
+    rows: Floats,
+    followed: npt.NDArray[np.int64],
+    taught: Bools,
+    ran: Bools,
+    sites: npt.NDArray[np.int64],
+    hints: Floats,
+    count: int,
+) -> Floats:
+    """Fit the logistic regressions, without hints and with them, each drawn to one over all
+    sites.
+
+    Args:
+        start: what is blended before a step, ``[steps, blocks, COLUMNS]``.
+        rows: what is blended as each site begins, of the steps followed.
+        followed: the numbers of these.
+        taught: which of these teach.
+        ran: what all steps ran, ``[steps, blocks]``.
+        sites: the number of each block's site.
+        hints: as they were given, ``[steps, blocks]``.
+        count: of sites.
+    """
+    steps = followed[taught]
+    bare = rows[taught].copy()
+    bare[..., 3] = 0.0
+    plain = np.concatenate((start[steps], bare)).astype(np.float64)
+    truth = np.concatenate((ran[steps], ran[steps]))
+    with_hint = rows[taught].astype(np.float64)
+    hinted = ~np.isnan(hints[steps])
+    neutral = np.array([0.0, 1.0, 1.0, 0.0])
+    shared = _logistic(plain.reshape(-1, COLUMNS), truth.reshape(-1), neutral, RIDGE)
+    shared_hinted = _logistic(with_hint[hinted], ran[steps][hinted], shared, RIDGE)
+    blend = np.empty((count, 2, COLUMNS), dtype=np.float32)
     for site in range(count):
-        of_site = sites == site
-        if not of_site.any():
-            blend[site] = shared
-            continue
-        part = inputs[:, of_site].reshape(-1, COLUMNS).astype(np.float64)
-        blend[site] = _logistic(part, ran[:, of_site].reshape(-1), shared, RIDGE)
+        mine = sites == site
+        part = plain[:, mine].reshape(-1, COLUMNS)
+        blend[site, 0] = _logistic(part, truth[:, mine].reshape(-1), shared, RIDGE)
+        chosen = hinted & mine
+        blend[site, 1] = _logistic(with_hint[chosen], ran[steps][chosen], shared_hinted, RIDGE)
     return blend
 
 
@@ -267,21 +321,5 @@ def _logistic(
     return weights
 
 
-def _neutral(sites: int) -> Floats:
-    """Return the blend that believes the model and what surprises say, and no hint."""
-    blend = np.zeros((sites, COLUMNS), dtype=np.float32)
-    blend[:, 1:3] = 1.0
-    return blend
-
-
-def _stored(factor: Floats) -> Floats:
-    """Return the factor in the precision it is stored in."""
-    return np.asarray(factor.astype(np.float16), dtype=np.float32)
-
-
 def _deviation(chances: Floats) -> Floats:
     return np.asarray(np.maximum(np.sqrt(chances * (1 - chances)), _LEAST), dtype=np.float32)
-
-
-def _sigmoid(x: Floats) -> Floats:
-    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))), dtype=np.float32)

@@ -21,6 +21,8 @@ Floats = npt.NDArray[np.float32]
 
 MAX_VALUES = 32
 """The most named numbers of a sample that the models look at."""
+MAX_SITES = 48
+"""Sites that are passed one by one; of a deeper network, neighbours are passed together."""
 CLIP = 8.0
 """Scaled numbers farther out than this many deviations are brought back to it."""
 
@@ -156,3 +158,21 @@ def site_name(block: Block) -> str:
     """Return the path of a block less its last part where that is a number."""
     head, _, tail = block.path.rpartition(".")
     return head if tail.isdigit() else block.path
+
+
+def site_stops(sites: npt.NDArray[np.int64]) -> tuple[int, ...]:
+    """Return where each run of one site ends, at most `MAX_SITES` runs: neighbours are joined.
+
+    Args:
+        sites: the number of each block's site, ``[blocks]``.
+    """
+    ends = [*(np.flatnonzero(np.diff(sites)) + 1).tolist(), len(sites)]
+    if len(ends) <= MAX_SITES:
+        return tuple(ends)
+    kept = np.linspace(0, len(ends) - 1, MAX_SITES + 1).astype(np.int64)[1:]
+    return tuple(ends[i] for i in kept)
+
+
+def sigmoid(x: Floats) -> Floats:
+    """Return 1 / (1 + exp(-x))."""
+    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))), dtype=np.float32)

@@ -99,7 +99,7 @@ def fit_pilot(
         [example.source for example in examples],
         block_features(vocabulary.blocks, chosen),
         sites_of(vocabulary.blocks, chosen),
-        hints_of(bare, examples)[:, firsts],
+        np.fmax.reduceat(placed_hints(bare, examples), firsts, axis=1),
     )
     bare = replace(bare, bundles=tuple(bundles.tolist()))
     return _fit_models(bare, lesson, examples, kinds, seed, on_progress or (lambda _: None))
@@ -127,7 +127,7 @@ def _fit_models(
         threshold, accuracy = _best_threshold(
             bare,
             [examples[i] for i in shown],
-            [told.correction.start(told.chances[i]).chances[bundles] for i in shown],
+            [told.chances[i][bundles] for i in shown],
         )
         tried[kind] = round(accuracy, 4)
         if best is None or accuracy > best[0]:
@@ -152,7 +152,8 @@ class _LeftOut:
 
     Attributes:
         kind: of the models.
-        chances: ``[steps, blocks]``.
+        chances: of each part of the steps, corrected, by what the other parts teach,
+            ``[steps, blocks]``.
         epochs: the length of training that was best, in the median; None: the kind has none.
         correction: learned from all that.
     """
@@ -195,15 +196,16 @@ def _leave_out(
         assert rest is not None
         return rest(ran)
 
-    correction = learn_correction(
+    correction, calibrated = learn_correction(
         chances,
         lesson.present,
         lesson.sites,
+        folds,
         lesson.hints,
         again=None if rests[0] is None else again,
     )
     epochs = round(float(np.median(lengths))) if lengths else None
-    return _LeftOut(kind, chances, epochs, correction)
+    return _LeftOut(kind, calibrated, epochs, correction)
 
 
 def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -222,21 +224,25 @@ def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(~alike))).astype(np.int64)
 
 
-def hints_of(pilot: Pilot, examples: Sequence[Example]) -> Floats:
+def placed_hints(pilot: Pilot, examples: Sequence[Example]) -> Floats:
     """Return what was hinted last about each optional slot, NaN if nothing was,
     ``[examples, optional]``."""
     layout = pilot.layout
     hints = np.full((len(examples), len(layout.optional)), np.nan, dtype=np.float32)
     for row, example in zip(hints, examples, strict=True):
         seen: Counter[int] = Counter()
-        passed = 0
+        passed = passed_slots = 0
         for hint in example.hints:
-            seen.update(example.blocks[passed : hint.place])
+            for block in example.blocks[passed : hint.place]:
+                place = layout.place_of.get((block, seen[block]), -1)
+                seen[block] += 1
+                upto = int(np.searchsorted(layout.optional, place, side="right"))
+                passed_slots = max(passed_slots, upto)
             passed = hint.place
             for block, value in zip(hint.blocks, hint.values, strict=True):
                 place = layout.place_of.get((block, seen[block]), -1)
                 number = layout.optional_number.get(place, -1)
-                if number >= 0:
+                if number >= passed_slots:
                     row[number] = value
     return hints
 
@@ -273,6 +279,7 @@ def _learn_shape(
         runs = {f.get(slot, ()) for f in filled}
         longest = max(runs, key=len)
         nested = all(longest[: len(run)] == run for run in runs)
+        nested = nested and sum(skeleton.slots[p][0] == slot[0] for p in skeleton.segments) == 1
         if not isinstance(segment.how, Rule) and nested and len(longest) <= MAX_UNROLLED:
             unrolled |= skeleton.families[SEGMENT - slot[0]]
     if not unrolled:

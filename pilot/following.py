@@ -24,6 +24,7 @@ from dynoffload.profiler.sample import Sample
 if TYPE_CHECKING:
     from dynoffload.pilot.models import Rest
     from dynoffload.pilot.pilot import Pilot
+    from dynoffload.pilot.segments import SegmentModel
 
 
 class Following:
@@ -45,16 +46,20 @@ class Following:
         self._start = np.zeros(0, dtype=np.float32)
         self._course: Course | None = None
         self._rest: Rest | None = None
+        self._stops: tuple[int, ...] = ()
+        self._told = 0  # bundles that the model was told of
         if pilot.model is not None:
             self._start = pilot.model.probabilities(sample)
             if pilot.correction is not None:
                 self._course = pilot.correction.start(self._start)
                 self._rest = pilot.model.rest(sample)
+                self._stops = pilot.correction.stops
         self._ran: list[bool] = []  # of the first bundles of optional slots
         self._passed = 0  # optional slots
         self._seen: Counter[int] = Counter()  # by block, and by family's code
         self._slot = -1  # the last slot, in canonical order, that anything ran in
         self._family = -1  # that the last block was of
+        self._under_way: SegmentModel | None = None
         self._segment: list[int] = []  # blocks of the segment under way
         self._expected: list[int] = []  # as they were foretold
 
@@ -62,8 +67,10 @@ class Following:
         """A block ran; negative: one that the vocabulary does not know."""
         family = self._layout.family_of.get(block, -1)
         if family >= 0 and family == self._family:
-            self._go_on(block)
+            if self._under_way is not None:
+                self._go_on(block)
             return
+        self._leave()
         self._family = family
         if block < 0:
             return
@@ -74,10 +81,9 @@ class Following:
         if place > self._slot:
             self._slot = place
             self._resolve(place)
-        self._segment, self._expected = [], []
-        if family >= 0 and place in self._layout.segments:
-            segment = self._pilot.segments[self._layout.segments.index(place)]
-            self._expected = segment.predict(self._sample)
+        if place == self._slot and place in self._layout.segments:
+            self._under_way = self._pilot.segments[self._layout.segments.index(place)]
+            self._expected = self._under_way.predict(self._sample)
             self._go_on(block)
 
     def hint(self, blocks: Sequence[int], values: Sequence[float]) -> None:
@@ -101,12 +107,14 @@ class Following:
         """Return the blocks to expect from here on, in order."""
         self.decided = False
         course = self._course
-        if course is not None and self._rest is not None and self._ran:
-            course.replace(self._rest(self._ran))
+        if course is not None and self._rest is not None:
+            begun = max((stop for stop in self._stops if stop <= len(self._ran)), default=0)
+            if begun > self._told:  # another site is over, and the model may have learned of it
+                self._told = begun
+                course.replace(self._rest(self._ran[:begun]))
         order: list[int] = []
-        if self._family >= 0 and self._slot in self._layout.segments:
-            segment = self._pilot.segments[self._layout.segments.index(self._slot)]
-            order = segment.rest(self._sample, self._segment)
+        if self._under_way is not None:
+            order = self._under_way.rest(self._sample, self._segment)
             self._expected = [*self._segment, *order]
         rest, _ = self._pilot.decode(
             self._sample, self.chances, self._pilot.threshold, start=self._slot + 1
@@ -118,6 +126,11 @@ class Following:
         """P(runs) of each optional slot, from what is known."""
         chances = self._start if self._course is None else self._course.chances
         return chances[self._layout.bundles]
+
+    def _leave(self) -> None:
+        """Another block, that is not of the segment under way."""
+        self.decided |= len(self._expected) > len(self._segment)
+        self._under_way, self._segment, self._expected = None, [], []
 
     def _go_on(self, block: int) -> None:
         """Another block of the segment under way."""

@@ -132,7 +132,8 @@ def learn_markov(present: npt.NDArray[np.bool_], groups: Sequence[str]) -> Marko
             table = _table(present[folds != fold], order)
             aside = present[folds == fold]
             chance = table[np.arange(table.shape[0]), _histories(aside, order)]
-            loss += float(-np.log(np.where(aside, chance, 1 - chance)).sum())
+            right = np.where(aside, chance, 1 - chance)
+            loss += float(-np.log(np.maximum(right, 1e-6)).sum())
         if best is None or loss < best[0] * (1 - 1e-3):
             best = (loss, order)
     assert best is not None

@@ -175,5 +175,5 @@ def load_model(
         raise PilotError(f"its model is of the unknown kind {kind!r}")
     try:
         return kinds[kind](document, arrays, blocks)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise PilotError(f"its {kind} model is damaged: {error}") from error

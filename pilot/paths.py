@@ -32,6 +32,7 @@ NEIGHBOURS = (1, 2, 4, 8, 16, 32, 64)
 WEIGHTS = (0.0, 0.3, 1.0, 3.0)
 """What is tried: records that count, and the weight of codes beside numbers."""
 
+_CHUNK = 64  # records whose neighbours are held at once
 _ORDERS = 2  # a code, and a code with the one before it
 
 
@@ -138,8 +139,12 @@ def learn_paths(
 def _loss(apart: Floats, nearest: npt.NDArray[np.int64], ran: Floats) -> float:
     """Return the mean squared error of the mean of the ``nearest``; unknown where there is none."""
     weights = _weights(np.take_along_axis(apart, nearest, axis=1))
-    told = np.einsum("rk,rkb->rb", weights, ran[nearest])
-    return float(np.mean((told - ran) ** 2))
+    wrong = 0.0
+    for start in range(0, len(ran), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        told = np.einsum("rk,rkb->rb", weights[rows], ran[nearest[rows]])
+        wrong += float(((told - ran[rows]) ** 2).sum())
+    return wrong / max(ran.size, 1)
 
 
 def _vector(sample: Sample, scaler: Scaler, weight: float) -> Floats:

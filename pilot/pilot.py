@@ -237,7 +237,7 @@ class Pilot:
                 correction,
                 bundles,
             )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PilotError(
                 f"{path}: cannot be used as a pilot: {error}. Train the pilot again."
             ) from error

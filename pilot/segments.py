@@ -56,6 +56,8 @@ class Rule:
         """Return the blocks that elements with these codes ``[n, columns]`` make, in order."""
         result: list[int] = []
         table = self.table
+        if max(self.columns, default=0) >= codes.shape[1]:
+            return result  # elements of another kind than those of training, or none
         for key in map(tuple, codes[:, self.columns].tolist()):
             run = table.get(key)
             if run is None:
@@ -175,7 +177,7 @@ class SegmentModel:
                 if centre.shape != (width,) or scale.shape != (width,) or not scale.all():
                     raise ValueError("scales of the wrong shape")
                 how = Neighbours(names, centre, scale, points, runs)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise PilotError(f"a segment's model is damaged: {error}") from error
         return cls(how, fidelity)
 

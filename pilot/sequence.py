@@ -22,12 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.features import Floats, Scaler
+from dynoffload.pilot.features import Floats, Scaler, sigmoid
 from dynoffload.pilot.mlp import Fields
 from dynoffload.profiler.sample import Sample
-
-MAX_SITES = 48
-"""Sites that are passed one by one; of a deeper network, neighbours are passed together."""
 
 WEIGHTS = (
     "embedding",
@@ -104,7 +101,7 @@ class SiteSequence:
         begin = 0
         for stop in self.stops:
             vectors = self._vectors[begin:stop]
-            chance = _sigmoid(vectors @ state + self._odds[begin:stop])
+            chance = sigmoid(vectors @ state + self._odds[begin:stop])
             if begin < known:
                 told = min(known, stop)
                 chance[: told - begin] = ran[begin:told]
@@ -131,7 +128,7 @@ class SiteSequence:
         w, width = self.weights, len(state)
         given = entered @ w["input_weight"] + w["gate_bias"]
         kept = state @ w["state_weight"]
-        gates = _sigmoid(given[: 2 * width] + kept[: 2 * width])
+        gates = sigmoid(given[: 2 * width] + kept[: 2 * width])
         new = np.tanh(given[2 * width :] + gates[:width] * (kept[2 * width :] + w["new_bias"]))
         update = gates[width:]
         return np.asarray(update * state + (1 - update) * new, dtype=np.float32)
@@ -173,25 +170,14 @@ class SiteSequence:
         if described.ndim != 2 or len(described) != blocks or not np.isfinite(described).all():
             raise ValueError("block features of the wrong shape")
         weights = {name: np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS}
+        if weights["embedding"].ndim != 2:
+            raise ValueError("embedding is no matrix: of the wrong shape")
         width = weights["embedding"].shape[1]
         shapes = shapes_of(fields.rows, len(scaler), blocks, described.shape[1], width)
         for name, shape in shapes.items():
             if weights[name].shape != shape or not np.isfinite(weights[name]).all():
                 raise ValueError(f"{name} is not finite or not of shape {shape}")
         return cls(fields, scaler, described, stops, weights)
-
-
-def site_stops(sites: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    """Return where each run of one site ends, at most `MAX_SITES` runs: neighbours are joined.
-
-    Args:
-        sites: the number of each block's site, ``[blocks]``.
-    """
-    ends = [*(np.flatnonzero(np.diff(sites)) + 1).tolist(), len(sites)]
-    if len(ends) <= MAX_SITES:
-        return tuple(ends)
-    kept = np.linspace(0, len(ends) - 1, MAX_SITES + 1).astype(np.int64)[1:]
-    return tuple(ends[i] for i in kept)
 
 
 def shapes_of(
@@ -211,7 +197,3 @@ def shapes_of(
         "gate_bias": (3 * width,),
         "new_bias": (width,),
     }
-
-
-def _sigmoid(x: Floats) -> Floats:
-    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))), dtype=np.float32)

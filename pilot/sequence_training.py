@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dynoffload.pilot.features import Floats, Scaler, learn_scaler
+from dynoffload.pilot.features import Floats, Scaler, learn_scaler, site_stops
 from dynoffload.pilot.mlp import Fields
 from dynoffload.pilot.mlp_training import learn_fields, planned_epochs
-from dynoffload.pilot.sequence import WEIGHTS, SiteSequence, shapes_of, site_stops
+from dynoffload.pilot.sequence import WEIGHTS, SiteSequence, shapes_of
 from dynoffload.profiler.sample import Sample
 
 WIDTH = 48
@@ -56,7 +56,7 @@ def train_sequence(
         the net of the best epoch, and how many epochs had been run by then.
     """
     fields, scaler, stops = learn_fields(samples), learn_scaler(samples), site_stops(sites)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     net = _Trainee(fields, scaler, described, stops, present, generator)
     inputs = _Inputs(fields, scaler, samples)
     ran = torch.from_numpy(present.astype(np.float32))
@@ -67,7 +67,7 @@ def train_sequence(
     best: tuple[float, SiteSequence, int] | None = None
     with torch.enable_grad():
         for epoch in range(1, min(planned, epochs or planned) + 1):
-            order = torch.randperm(len(samples), generator=generator)
+            order = torch.randperm(len(samples), generator=generator, device="cpu")
             for chosen in order.split(BATCH):  # type: ignore[no-untyped-call]
                 optimizer.zero_grad()
                 loss = net.loss(inputs.batch(chosen), ran[chosen], generator)
@@ -125,12 +125,16 @@ class _Trainee:
         for name in WEIGHTS:
             shape = shapes[name]
             scale = {"embedding": 0.1, "own": 0.1}.get(name, max(shape[0], 1) ** -0.5)
-            weight = torch.randn(shape, generator=generator) * scale
+            weight = (
+                torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale
+            )
             if len(shape) == 1:
                 weight.zero_()
             self.weights[name] = weight.requires_grad_()
         with torch.no_grad():
-            self.weights["odds"].copy_(torch.from_numpy(np.log(share / (1 - share))))
+            self.weights["odds"].copy_(
+                torch.from_numpy(np.log(share / (1 - share)).astype(np.float32))
+            )
 
     def loss(
         self,
@@ -141,15 +145,15 @@ class _Trainee:
         """Return the mean negative log likelihood of what is not known, per block."""
         w = self.weights
         state = self._start(*batch)
-        keep = torch.rand(state.shape, generator=generator) >= DROPOUT
+        keep = torch.rand(state.shape, generator=generator, device="cpu") >= DROPOUT
         state = state * keep / (1 - DROPOUT)
         # Half of the batches know no block but by what describes it, as strangers are known.
-        own = w["own"] * (torch.rand((), generator=generator) < 0.5)
+        own = w["own"] * (torch.rand((), generator=generator, device="cpu") < 0.5)
         vectors = self._described @ w["block_weight"] + own
         odds = self._described @ w["odds_weight"] + w["odds"]
         # Half of the samples begin with nothing known, as every step does.
-        known = torch.randint(0, len(self._stops), (len(ran),), generator=generator)
-        known = known * (torch.rand(len(ran), generator=generator) < 0.5)
+        known = torch.randint(0, len(self._stops), (len(ran),), generator=generator, device="cpu")
+        known = known * (torch.rand(len(ran), generator=generator, device="cpu") < 0.5)
         losses = []
         begin = 0
         for site, stop in enumerate(self._stops):
@@ -181,7 +185,7 @@ class _Trainee:
             pooled = []
             for own in rows:
                 if not len(own):
-                    pooled.append(torch.zeros(2 * WIDTH))
+                    pooled.append(torch.zeros(2 * WIDTH, dtype=torch.float32, device="cpu"))
                     continue
                 found = torch.nn.functional.embedding(own, w["embedding"]).sum(dim=1)
                 pooled.append(torch.cat((found.mean(dim=0), found.amax(dim=0))))

@@ -6,7 +6,7 @@ router of the next layer applied to the hidden state of this one is mostly right
 small product. What it is not: a prediction; how far hints are to be believed the pilot learns.
 
 How it fits: a network that has a method ``deciders()`` gives hints; the recorder stores them in
-traces (`Trace.hints`) and the runtime hands them to the pilot. Both call `hints_of`.
+traces (`Trace.hints`), from which pilots learn how far to believe them.
 """
 
 from __future__ import annotations
@@ -67,18 +67,23 @@ def deciders_of(model: nn.Module) -> dict[str, Decider]:
         TraceError: if what ``model.deciders()`` returns are no deciders of its modules.
     """
     method = getattr(model, "deciders", None)
-    if not callable(method):
+    if not callable(method) or isinstance(method, nn.Module):
         return {}
-    found: Sequence[Decider] = list(method())
+    name = f"{type(model).__name__}.deciders()"
+    made: Any = method()
+    if not isinstance(made, list | tuple) or not all(isinstance(one, Decider) for one in made):
+        raise TraceError(f"{name} must return a list of dynoffload.profiler.Decider")
+    found: Sequence[Decider] = made
+    if len({decider.path for decider in found}) != len(found):
+        raise TraceError(f"{name} names one decider twice: each decides in one place")
     paths = {path for path, _ in model.named_modules()}
     for decider in found:
         strangers = {decider.path, *decider.blocks} - paths
         if strangers or not 0 < len(decider.blocks) <= MAX_HINTED:
             raise TraceError(
-                f"{type(model).__name__}.deciders() names {sorted(strangers)[:3]}, which are none "
-                "of its modules"
+                f"{name} names {sorted(strangers)[:3]}, which are none of its modules"
                 if strangers
-                else f"{type(model).__name__}.deciders(): {decider.path!r} decides about "
+                else f"{name}: {decider.path!r} decides about "
                 f"{len(decider.blocks)} blocks; it must be between 1 and {MAX_HINTED}"
             )
     return {here.path: after for here, after in pairwise(found)}
@@ -92,12 +97,13 @@ def hints_of(after: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
     """
     try:
         values = after.foretell(*args)
+        if values is None:
+            return None
+        flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
+        told = tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
     except Exception:
         logger.warning("no hint for %s", after.path, exc_info=True)
         return None
-    if values is None:
-        return None
-    told = tuple(values.detach().float().cpu().reshape(-1).clamp(0, 1).nan_to_num(0.5).tolist())
     if len(told) != len(after.blocks):
         logger.warning(
             "no hint for %s: %d values for %d blocks", after.path, len(told), len(after.blocks)

@@ -319,7 +319,7 @@ def scores(order: float, rare: float = math.nan) -> Scores:
 @pytest.fixture
 def evaluation() -> Evaluation:
     rows = (scores(0.9, 0.8), scores(0.95), scores(0.6), scores(0.5))
-    return Evaluation(*rows, latency_s=2e-4, latency_p95_s=3e-4, sources=("a", "b"))
+    return Evaluation(*rows, one_ahead=0.9, latency_s=2e-4, latency_p95_s=3e-4, sources=("a", "b"))
 
 
 def test_scores_of_every_predictor_fit_json(evaluation: Evaluation) -> None:

@@ -20,12 +20,13 @@ from dynoffload.pilot import artifact
 from dynoffload.pilot.artifact import read_artifact, write_artifact
 from dynoffload.pilot.booster_text import check_booster_text
 from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.pilot import Pilot
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
 routed, trees = _synthetic["routed"], _synthetic["trees"]
 
-FILES = ("lightgbm", "mlp", "rule")
+FILES = (*KINDS, "rule")
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +273,35 @@ def test_the_guard_stops_trees_that_never_end(cycle: str, booster: tuple[str, in
 def test_a_card_is_plain_json(pilots: dict[str, Path]) -> None:
     for path in pilots.values():
         assert json.loads(json.dumps(Pilot.load(path).card)) == Pilot.load(path).card
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "made"),
+    [
+        ("sequence", "embedding", np.zeros(3, np.float16)),
+        ("sequence", "own", np.zeros(3, np.float16)),
+        ("markov", "table", np.zeros((2, 2), np.float32)),
+        ("paths", "packed", np.zeros((3, 1), np.uint8)),
+        ("lightgbm", "correction_factor", np.zeros((2, 2), np.float16)),
+        ("lightgbm", "correction_blend", np.zeros(4, np.float32)),
+        ("mlp", "correction_sites", np.full(1, 9, np.int64)),
+    ],
+)
+def test_arrays_of_another_shape_are_refused(
+    kind: str, name: str, made: Any, pilots: dict[str, Path], tmp_path: Path
+) -> None:
+    document, arrays = read_artifact(pilots[kind])
+    assert name in arrays
+    write_artifact(tmp_path / "x.pilot", document, {**arrays, name: made})
+    with pytest.raises(PilotError, match=r"damaged|cannot be used"):
+        Pilot.load(tmp_path / "x.pilot")
+
+
+@pytest.mark.parametrize("bundles", [[], [1], [0, 2], ["x"], [0] * 999, None])
+def test_bundles_that_are_none_are_refused(
+    bundles: Any, pilots: dict[str, Path], tmp_path: Path
+) -> None:
+    document, arrays = read_artifact(pilots["markov"])
+    write_artifact(tmp_path / "x.pilot", {**document, "bundles": bundles}, arrays)
+    with pytest.raises(PilotError, match="cannot be used as a pilot"):
+        Pilot.load(tmp_path / "x.pilot")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,10 @@ from dynoffload.pilot.correction import (
 SITES = np.repeat(np.arange(4), 3)
 
 
+def _learned(chances: np.ndarray, ran: np.ndarray, sites: np.ndarray, *more: Any) -> Correction:
+    return learn_correction(chances, ran, sites, np.arange(len(ran)) % 4, *more)[0]
+
+
 def _echo(steps: int, seed: int = 0, flip: float = 0.0) -> np.ndarray:
     """Return steps in which the first site is drawn, and each later one repeats it but for
     flips."""
@@ -29,7 +35,7 @@ def _echo(steps: int, seed: int = 0, flip: float = 0.0) -> np.ndarray:
 
 def test_what_the_first_site_ran_tells_what_the_others_will() -> None:
     ran = _echo(300)
-    correction = learn_correction(np.full(ran.shape, 0.5, np.float32), ran, SITES)
+    correction = _learned(np.full(ran.shape, 0.5, np.float32), ran, SITES)
     for step in _echo(20, seed=1):
         course = correction.start(np.full(12, 0.5, np.float32))
         assert course.chances == pytest.approx(0.5, abs=0.15)
@@ -47,7 +53,7 @@ def test_columns_told_one_by_one_are_the_conditional_mean() -> None:
     chances = np.full(ran.shape, 0.5, np.float32)
     factor = surprise_factor(chances, ran)
     covariance = factor.T.astype(np.float64) @ factor
-    course = Correction(np.zeros(6, np.int64), factor, np.zeros((1, COLUMNS), np.float32)).start(
+    course = Correction(np.zeros(6, np.int64), factor, np.zeros((1, 2, COLUMNS), np.float32)).start(
         chances[0]
     )
     told = np.array([True, False, True])
@@ -61,7 +67,7 @@ def test_columns_told_one_by_one_are_the_conditional_mean() -> None:
 def test_independent_blocks_are_left_alone() -> None:
     rng = np.random.default_rng(0)
     ran = rng.random((400, 12)) < 0.3
-    correction = learn_correction(np.full(ran.shape, 0.3, np.float32), ran, SITES)
+    correction = _learned(np.full(ran.shape, 0.3, np.float32), ran, SITES)
     course = correction.start(np.full(12, 0.3, np.float32))
     for block in range(6):
         course.tell(block % 2 == 0)
@@ -74,7 +80,7 @@ def test_overconfident_chances_are_calibrated() -> None:
     ran = rng.random(truth.shape) < truth
     odds = 4 * np.log(truth / (1 - truth))
     said = (1 / (1 + np.exp(-odds))).astype(np.float32)
-    correction = learn_correction(said, ran, SITES)
+    correction = _learned(said, ran, SITES)
     calibrated = np.stack([correction.start(chances).chances for chances in said])
     assert np.abs(calibrated - truth).mean() < 0.05 < np.abs(said - truth).mean()
 
@@ -85,7 +91,7 @@ def test_a_hint_is_believed_as_far_as_hints_were_right() -> None:
     wrong = rng.random(ran.shape) < 0.05
     hints = (ran ^ wrong).astype(np.float32)
     hints[:, :3] = np.nan  # nobody hints at the first site
-    correction = learn_correction(np.full(ran.shape, 0.4, np.float32), ran, SITES, hints)
+    correction = _learned(np.full(ran.shape, 0.4, np.float32), ran, SITES, hints)
     course = correction.start(np.full(12, 0.4, np.float32))
     course.hint(np.array([4, 5]), np.array([1.0, 0.0], np.float32))
     chances = course.chances
@@ -101,7 +107,7 @@ def test_a_model_that_foretells_the_rest_itself_is_heard() -> None:
     def again(step: int, told: object) -> np.ndarray:
         return ran[step] * 0.98 + 0.01
 
-    correction = learn_correction(start, ran, SITES, again=again)
+    correction = _learned(start, ran, SITES, None, again)
     course = correction.start(start[0])
     for block in range(3):
         course.tell(bool(ran[0, block]))
@@ -125,7 +131,7 @@ def test_chances_are_chances_whatever_is_told(
     if sure:
         chances = chances.round()
     sites = np.sort(rng.integers(0, 3, size=blocks))
-    correction = learn_correction(chances, ran, np.unique(sites, return_inverse=True)[1])
+    correction = _learned(chances, ran, np.unique(sites, return_inverse=True)[1])
     course = correction.start(chances[0])
     for value in rng.random(blocks) < 0.5:
         told = course.chances
@@ -137,7 +143,7 @@ def test_chances_are_chances_whatever_is_told(
 
 def test_it_is_stored_and_damage_is_refused() -> None:
     ran = _echo(50, flip=0.1)
-    correction = learn_correction(np.full(ran.shape, 0.5, np.float32), ran, SITES)
+    correction = _learned(np.full(ran.shape, 0.5, np.float32), ran, SITES)
     again = Correction.load(correction.arrays(), 12)
     assert np.array_equal(again.factor, correction.factor)
     assert np.array_equal(again.blend, correction.blend)
@@ -145,7 +151,7 @@ def test_it_is_stored_and_damage_is_refused() -> None:
         Correction.load(correction.arrays(), 11)
     for name, at, value in (
         ("correction_factor", (0, 0), 0),
-        ("correction_blend", (0, 0), np.nan),
+        ("correction_blend", (0, 0, 0), np.nan),
         ("correction_sites", (0,), 99),
     ):
         arrays = {key: array.copy() for key, array in correction.arrays().items()}
@@ -158,4 +164,27 @@ def test_rows_of_sure_chances_are_finite() -> None:
     chances = np.array([1e-4, 1 - 1e-4, 0.5], np.float32)
     rows = blend_rows(chances, np.array([5.0, -5.0, 0.0], np.float32), np.full(3, np.nan))
     assert np.isfinite(rows).all()
-    assert rows[2].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert rows[2].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_what_is_said_of_a_step_is_not_taught_by_it() -> None:
+    rng = np.random.default_rng(0)
+    ran = rng.random((16, 12)) < 0.5
+    chances = np.full(ran.shape, 0.5, np.float32)
+    folds = np.arange(16) // 4
+    _, calibrated = learn_correction(chances, ran, SITES, folds)
+    changed = ran.copy()
+    changed[folds == 2] = ~changed[folds == 2]
+    _, again = learn_correction(chances, changed, SITES, folds)
+    assert np.array_equal(calibrated[folds == 2], again[folds == 2])
+    assert not np.array_equal(calibrated[folds != 2], again[folds != 2])
+
+
+def test_good_hints_do_not_make_the_model_unheard_where_there_are_none() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.uniform(0.05, 0.95, size=(400, 12))
+    ran = rng.random(truth.shape) < truth
+    hints = np.where(rng.random(ran.shape) < 0.02, ~ran, ran).astype(np.float32)
+    correction = _learned(truth.astype(np.float32), ran, SITES, hints)
+    unhinted = np.stack([correction.start(row.astype(np.float32)).chances for row in truth])
+    assert np.abs(unhinted - truth).mean() < 0.05

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dynoffload.pilot.features import Example
-from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.fit import bundled, fit_pilot
 from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.profiler.sample import Sample
@@ -126,3 +126,53 @@ def test_hints_about_what_is_past_or_unknown_are_ignored() -> None:
     before = step.chances
     step.hint([number["layers.0.experts.1"], number["head"]], [1.0, 1.0])
     assert np.array_equal(step.chances, before)
+
+
+def exits(count: int, seed: int = 0) -> tuple[object, list[Example]]:
+    """Return steps of a loop of two modules that goes on until chance says stop."""
+    rng = np.random.default_rng(seed)
+    names = vocabulary([("embedding", ""), ("cell", ""), ("judge", ""), ("head", "")])
+    examples = []
+    for step in range(count):
+        rounds = min(1 + int(rng.geometric(0.3)), 8)
+        elements = rng.integers(30, size=int(rng.integers(3, 9)))
+        examples.append(Example(Sample({}, elements), [0, *[1, 2] * rounds, 3], f"f{step % 5}"))
+    return names, examples
+
+
+def test_a_loop_that_no_rule_tells_is_asked_for_round_by_round() -> None:
+    known, examples = exits(200)
+    pilot = fit_pilot(known, examples, model="markov")
+    assert not pilot.segments
+    cells = [slot for slot in pilot.skeleton.slots if slot[0] == 1]
+    assert cells == [(1, number) for number in range(len(cells))]
+    assert max(pilot.bundles) + 1 < len(pilot.bundles)  # a cell and its judge are one question
+    example = max(examples, key=lambda one: len(one.blocks))
+    step = pilot.follow(example.sample)
+    for place, block in enumerate(example.blocks[:-1]):
+        step.tell(block)
+        if block == 1:
+            assert step.rest()[0] == 2, place
+    assert set(step.rest()) <= {1, 2, 3}
+
+
+def test_slots_that_always_run_together_are_one_question() -> None:
+    rng = np.random.default_rng(0)
+    first, second = rng.random((2, 40)) < 0.5
+    rare = np.zeros(40, dtype=np.bool_)
+    rare[0] = True
+    present = np.stack([first, first, second, first, rare, rare], axis=1)
+    assert bundled(present).tolist() == [0, 0, 1, 2, 3, 4]
+
+
+def test_after_a_stranger_nobody_is_in_a_segment() -> None:
+    known, examples = trees(60)
+    pilot = fit_pilot(known, examples)
+    example = examples[0]
+    step = pilot.follow(example.sample)
+    for block in example.blocks[:3]:
+        step.tell(block)
+    step.tell(-1)
+    assert step.decided
+    step.tell(example.blocks[3])
+    assert step.rest() == [1]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dynoffload.pilot.features import MAX_SITES, site_stops
 from dynoffload.pilot.markov import HORIZON, MAX_ORDER, Markov, learn_markov
 from dynoffload.pilot.paths import MAX_RECORDS, NearestPaths, learn_paths
-from dynoffload.pilot.sequence import MAX_SITES, SiteSequence, site_stops
+from dynoffload.pilot.sequence import SiteSequence
 from dynoffload.pilot.sequence_training import train_sequence
 from dynoffload.profiler.sample import Sample
 

@@ -4,7 +4,8 @@ What it is: a BERT encoder (Devlin et al., 2019, arXiv 1810.04805): attention in
 post-norm blocks, learned positions; some tokens are hidden and have to be named. Each sample has
 its own length and is not padded, so what moves differs from sample to sample though every block
 runs.
-What it is not: pretrained, nor asked whether one sentence follows another.
+What it is not: pretrained, nor asked whether one sentence follows another; what is hidden is always
+masked, and there are no segments, no dropout, and no tied head.
 
 How it fits: it knows nothing of offloading. Its path is one; only the bytes along it vary.
 """
@@ -58,7 +59,7 @@ PRESETS: dict[str, MaskedConfig] = {
     "small": MaskedConfig(hidden=384, layers=6, heads=6),
     "base": MaskedConfig(hidden=768, layers=12, heads=12),
 }
-"""Sizes by name; ``base`` is the paper's, but for the vocabulary."""
+"""Sizes by name; ``base`` has the paper's widths, heads and layers."""
 
 
 class MaskedOutput(NamedTuple):
@@ -110,7 +111,7 @@ class MaskedLM(nn.Module):
             Block(config.hidden, config.heads) for _ in range(config.layers)
         )
         self.head = nn.Linear(config.hidden, VOCABULARY)
-        for module in self.modules():  # as in the paper's code
+        for module in self.modules():  # the deviation of the paper's code
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 

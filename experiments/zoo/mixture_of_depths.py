@@ -60,6 +60,10 @@ class DepthsConfig:
                 f"hidden={self.hidden} must be a multiple of twice heads={self.heads}, "
                 "as rotary positions turn pairs"
             )
+        if self.layers < 2:
+            raise ValueError(
+                f"layers={self.layers} must be at least 2: every other may be left out"
+            )
         if not 0 < self.capacity < 1:
             raise ValueError(f"capacity={self.capacity} must be a share: above 0 and below 1")
 
@@ -157,7 +161,7 @@ class MixtureOfDepths(nn.Module):
                     added = block(x[:, part], cos[part], sin[part])
                     x = x.index_add(1, part, added * chance[part, None])
                 shares.append(takes.mean())
-                soft = takes + chance - chance.detach()  # the share's gradient is the chance's
+                soft = takes + (chance - chance.detach())  # the share's gradient is the chance's
                 losses.append((soft.mean() - self.config.capacity).square())
             rows.append(x)
         logits: Tensor = self.head(self.norm(torch.cat(rows)))

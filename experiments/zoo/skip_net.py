@@ -4,7 +4,8 @@ What it is: SkipNet (Wang et al., 2018, arXiv 1711.09485): before each residual 
 looks at what the block would be given and says, for every image, whether it runs; a block runs on
 the images that want it, and not at all if none does. The gate is hard forward and soft backward
 (straight through, section 3.3), and running costs, so that blocks are left out where they do not
-pay. What it is not: trained by reinforcement, the paper's second stage.
+pay. What it is not: trained by reinforcement, the paper's second stage; nor does an image that
+leaves a block out teach its gate what the block would have added, as the block is not run.
 
 How it fits: it knows nothing of offloading. Which blocks run depends on what the network has
 learned; a sample shows little of it before the step.
@@ -111,7 +112,7 @@ class Gate(nn.Module):
         """Return ``[images]``, 0 or 1, with the gradient of the chance."""
         chance = torch.sigmoid(self.out(F.relu(self.hidden(x.mean(dim=(2, 3)))))).squeeze(1)
         hard = (chance > 0.5).to(chance.dtype)
-        return hard + chance - chance.detach()
+        return hard + (chance - chance.detach())
 
     def foretell(self, x: Tensor) -> Tensor | None:
         """Return how likely the block would run if ``x`` came here, ``[1]``; None if it cannot."""

@@ -26,6 +26,9 @@ from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample, built
 from dynoffload.profiler.sample import Sample
 
+NOISE = 128
+"""Columns of noise in a sample, enough for all presets."""
+
 
 @dataclass(frozen=True)
 class GANConfig:
@@ -54,10 +57,9 @@ class GANConfig:
                 f"noise={self.noise}, width={self.width}, layers={self.layers} and "
                 f"pixels={self.pixels} must be at least 1"
             )
+        if self.noise > NOISE:
+            raise ValueError(f"noise={self.noise} is more than the {NOISE} columns of a sample")
 
-
-NOISE = 128
-"""Columns of noise in a sample, enough for all presets."""
 
 PRESETS: dict[str, GANConfig] = {
     "tiny": GANConfig(noise=16, width=64),
