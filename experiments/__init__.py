@@ -30,7 +30,7 @@ EXPERIMENTS: dict[str, str] = {
     "exactness": "dynoffload.experiments.exactness:run",
     "resident": "dynoffload.experiments.resident:run",
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:run",
-    "pilot-stalls": "dynoffload.experiments.pilot_stalls:run",
+    "pilot-benefit": "dynoffload.experiments.pilot_benefit:run",
     "memory-expansion": "dynoffload.experiments.memory_expansion:run",
     "simulation": "dynoffload.experiments.simulation:run",
     "step-time": "dynoffload.experiments.step_time:run",

@@ -25,7 +25,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -57,6 +57,8 @@ class Spec:
         meta: build on the meta device and give the weights inside the block.
         spill_dir: where the spill file lies.
         threads: of compute; 0 for as many as torch takes.
+        watched: each step tells which modules it visited.
+        clairvoyant: each step is told which it will visit, instead of a pilot.
     """
 
     network: str
@@ -75,6 +77,8 @@ class Spec:
     meta: bool = False
     spill_dir: str | None = None
     threads: int = 0
+    watched: bool = False
+    clairvoyant: bool = False
 
 
 class Trainer:
@@ -84,6 +88,7 @@ class Trainer:
         import torch
 
         from dynoffload.experiments import zoo
+        from dynoffload.experiments.clairvoyant import Clairvoyant, watching
         from dynoffload.numerics import settle_kernels
 
         settle_kernels()
@@ -98,6 +103,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=spec.lr, **options)
         self.samples = zoo.samples(spec.network, spec.split, seed=spec.data_seed, **spec.shape)
         self.session: Any = None
+        self.clairvoyant = Clairvoyant(self.model) if spec.clairvoyant else None
+        self.visited = watching(self.model) if spec.watched else None
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -114,7 +121,7 @@ class Trainer:
             self.model,
             self.optimizer,
             budget=self.spec.budget,
-            pilot=self.spec.pilot,
+            pilot=self.clairvoyant or self.spec.pilot,
             config=self.spec.config,
             spill_dir=self.spec.spill_dir,
         ) as session:
@@ -126,8 +133,14 @@ class Trainer:
             torch.manual_seed(self.spec.seed)
             yield
 
-    def step(self) -> dict[str, Any]:
-        """Make one training step and return its times, its loss and the session's numbers."""
+    def step(self, order: str = "") -> dict[str, Any]:
+        """Make one training step and return its times, its loss and the session's numbers.
+
+        Args:
+            order: what the clairvoyant is told, as JSON.
+        """
+        if self.clairvoyant is not None:
+            self.clairvoyant.tell(json.loads(order))
         args = next(self.samples).args
         begin = time.perf_counter()
         loss = self.model(*args).loss
@@ -144,6 +157,9 @@ class Trainer:
             "optimizer_s": end - backward,
             "loss": float(loss.item()).hex(),
         }
+        if self.visited is not None:
+            reply["visited"] = self.visited.copy()
+            self.visited.clear()
         if self.session is not None:
             stats = dataclasses.asdict(self.session.log.steps[-1])
             reply["stats"] = {key: finite(value) for key, value in stats.items()}
@@ -234,13 +250,14 @@ def serve(spec: Spec, commands: IO[str], replies: IO[str]) -> None:
     say(_before())
     with trainer.training():
         say({"ready": True})
-        answers = {
+        answers: dict[str, Callable[..., dict[str, Any]]] = {
             "step": trainer.step,
             "describe": trainer.describe,
             "state": trainer.state,
         }
         for line in commands:
-            say(answers[line.strip()]())
+            command, *arguments = line.strip().split(" ", 1)
+            say(answers[command](*arguments))
         replies.flush()
         if trainer.session is not None and spec.config.get("policy") in UNPAGED:
             return

@@ -11,7 +11,7 @@ Only forward is followed: backward replays what forward ran.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,14 +33,18 @@ class Following:
     Args:
         pilot: predicts.
         sample: what the step runs.
+        adjust: given P(runs) of the optional slots, returns it as it is of late.
 
     Attributes:
         decided: whether anything was learned since the rest was last asked for: an optional block
             ran or did not, or a segment went another way than was foretold.
     """
 
-    def __init__(self, pilot: Pilot, sample: Sample) -> None:
+    def __init__(
+        self, pilot: Pilot, sample: Sample, adjust: Callable[[Floats], Floats] | None = None
+    ) -> None:
         self.decided = False
+        self._adjust = adjust
         self._pilot, self._sample = pilot, sample
         self._layout = pilot.layout
         self._start = np.zeros(0, dtype=np.float32)
@@ -125,7 +129,8 @@ class Following:
     def chances(self) -> Floats:
         """P(runs) of each optional slot, from what is known."""
         chances = self._start if self._course is None else self._course.chances
-        return chances[self._layout.bundles]
+        slots = chances[self._layout.bundles]
+        return slots if self._adjust is None else self._adjust(slots)
 
     def _leave(self) -> None:
         """Another block, that is not of the segment under way."""

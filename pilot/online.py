@@ -18,13 +18,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dynoffload.pilot.evaluate import block_order_accuracy
-from dynoffload.pilot.features import Example
+from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.following import Following
 from dynoffload.pilot.pilot import Floats, Pilot, Prediction
 from dynoffload.pilot.skeleton import tokens
 from dynoffload.planning.blocks import Vocabulary
@@ -80,6 +82,16 @@ class _Correction:
         self.bias = np.asarray((1 - FORGET) * (self.bias + RATE * (ran - corrected)), np.float32)
 
 
+class _Asked(NamedTuple):
+    """What was predicted last."""
+
+    sample: Sample
+    current: _Correction
+    chances: Floats
+    predicted: list[int]
+    step: Following
+
+
 class OnlineLearner:
     """Predicts, follows and learns within one run.
 
@@ -120,7 +132,7 @@ class OnlineLearner:
         self._lock = threading.Lock()
         self._seen = 0
         self._next = FIRST
-        self._asked: tuple[Sample, _Correction, Floats, list[int]] | None = None
+        self._asked: _Asked | None = None
         self._last: list[int] | None = None
         self._standing = Standing()
 
@@ -146,25 +158,37 @@ class OnlineLearner:
             self._asked = None
             return None
         start = perf_counter()
-        chances = current.corrected(current.pilot.chances(sample))
+        step = current.pilot.follow(sample, current.corrected)
+        chances = step.chances
         blocks, confidence = current.pilot.decode(sample, chances, current.pilot.threshold)
-        self._asked = (sample, current, chances, blocks)
+        self._asked = _Asked(sample, current, chances, blocks, step)
         return Prediction(blocks, perf_counter() - start, confidence)
 
-    def observe(self, sample: Sample, blocks: Sequence[int], source: str = "") -> None:
+    @property
+    def following(self) -> Following | None:
+        """The step that was predicted last, to be followed until it is observed."""
+        return None if self._asked is None else self._asked.step
+
+    def observe(
+        self,
+        sample: Sample,
+        blocks: Sequence[int],
+        source: str = "",
+        hints: Sequence[BlockHint] = (),
+    ) -> None:
         """Take note of what a sample ran.
 
         Args:
             sample: as it was given to `predict`, if it was.
             blocks: the order it ran, -1 for a block unknown to the vocabulary.
             source: the file or document it is from, where that is known.
+            hints: what the network hinted meanwhile.
         """
         order = list(blocks)
         asked, self._asked = self._asked, None
-        if asked is not None and asked[0] is sample:
-            _, current, chances, predicted = asked
-            current.follow(chances, order)
-            self._judge(predicted, order)
+        if asked is not None and asked.sample is sample:
+            asked.current.follow(asked.chances, order)
+            self._judge(asked.predicted, order)
         elif self._current is not None:
             current = self._current
             current.follow(current.corrected(current.pilot.chances(sample)), order)
@@ -172,7 +196,7 @@ class OnlineLearner:
         self._seen += 1
         if self._grow:
             with self._lock:
-                self._examples.append(Example(sample, order, source))
+                self._examples.append(Example(sample, order, source, tuple(hints)))
 
     def learn(self) -> Pilot:
         """Learn a new pilot from the steps kept, and use it from the next prediction on.

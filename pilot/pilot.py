@@ -12,7 +12,7 @@ before each step; a prediction takes well under a millisecond on one core.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -112,9 +112,14 @@ class Pilot:
             chances = self.correction.start(chances).chances
         return chances[self.layout.bundles]
 
-    def follow(self, sample: Sample) -> Following:
-        """Return a step to be followed as it runs."""
-        return Following(self, sample)
+    def follow(self, sample: Sample, adjust: Callable[[Floats], Floats] | None = None) -> Following:
+        """Return a step to be followed as it runs.
+
+        Args:
+            sample: what the step runs.
+            adjust: given P(runs) of the optional slots, returns it as it is of late.
+        """
+        return Following(self, sample, adjust)
 
     def decode(
         self, sample: Sample, chances: Floats, threshold: float, start: int = 0

@@ -18,7 +18,7 @@ from dynoffload.experiments import (
     paged,
     paged_rows,
     pilot_accuracy,
-    pilot_stalls,
+    pilot_benefit,
     resident,
     write_json,
 )
@@ -233,8 +233,8 @@ def test_pilot_accuracy() -> None:
         pilot_accuracy.run(only=("moe_63",))
 
 
-def test_pilot_stalls() -> None:
-    result = pilot_stalls.run(
+def test_pilot_benefit() -> None:
+    result = pilot_benefit.run(
         only=("moe_8",),
         size="tiny",
         samples=12,
@@ -246,7 +246,7 @@ def test_pilot_stalls() -> None:
     )
     found = result["moe_8"]
     assert found["budget_bytes"] == found["footprint_bytes"] // 2
-    for policy in pilot_stalls.POLICIES:
+    for policy in pilot_benefit.POLICIES:
         numbers = found[policy]
         assert numbers["losses_equal"] is True
         assert numbers["steps"] == 4

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,7 @@ class Paging:
 
     def _watch(self) -> None:
         units = units_of(self.model, self.store.slots, self.store.fused)
-        self._forecast.watch(units)
+        self._forecast.watch(units, on_ask=self._make_ready, on_revise=self.migrator.revise)
         self._hooks = Hooks(
             self.model,
             units,
@@ -443,10 +443,16 @@ class Paging:
             self.loss.check()
         self._on_progress()
         self.migrator.visit(unit)
+        self._make_ready([unit])
+
+    @uninterrupted
+    def _make_ready(self, units: Sequence[Unit]) -> None:
+        """What is put off for these units is made, and they are in fast memory."""
         if self.updates is not None and self.updates.waiting.pending:
-            for slot in unit.slots:
-                self.updates.waiting.flush(slot)
-        self.device.touch(unit.regions)
+            for unit in units:
+                for slot in unit.slots:
+                    self.updates.waiting.flush(slot)
+        self.device.touch([region for unit in units for region in unit.regions])
 
     def _open_chunk(self, chunk: Chunk) -> None:
         self._on_chunk()

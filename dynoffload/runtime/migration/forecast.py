@@ -4,6 +4,9 @@ The forecast watches which blocks a sample runs, tells the learner, and turns a 
 blocks into the order of units that the migrator plans by. It never moves a byte. It lives as long
 as the session: what was learned outlasts the times at which paging steps aside.
 
+While a pilot steers, what runs and what the network hints of its decisions correct it within the
+forward (`dynoffload.runtime.migration.steps`); backward meets what ran.
+
 A pilot steers while it has done better of late than repeating the last order would have; one that
 is learned on the way has to show that before it steers at all.
 """
@@ -13,21 +16,27 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dynoffload.errors import TraceError
 from dynoffload.pilot.evaluate import block_order_accuracy
+from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
+from dynoffload.profiler.hints import Decider, deciders_of, hinted
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.sample import Features, Sample, describe_sample
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.replay import Replay, Trust
+from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.trial import Trial
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.telemetry import StepStats
@@ -98,6 +107,8 @@ class Forecast:
         self._steady = 0
         self._sample: Sample | None = None
         self._inside = 0
+        self._step: Step | None = None  # while a forward runs
+        self._asked: dict[str, list[Unit]] = {}  # by decider: what it and the next may look at
         self._order: list[int] = []
         self._last: list[int] | None = None
         self.predicted: list[int] | None = None
@@ -108,8 +119,22 @@ class Forecast:
         self._hooks: list[Hook] = []
         self._handles: list[RemovableHandle] = []
 
-    def watch(self, units: Sequence[Unit]) -> None:
-        """Begin to see what runs; ``units`` are what the migrator watches."""
+    def watch(
+        self,
+        units: Sequence[Unit],
+        *,
+        on_ask: Callable[[Sequence[Unit]], None] = lambda units: None,
+        on_revise: Callable[[Sequence[Unit]], None] = lambda rest: None,
+    ) -> None:
+        """Begin to see what runs.
+
+        Args:
+            units: what the migrator watches.
+            on_ask: called with the units that a network's decider may look at, before it does.
+            on_revise: called with the units that the rest of a forward will probably visit,
+                otherwise than was foretold.
+        """
+        self._on_ask, self._on_revise = on_ask, on_revise
         self._units = {unit.path: unit for unit in units}
         if not self.vocabulary.blocks:
             self.vocabulary = _vocabulary_of(self._network, units)
@@ -133,7 +158,7 @@ class Forecast:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
         """A sample begins: return the order of units it will probably visit, or None."""
         self._order, self._inside = [], 0
-        self._sample = None
+        self._sample, following = None, None
         follows = self._repeats if self.replay is None else self.replay.begin()
         self.predicted, self.source = self._last if follows else None, "the last order"
         predictor = self._learner if self._learner is not None else self._predictor
@@ -142,6 +167,8 @@ class Forecast:
             prediction = predictor.predict(self._sample)
             if prediction is not None and self._may_steer():
                 self.predicted, self.source = list(prediction.blocks), "the pilot"
+                following = None if self._learner is None else self._learner.following
+        self._step = Step(following, self.predicted or ())
         return None if self.predicted is None else self._units_of(self.predicted)
 
     def _may_steer(self) -> bool:
@@ -157,16 +184,47 @@ class Forecast:
         if not self._inside:
             index = self.vocabulary.index_of(unit.path, "")
             if index >= 0:
-                self._order.append(index)
+                self._ran(index)
+
+    def _ran(self, index: int) -> None:
+        """A block begins."""
+        self._order.append(index)
+        if self._step is not None:
+            self._step.ran(index)
+            self._revise([index])
+
+    def _ask(self, deciders: Sequence[Decider], args: tuple[Any, ...]) -> None:
+        """A decider is called: it tells, as does the one after it."""
+        step = self._step
+        if step is None:
+            return
+        self._on_ask(self._asked[deciders[0].path])
+        for hint in hinted({deciders[0].path: deciders}, deciders[0].path, args, 0):
+            told = zip(map(self.vocabulary.index_of, hint.blocks), hint.values, strict=True)
+            known = [(block, value) for block, value in told if block >= 0]
+            blocks, values = tuple(b for b, _ in known), tuple(v for _, v in known)
+            step.hinted(BlockHint(len(self._order), blocks, values))
+        self._revise([])
+
+    def _revise(self, begun: list[int]) -> None:
+        """Have the rest planned anew if it is another than was thought; ``begun`` runs first."""
+        assert self._step is not None
+        start = perf_counter()
+        rest = self._step.revise()
+        if rest is not None:
+            self._on_revise(self._units_of([*begun, *rest]))
+            self._step.account(start)
 
     def end(self) -> None:
         """The sample's forward is over: learn from what ran."""
-        self.actual = self._order
+        self.actual, self._order = self._order, []
+        step, self._step = self._step, None
         self.accuracy = math.nan
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)
         if self._learner is not None and self._sample is not None:
-            self._learner.observe(self._sample, self.actual)
+            hints = () if step is None else step.hints
+            self._learner.observe(self._sample, self.actual, hints=hints)
             self._steady = self._steady + 1 if self.actual == self._last else 0
             if self._grows and self._learner.due and self._steady < _STEADY:
                 self._learn()
@@ -233,6 +291,31 @@ class Forecast:
                 if nests:
                     out = module.register_forward_hook(Hook(self._out), always_call=True)
                     self._handles.append(out)
+        if self._learner is not None:
+            self._install_deciders(modules)
+
+    def _install_deciders(self, modules: Mapping[str, nn.Module]) -> None:
+        try:
+            table = deciders_of(self._model)
+        except TraceError as error:
+            logger.warning("nothing is hinted: %s", error)
+            return
+        for path, deciders in table.items():
+            decided = {block for decider in deciders for block in decider.blocks}
+            heads = [_below(decider.path) for decider in deciders]
+            self._asked[path] = [
+                unit
+                for unit in self._units.values()
+                if any(unit.path == head[:-1] or unit.path.startswith(head) for head in heads)
+                and not any(unit.path == b or unit.path.startswith(_below(b)) for b in decided)
+            ]
+
+            def call(_: nn.Module, args: tuple[Any, ...], told: tuple[Decider, ...]) -> None:
+                self._ask(told, args)
+
+            hook = Hook(partial(call, told=deciders))
+            self._hooks.append(hook)
+            self._handles.append(modules[path].register_forward_pre_hook(hook))
 
     def _hook(self, module: nn.Module, path: str, nests: bool) -> RemovableHandle:
         index_of, repeated = self.vocabulary.index_of, path in self.vocabulary.repeated
@@ -240,7 +323,7 @@ class Forecast:
         def call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._inside:
                 index = index_of(path, shape_key(args, kwargs) if repeated else "")
-                self._order.append(index if index >= 0 else UNSEEN)
+                self._ran(index if index >= 0 else UNSEEN)
             self._inside += nests
 
         hook = Hook(call)
@@ -249,6 +332,11 @@ class Forecast:
 
     def _out(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside -= 1
+
+
+def _below(path: str) -> str:
+    """Return what the paths of the modules below a module begin with."""
+    return f"{path}." if path else ""
 
 
 def _vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:

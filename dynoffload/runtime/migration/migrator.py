@@ -94,6 +94,21 @@ class Migrator:
             self._add_backward(reference, visits, order)
             self._follow(reference)
 
+    def revise(self, rest: Sequence[Unit]) -> None:
+        """The forward under way will go on with ``rest``, otherwise than was foretold.
+
+        The plan ends with this sample's backward: the one made as that begins looks further.
+        """
+        if self.phase is Phase.FORWARD and self.prefetch:
+            under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
+            coming = self._with_chunks(rest)
+            reference: Reference[Slot] = Reference()
+            reference.add_forward([*under_way, *coming], self._is_pending)
+            self._add_backward(reference, [*visits_made(self._visits), *coming], ())
+            self._follow(reference)
+            for visit in under_way:  # the next visit of this unit is another one
+                del reference.forward[visit.unit.index][0]
+
     @property
     def site(self) -> str:
         """The path of the unit that forward visited last; "" before the first."""

@@ -2,7 +2,8 @@
 
 What it is: dynamic networks trained on files that their pilot has not seen, plain and under one
 eighth of what they take (one half for the Tree-LSTM, whose largest update is a third), on demand,
-by the last order and by the pilot, in processes that take turns on the same samples.
+by the order recorded first, by the last order, by the pilot, and by a clairvoyant that knows what
+will run, in processes that take turns on the same samples.
 
 What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy` takes.
 """
@@ -10,7 +11,9 @@ What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy`
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +41,15 @@ class Policy:
 
     config: dict[str, Any] = field(default_factory=dict)
     piloted: bool = False
+    clairvoyant: bool = False
 
 
 POLICIES: dict[str, Policy] = {
     "on_demand": Policy({"policy": "on-demand"}),
+    "recorded": Policy({"policy": "replay"}),
     "repeat": Policy({"policy": "repeat"}),
     "pilot": Policy({"policy": "pilot"}, piloted=True),
+    "clairvoyant": Policy({"policy": "pilot"}, clairvoyant=True),
 }
 """By the key of the JSON."""
 
@@ -131,33 +137,40 @@ def _compare(
     report: Report,
 ) -> dict[str, Any]:
     """Return the numbers of all runs of one case."""
+    each = warmup + rounds * (_LEAD + per_turn)
+    orders = _orders(case, spec, each, report)
     with contextlib.ExitStack() as stack:
         report(f"{case.key}: starting", 0, None)
         plain = stack.enter_context(worker("plain", spec))
         runs = {
-            key: stack.enter_context(
-                worker(
-                    key,
-                    replace(
-                        spec,
-                        mode=BUDGETED,
-                        config=policy.config,
-                        pilot=str(pilot) if policy.piloted else None,
-                    ),
-                )
+            key: _Run(
+                stack.enter_context(
+                    worker(
+                        key,
+                        replace(
+                            spec,
+                            mode=BUDGETED,
+                            config=policy.config,
+                            pilot=str(pilot) if policy.piloted else None,
+                            clairvoyant=policy.clairvoyant,
+                        ),
+                    )
+                ),
+                iter(orders) if policy.clairvoyant else None,
             )
             for key, policy in POLICIES.items()
         }
-        total = (1 + len(runs)) * (warmup + rounds * (_LEAD + per_turn))
+        plain_run = _Run(plain)
+        total = (1 + len(runs)) * each
         done = 0
 
-        def tell(stepped: Worker) -> None:
+        def tell(stepped: _Run) -> None:
             nonlocal done
             done += 1
-            report(f"{case.key}: {stepped.name}", done, total)
+            report(f"{case.key}: {stepped.worker.name}", done, total)
 
         alternate(
-            [plain, *runs.values()],
+            [plain_run, *runs.values()],
             warmup=warmup,
             rounds=rounds,
             per_turn=per_turn,
@@ -166,8 +179,30 @@ def _compare(
         )
         numbers: dict[str, Any] = {"plain": {"step_s": median_seconds(plain.measured)}}
         for key, ran in runs.items():
-            numbers[key] = _numbers(plain, ran)
+            numbers[key] = _numbers(plain, ran.worker)
         return numbers
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A worker that takes turns; before each step the clairvoyant is told what it will visit."""
+
+    worker: Worker
+    orders: Iterator[list[str]] | None = None
+
+    def step(self, *, measured: bool = True) -> None:
+        do = "step" if self.orders is None else f"step {json.dumps(next(self.orders))}"
+        self.worker.step(measured=measured, do=do)
+
+
+def _orders(case: Case, spec: Spec, steps: int, report: Report) -> list[list[str]]:
+    """Return what each step visits, from a plain run that nothing is measured of."""
+    with worker("watched", replace(spec, watched=True)) as watched:
+        orders = []
+        for number in range(steps):
+            report(f"{case.key}: looking ahead", number, steps)
+            orders.append(watched.step()["visited"])
+        return orders
 
 
 def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""One step under a pilot: what runs is told as it runs, and the rest is asked for anew.
+
+What it is: `Step`, which hands each block that begins, and each hint, to a
+`dynoffload.pilot.following.Following`, and says when what was expected no longer holds. What it is
+not: the plan, which the migrator makes of the answer, nor the hooks that tell of what runs.
+
+The rest is asked for when something ran that was not expected next, and when the network hints.
+Asking and planning anew take time of the step's own: no more than `SHARE` of it so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from dynoffload.pilot.features import BlockHint
+from dynoffload.pilot.following import Following
+
+SHARE = 0.05
+"""Share of a forward's time so far that foretelling its rest anew may have taken."""
+
+
+class Step:
+    """One forward pass.
+
+    Args:
+        following: is told, and asked; None: hints are only kept.
+        expected: the order foretold before it.
+
+    Attributes:
+        hints: what the network hinted, for pilots to learn from.
+        foretold: how many blocks were expected as the one before them ran.
+        revisions: how often the rest was foretold anew.
+    """
+
+    def __init__(self, following: Following | None, expected: Sequence[int]) -> None:
+        self.hints: list[BlockHint] = []
+        self.foretold = self.revisions = 0
+        self._following = following
+        self._expected, self._at = list(expected), 0
+        self._departed = False
+        self._begun = perf_counter()
+        self._spent = 0.0
+
+    def ran(self, block: int) -> None:
+        """A block began."""
+        if self._following is None:
+            return
+        self._following.tell(block)
+        if self._expected[self._at : self._at + 1] == [block]:
+            self._at += 1
+            self.foretold += 1
+        else:
+            self._departed = True
+
+    def hinted(self, hint: BlockHint) -> None:
+        """The network hinted."""
+        self.hints.append(hint)
+        if self._following is not None:
+            self._following.hint(hint.blocks, hint.values)
+            self._departed |= self._following.decided
+
+    def revise(self) -> list[int] | None:
+        """Return what to expect from here on if that may have changed; None if not, or if asking
+        has taken its share of the time."""
+        following = self._following
+        if following is None or not self._departed:
+            return None
+        begun = perf_counter()
+        if self._spent > SHARE * (begun - self._begun):
+            return None
+        self._departed = False
+        rest = following.rest()
+        before = self._expected[self._at :]
+        self._expected, self._at = rest, 0
+        self.account(begun)
+        return None if rest == before else rest
+
+    def account(self, begun: float) -> None:
+        """Foretelling, or planning by it, has taken the time since ``begun`` (`perf_counter`)."""
+        self._spent += perf_counter() - begun
