@@ -5,8 +5,10 @@ ran, and `Course`, one step's chances as they change. Two things are learned. Ho
 together: a block that ran against expectation makes others likelier, by the covariance of what was
 wrong, and the expectation of the rest follows from its Cholesky factor, a column per block told.
 And how much to believe whom: for each site a logistic regression blends the model's log-odds with
-what surprises say, and another one these with a hint, for where the network gave one; that also
-calibrates the chances. What it is not: a use of backward, which replays what forward ran.
+what surprises say, and others these with a hint, for where the network gave one: one for hints
+given ahead, while other decisions were open before it, and one for those at hand, just before it
+fell. That also calibrates the chances. What it is not: a use of backward, which replays what
+forward ran.
 
 Sources: Schäfer and Strimmer, "A shrinkage approach to large-scale covariance matrix estimation",
 2005 (their target D, the diagonal); Platt, "Probabilistic outputs for support vector machines",
@@ -26,8 +28,10 @@ from dynoffload.pilot.features import Floats, sigmoid, site_stops
 
 Bools = npt.NDArray[np.bool_]
 
-COLUMNS = 4
-"""What is blended: a constant, log-odds, the surprises' share, the hint."""
+COLUMNS = 5
+"""What is blended: a constant, log-odds, the surprises' share, the hint, and its side."""
+SOURCES = 3
+"""What a blend can rest on: no hint, one given ahead, one at hand."""
 MAX_SURPRISE = 5.0
 """Surprises are brought back to so many deviations."""
 RIDGE = 1.0
@@ -46,8 +50,8 @@ class Correction:
         sites: the number of each block's site, ``[blocks]``.
         factor: the Cholesky factor of the covariance of surprises, transposed (row i holds what
             block i tells of those after it), float32 ``[blocks, blocks]``.
-        blend: for each site the weights of `COLUMNS` without a hint and with one,
-            ``[sites, 2, COLUMNS]``.
+        blend: for each site the weights of `COLUMNS` without a hint, with one given ahead and with
+            one at hand, ``[sites, SOURCES, COLUMNS]``.
     """
 
     sites: npt.NDArray[np.int64]
@@ -83,7 +87,7 @@ class Correction:
         blend = np.asarray(arrays["correction_blend"], dtype=np.float32)
         if sites.shape != (blocks,) or factor.shape != (blocks, blocks):
             raise ValueError("a correction of the wrong shape")
-        if blend.ndim != 3 or blend.shape[1:] != (2, COLUMNS):
+        if blend.ndim != 3 or blend.shape[1:] != (SOURCES, COLUMNS):
             raise ValueError("a blend of the wrong shape")
         if not np.isfinite(factor).all() or not np.isfinite(blend).all():
             raise ValueError("a correction that is not finite")
@@ -108,6 +112,7 @@ class Course:
         self._deviation = _deviation(self._chances)
         self._mean = np.zeros(len(chances), dtype=np.float32)
         self._hints = np.full(len(chances), np.nan, dtype=np.float32)
+        self._sources = np.zeros(len(chances), dtype=np.int64)
         self._ran = np.zeros(len(chances), dtype=np.bool_)
 
     def tell(self, ran: bool) -> None:
@@ -120,14 +125,16 @@ class Course:
         self._ran[i] = ran
         self.known += 1
 
-    def hint(self, places: npt.NDArray[np.int64], values: Floats) -> None:
+    def hint(self, places: npt.NDArray[np.int64], values: Floats, *, at_hand: bool = False) -> None:
         """The network hints at blocks to come.
 
         Args:
             places: which blocks.
             values: how likely the hint makes each, 0 to 1.
+            at_hand: whether no other decision is open before that about them.
         """
         self._hints[places] = values
+        self._sources[places] = 2 if at_hand else 1
 
     def replace(self, chances: Floats) -> None:
         """The model itself foretells the rest anew: from here on by these ``chances``."""
@@ -141,8 +148,7 @@ class Course:
         rest = slice(self.known, None)
         hints = self._hints[rest]
         rows = blend_rows(self._chances[rest], self._mean[rest] * self._deviation[rest], hints)
-        hinted = (~np.isnan(hints)).astype(np.int64)
-        weights = self._correction.blend[self._correction.sites[rest], hinted]
+        weights = self._correction.blend[self._correction.sites[rest], self._sources[rest]]
         result[rest] = sigmoid((rows * weights).sum(axis=1))
         return result
 
@@ -153,8 +159,14 @@ def blend_rows(chances: Floats, shift: Floats, hints: Floats) -> Floats:
     rows[..., 1] = np.log(chances / (1 - chances))
     shifted = np.clip(chances + shift, 1e-3, 1 - 1e-3)
     rows[..., 2] = np.log(shifted / (1 - shifted)) - np.clip(rows[..., 1], -6.9, 6.9)
-    rows[..., 3] = np.where(np.isnan(hints), 0.0, np.nan_to_num(hints) - 0.5)
+    _enter_hints(rows, hints)
     return rows
+
+
+def _enter_hints(rows: npt.NDArray[Any], hints: Floats) -> None:
+    """Put hints into the columns that are theirs."""
+    rows[..., 3] = np.nan_to_num(hints, nan=0.5) - 0.5
+    rows[..., 4] = np.sign(rows[..., 3])
 
 
 def learn_correction(
@@ -172,8 +184,8 @@ def learn_correction(
         ran: what they ran, ``[steps, blocks]``.
         sites: the number of each block's site, ``[blocks]``, blocks in canonical order.
         folds: the number of each step's part, ``[steps]``: no part teaches what is said of it.
-        hints: what the network hinted just before each site, NaN where it did not,
-            ``[steps, blocks]``.
+        hints: what the network hinted about each block, ahead and at hand, NaN where it did not,
+            ``[steps, blocks, 2]``.
         again: how the model itself foretells the rest of a step, by its number and what its first
             blocks ran; None where the model does not.
 
@@ -182,7 +194,8 @@ def learn_correction(
         teach, ``[steps, blocks]``.
     """
     chances = np.clip(chances, 1e-4, 1 - 1e-4).astype(np.float32)
-    hints = np.full(ran.shape, np.nan, dtype=np.float32) if hints is None else hints
+    if hints is None:
+        hints = np.full((*ran.shape, SOURCES - 1), np.nan, dtype=np.float32)
     count = int(sites.max()) + 1
     parts = np.unique(folds)
     followed = np.linspace(0, len(ran) - 1, min(len(ran), MAX_STEPS)).astype(np.int64)
@@ -192,7 +205,7 @@ def learn_correction(
         factor = surprise_factor(chances[inside], ran[inside])
         mine = np.flatnonzero(folds[followed] == part)
         steps = followed[mine]
-        rows[mine] = _course_rows(factor, steps, chances, ran, sites, hints, again)
+        rows[mine] = _course_rows(factor, steps, chances, ran, sites, again)
     unsure = np.full(chances.shape, np.nan, dtype=np.float32)
     start = blend_rows(chances, np.zeros_like(chances), unsure)
     calibrated = np.empty_like(chances)
@@ -213,13 +226,14 @@ def _course_rows(
     chances: Floats,
     ran: Bools,
     sites: npt.NDArray[np.int64],
-    hints: Floats,
     again: Callable[[int, Sequence[bool]], Floats] | None,
 ) -> Floats:
-    """Return what is blended for each block when its site begins, ``[steps, blocks, COLUMNS]``."""
+    """Return what is blended for each block when its site begins, but for hints,
+    ``[steps, blocks, COLUMNS]``."""
     now, deviation = chances[steps], _deviation(chances[steps])
     truth = ran[steps]
     mean = np.zeros_like(now)
+    nothing = np.full(now.shape, np.nan, dtype=np.float32)
     rows = np.empty((*now.shape, COLUMNS), dtype=np.float32)
     begin = 0
     for stop in site_stops(sites):
@@ -229,7 +243,7 @@ def _course_rows(
                 now[number, begin:] = np.clip(told[begin:], 1e-4, 1 - 1e-4)
         here = slice(begin, stop)
         shift = mean[:, here] * deviation[:, here]
-        rows[:, here] = blend_rows(now[:, here], shift, hints[steps, here])
+        rows[:, here] = blend_rows(now[:, here], shift, nothing[:, here])
         for block in range(begin, stop):
             surprise = (truth[:, block] - now[:, block]) / deviation[:, block]
             surprise = np.clip(surprise, -MAX_SURPRISE, MAX_SURPRISE)
@@ -278,26 +292,28 @@ def _learn_blend(
         taught: which of these teach.
         ran: what all steps ran, ``[steps, blocks]``.
         sites: the number of each block's site.
-        hints: as they were given, ``[steps, blocks]``.
+        hints: as they were given, ``[steps, blocks, 2]``.
         count: of sites.
     """
     steps = followed[taught]
-    bare = rows[taught].copy()
-    bare[..., 3] = 0.0
-    plain = np.concatenate((start[steps], bare)).astype(np.float64)
+    plain = np.concatenate((start[steps], rows[taught])).astype(np.float64)
     truth = np.concatenate((ran[steps], ran[steps]))
-    with_hint = rows[taught].astype(np.float64)
-    hinted = ~np.isnan(hints[steps])
-    neutral = np.array([0.0, 1.0, 1.0, 0.0])
+    neutral = np.array([0.0, 1.0, 1.0, 0.0, 0.0])
     shared = _logistic(plain.reshape(-1, COLUMNS), truth.reshape(-1), neutral, RIDGE)
-    shared_hinted = _logistic(with_hint[hinted], ran[steps][hinted], shared, RIDGE)
-    blend = np.empty((count, 2, COLUMNS), dtype=np.float32)
+    blend = np.empty((count, SOURCES, COLUMNS), dtype=np.float32)
     for site in range(count):
-        mine = sites == site
-        part = plain[:, mine].reshape(-1, COLUMNS)
-        blend[site, 0] = _logistic(part, truth[:, mine].reshape(-1), shared, RIDGE)
-        chosen = hinted & mine
-        blend[site, 1] = _logistic(with_hint[chosen], ran[steps][chosen], shared_hinted, RIDGE)
+        part = plain[:, sites == site].reshape(-1, COLUMNS)
+        own = truth[:, sites == site].reshape(-1)
+        blend[site, 0] = _logistic(part, own, shared, RIDGE)
+    for source in range(1, SOURCES):
+        told = hints[steps][..., source - 1]
+        hinted = ~np.isnan(told)
+        with_hint = rows[taught].astype(np.float64)
+        _enter_hints(with_hint, told)
+        every = _logistic(with_hint[hinted], ran[steps][hinted], shared, RIDGE)
+        for site in range(count):
+            chosen = hinted & (sites == site)
+            blend[site, source] = _logistic(with_hint[chosen], ran[steps][chosen], every, RIDGE)
     return blend
 
 

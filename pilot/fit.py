@@ -225,10 +225,10 @@ def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def placed_hints(pilot: Pilot, examples: Sequence[Example]) -> Floats:
-    """Return what was hinted last about each optional slot, NaN if nothing was,
-    ``[examples, optional]``."""
+    """Return what was hinted last about each optional slot while others were undecided before it,
+    and what when it was at hand; NaN if nothing was, ``[examples, optional, 2]``."""
     layout = pilot.layout
-    hints = np.full((len(examples), len(layout.optional)), np.nan, dtype=np.float32)
+    hints = np.full((len(examples), len(layout.optional), 2), np.nan, dtype=np.float32)
     for row, example in zip(hints, examples, strict=True):
         seen: Counter[int] = Counter()
         passed = passed_slots = 0
@@ -239,11 +239,13 @@ def placed_hints(pilot: Pilot, examples: Sequence[Example]) -> Floats:
                 upto = int(np.searchsorted(layout.optional, place, side="right"))
                 passed_slots = max(passed_slots, upto)
             passed = hint.place
-            for block, value in zip(hint.blocks, hint.values, strict=True):
-                place = layout.place_of.get((block, seen[block]), -1)
-                number = layout.optional_number.get(place, -1)
+            places = (layout.place_of.get((block, seen[block]), -1) for block in hint.blocks)
+            numbers = [layout.optional_number.get(place, -1) for place in places]
+            open_ones = [number for number in numbers if number >= passed_slots]
+            at_hand = int(min(open_ones, default=-1) == passed_slots)
+            for number, value in zip(numbers, hint.values, strict=True):
                 if number >= passed_slots:
-                    row[number] = value
+                    row[number, at_hand] = value
     return hints
 
 

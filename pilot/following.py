@@ -104,7 +104,9 @@ class Following:
                 places.append(bundle)
                 chances.append(value)
         if places:
-            self._course.hint(np.array(places), np.array(chances, dtype=np.float32))
+            at_hand = min(places) == len(self._ran)
+            told = np.array(chances, dtype=np.float32)
+            self._course.hint(np.array(places), told, at_hand=at_hand)
             self.decided = True
 
     def rest(self) -> list[int]:

@@ -69,7 +69,8 @@ class Lesson:
         groups: the source of each step.
         described: the blocks' features, ``[blocks, features]``.
         sites: the number of each block's site, ``[blocks]``.
-        hints: what the network hinted last about each block, NaN if nothing, ``[steps, blocks]``.
+        hints: what the network hinted last about each block, ahead and at hand, NaN if nothing,
+            ``[steps, blocks, 2]``; see `dynoffload.pilot.correction`.
     """
 
     samples: Sequence[Sample]

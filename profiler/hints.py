@@ -1,9 +1,11 @@
 """Hints: what a network can tell of its coming decisions while it runs.
 
 What it is: `Decider`, a place where a network decides which blocks run, as the network itself
-describes it, and `hints_of`, what the next one would decide by what the present one is given. A
-router of the next layer applied to the hidden state of this one is mostly right, and costs one
-small product. What it is not: a prediction; how far hints are to be believed the pilot learns.
+describes it, and `hints_of`, what one would decide by what a module is given. As a decider's module
+is called, it is asked itself, and so is the one after it: a router applied to what it is given says
+which experts run before the first of them does, and the next layer's, applied to the hidden state
+of this one, is mostly right; each costs one small product. What it is not: a prediction; how far
+hints are to be believed the pilot learns.
 
 How it fits: a network that has a method ``deciders()`` gives hints; the recorder stores them in
 traces (`Trace.hints`), from which pilots learn how far to believe them.
@@ -14,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,9 +36,10 @@ class Decider:
     Attributes:
         path: of the module whose call decides.
         blocks: paths of the modules it decides about.
-        foretell: given the positional arguments of the decider before, returns how likely each of
-            ``blocks`` is to run, 0 to 1, ``[blocks]``; None where it cannot tell. It is called
-            without gradients, must draw no random numbers, and change nothing.
+        foretell: given the positional arguments of its own module, or of the decider's before,
+            returns how likely each of ``blocks`` is to run, 0 to 1, ``[blocks]``; None where it
+            cannot tell. It is called without gradients, must draw no random numbers, and change
+            nothing.
     """
 
     path: str
@@ -47,7 +49,7 @@ class Decider:
 
 @dataclass(frozen=True)
 class Hint:
-    """What was foretold at one decider about the next.
+    """What was foretold at one decider, by itself or by the next.
 
     Attributes:
         call: index into `Trace.calls` of the call at whose begin it was foretold.
@@ -60,8 +62,8 @@ class Hint:
     values: tuple[float, ...]
 
 
-def deciders_of(model: nn.Module) -> dict[str, Decider]:
-    """Return, by the path of each decider, the one that comes after it.
+def deciders_of(model: nn.Module) -> dict[str, tuple[Decider, ...]]:
+    """Return, by the path of each decider, who is asked there: itself, and the one after it.
 
     Raises:
         TraceError: if what ``model.deciders()`` returns are no deciders of its modules.
@@ -86,34 +88,35 @@ def deciders_of(model: nn.Module) -> dict[str, Decider]:
                 else f"{name}: {decider.path!r} decides about "
                 f"{len(decider.blocks)} blocks; it must be between 1 and {MAX_HINTED}"
             )
-    return {here.path: after for here, after in pairwise(found)}
+    return {here.path: tuple(found[place : place + 2]) for place, here in enumerate(found)}
 
 
 @torch.no_grad()
-def hints_of(after: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
-    """Return what ``after`` foretells from the arguments of the decider before it.
+def hints_of(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
+    """Return what a decider foretells from arguments, its own or of the decider before it.
 
     None where it cannot tell. What goes wrong in it is logged, and no hint: a hint is advice.
     """
     try:
-        values = after.foretell(*args)
+        values = decider.foretell(*args)
         if values is None:
             return None
         flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
         told = tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
     except Exception:
-        logger.warning("no hint for %s", after.path, exc_info=True)
+        logger.warning("no hint for %s", decider.path, exc_info=True)
         return None
-    if len(told) != len(after.blocks):
+    if len(told) != len(decider.blocks):
         logger.warning(
-            "no hint for %s: %d values for %d blocks", after.path, len(told), len(after.blocks)
+            "no hint for %s: %d values for %d blocks", decider.path, len(told), len(decider.blocks)
         )
         return None
     return told
 
 
-def hinted(table: Mapping[str, Decider], path: str, args: Sequence[Any], call: int) -> Hint | None:
-    """Return the hint that the call at ``path`` gives, if it is a decider's and there is one."""
-    after = table.get(path)
-    values = None if after is None else hints_of(after, args)
-    return None if after is None or values is None else Hint(call, after.blocks, values)
+def hinted(
+    table: Mapping[str, Sequence[Decider]], path: str, args: Sequence[Any], call: int
+) -> list[Hint]:
+    """Return the hints that the call at ``path`` gives: none if it is no decider's."""
+    told = [(decider, hints_of(decider, args)) for decider in table.get(path, ())]
+    return [Hint(call, decider.blocks, values) for decider, values in told if values is not None]

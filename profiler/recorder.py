@@ -110,7 +110,7 @@ class Recorder:
         self._mode = _Mode(self._dispatch)
         self._handles: list[RemovableHandle] = []
         self._paths: dict[int, str] = {}  # id of a module -> its path
-        self._deciders: dict[str, Decider] = {}
+        self._deciders: dict[str, tuple[Decider, ...]] = {}
         self._parameters: dict[int, str] = {}  # id of a parameter -> its name
         self._network = ""
         self._thread = 0
@@ -273,7 +273,7 @@ class Recorder:
                 else:
                     call = log.enter(path, shape_key(args, kwargs), outer)
                     if path in self._deciders:
-                        self._take_hint(log, path, args, call)
+                        self._take_hints(log, path, args, call)
         self._stack.append(_Frame(id(module), call, in_backward))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -293,14 +293,12 @@ class Recorder:
         if not stack:
             self._suspended = False
 
-    def _take_hint(self, log: StepLog, path: str, args: tuple[Any, ...], call: int) -> None:
+    def _take_hints(self, log: StepLog, path: str, args: tuple[Any, ...], call: int) -> None:
         self._paused = True
         try:
-            hint = hinted(self._deciders, path, args, call)
+            log.hints += hinted(self._deciders, path, args, call)
         finally:
             self._paused = False
-        if hint is not None:
-            log.hints.append(hint)
 
     def _is_own_thread(self) -> bool:
         return threading.get_ident() == self._thread

@@ -85,13 +85,36 @@ def test_overconfident_chances_are_calibrated() -> None:
     assert np.abs(calibrated - truth).mean() < 0.05 < np.abs(said - truth).mean()
 
 
+def _ahead(hints: np.ndarray) -> np.ndarray:
+    """Return hints that were given ahead, and none at hand."""
+    return np.stack((hints, np.full(hints.shape, np.nan, np.float32)), axis=2)
+
+
+def test_hints_at_hand_are_believed_on_their_own_and_by_their_side() -> None:
+    """Those given ahead are noise; those at hand lie just above or below a half, and are right."""
+    rng = np.random.default_rng(0)
+    ran = rng.random((400, 12)) < 0.4
+    ahead = rng.random(ran.shape).astype(np.float32)
+    at_hand = np.where(ran, 0.51, 0.49).astype(np.float32)
+    correction = _learned(
+        np.full(ran.shape, 0.4, np.float32), ran, SITES, np.stack((ahead, at_hand), axis=2)
+    )
+    course = correction.start(np.full(12, 0.4, np.float32))
+    course.hint(np.arange(6), np.array([0.9, 0.1, 0.9, 0.1, 0.9, 0.1], np.float32))
+    assert course.chances[:6] == pytest.approx(0.4, abs=0.15)
+    course.hint(np.arange(3), np.array([0.51, 0.49, 0.49], np.float32), at_hand=True)
+    assert ((course.chances[:3] > 0.5) == [True, False, False]).all()
+    assert np.abs(course.chances[:3] - 0.5).min() > 0.4
+    assert course.chances[3:6] == pytest.approx(0.4, abs=0.15)
+
+
 def test_a_hint_is_believed_as_far_as_hints_were_right() -> None:
     rng = np.random.default_rng(0)
     ran = rng.random((400, 12)) < 0.4
     wrong = rng.random(ran.shape) < 0.05
     hints = (ran ^ wrong).astype(np.float32)
     hints[:, :3] = np.nan  # nobody hints at the first site
-    correction = _learned(np.full(ran.shape, 0.4, np.float32), ran, SITES, hints)
+    correction = _learned(np.full(ran.shape, 0.4, np.float32), ran, SITES, _ahead(hints))
     course = correction.start(np.full(12, 0.4, np.float32))
     course.hint(np.array([4, 5]), np.array([1.0, 0.0], np.float32))
     chances = course.chances
@@ -164,7 +187,7 @@ def test_rows_of_sure_chances_are_finite() -> None:
     chances = np.array([1e-4, 1 - 1e-4, 0.5], np.float32)
     rows = blend_rows(chances, np.array([5.0, -5.0, 0.0], np.float32), np.full(3, np.nan))
     assert np.isfinite(rows).all()
-    assert rows[2].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert rows[2].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_what_is_said_of_a_step_is_not_taught_by_it() -> None:
@@ -185,6 +208,6 @@ def test_good_hints_do_not_make_the_model_unheard_where_there_are_none() -> None
     truth = rng.uniform(0.05, 0.95, size=(400, 12))
     ran = rng.random(truth.shape) < truth
     hints = np.where(rng.random(ran.shape) < 0.02, ~ran, ran).astype(np.float32)
-    correction = _learned(truth.astype(np.float32), ran, SITES, hints)
+    correction = _learned(truth.astype(np.float32), ran, SITES, _ahead(hints))
     unhinted = np.stack([correction.start(row.astype(np.float32)).chances for row in truth])
     assert np.abs(unhinted - truth).mean() < 0.05
