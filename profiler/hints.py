@@ -14,7 +14,8 @@ traces (`Trace.hints`), from which pilots learn how far to believe them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,8 @@ def hints_of(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
     None where it cannot tell. What goes wrong in it is logged, and no hint: a hint is advice.
     """
     try:
-        values = decider.foretell(*args)
+        with _uncached():
+            values = decider.foretell(*args)
         if values is None:
             return None
         flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
@@ -120,3 +122,15 @@ def hinted(
     """Return the hints that the call at ``path`` gives: none if it is no decider's."""
     told = [(decider, hints_of(decider, args)) for decider in table.get(path, ())]
     return [Hint(call, decider.blocks, values) for decider, values in told if values is not None]
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Let autocast keep no weight that it casts here: one that was cast without gradients would
+    stand in for it in the forward itself."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,23 @@ def test_what_a_router_says_of_itself_is_what_it_does() -> None:
             for hint in at_hand.values():
                 for block, value in zip(hint.blocks, hint.values, strict=True):
                     assert (value > 0.5) == (block in example.blocks), vocabulary.blocks[block].path
+
+
+def test_a_weight_cast_for_a_hint_is_not_what_forward_uses() -> None:
+    gradients = []
+    for record in (False, True):
+        model, samples = zoo.build("moe", "tiny"), zoo.samples("moe", rows=1, length=8)
+        args = next(samples).args
+        with Recorder(model, on_step=lambda trace: None) if record else nullcontext():
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    model(*args).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    plain, recorded = gradients
+    routers = [name for name in plain if "router" in name]
+    assert len(routers) == 2
+    assert all(plain[name] is not None for name in routers)
+    for name, gradient in plain.items():
+        found = recorded[name]
+        assert (gradient is None) == (found is None), name
+        assert gradient is None or found is None or torch.equal(gradient, found), name
