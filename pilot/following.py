@@ -111,6 +111,10 @@ class Following:
 
     def rest(self) -> list[int]:
         """Return the blocks to expect from here on, in order."""
+        return self.foretell()[0]
+
+    def foretell(self) -> tuple[list[int], Floats]:
+        """Return the blocks to expect from here on, and the chance of each, ``[blocks]``."""
         self.decided = False
         course = self._course
         if course is not None and self._rest is not None:
@@ -119,13 +123,18 @@ class Following:
                 self._told = begun
                 course.replace(self._rest(self._ran[:begun]))
         order: list[int] = []
+        fidelity = 1.0
         if self._under_way is not None:
+            fidelity = self._under_way.fidelity
             order = self._under_way.rest(self._sample, self._segment)
             self._expected = [*self._segment, *order]
-        rest, _ = self._pilot.decode(
+        rest, confidence = self._pilot.decode(
             self._sample, self.chances, self._pilot.threshold, start=self._slot + 1
         )
-        return order + rest
+        if order:
+            here = np.full(len(order), fidelity, dtype=np.float32)
+            confidence = np.concatenate((here, confidence))
+        return order + rest, confidence
 
     @property
     def chances(self) -> Floats:

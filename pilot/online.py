@@ -1,11 +1,12 @@
 """Learning while the network trains: the pilot that corrects itself, and the one made from scratch.
 
 What it is: `OnlineLearner`, the session's one partner for predictions. Before each step it
-predicts; after it, it is told what ran. It does three things with that: corrects each block's odds
+predicts; after it, it is told what ran. It does four things with that: corrects each block's odds
 by how often it ran of late (routing drifts as the network trains, faster than a pilot is
-retrained), keeps the latest steps to learn a new pilot from, and keeps count of how its predictions
-do against repeating the last order. What it is not: a thread; `learn` takes seconds and the caller
-says when and where.
+retrained), keeps the latest steps to learn a new pilot from, keeps count of how its predictions do
+against repeating the last order, and notices when they do worse than they did: what was kept from
+before is forgotten then, and a new pilot due soon. What it is not: a thread; `learn` takes seconds
+and the caller says when and where.
 
 The correction is online gradient descent on one bias per optional block, with forgetting: with p
 the corrected chance and y whether the block ran, bias <- (1 - FORGET) * (bias + RATE * (y - p)).
@@ -13,6 +14,8 @@ the corrected chance and y whether the block ran, bias <- (1 - FORGET) * (bias +
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -32,6 +35,8 @@ from dynoffload.pilot.skeleton import tokens
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.profiler.sample import Sample
 
+logger = logging.getLogger(__name__)
+
 RATE = 0.3
 """How far one step moves a block's log-odds, times its surprise."""
 FORGET = 0.02
@@ -39,11 +44,16 @@ FORGET = 0.02
 FIRST = 16
 """Steps after which a first pilot can be learned."""
 GROWTH = 2.0
-"""A new pilot is due when so many times the steps of the one before were seen."""
+"""A new pilot is due when so many times the steps that the one before was learned from were
+seen."""
 WINDOW = 1024
 """Steps kept to learn from, the latest ones."""
 AVERAGE = 0.1
 """Weight of the newest step in the running accuracies."""
+SETTLED = 16
+"""Steps of a pilot's after which its running accuracy is taken for what it can do."""
+DRIFT = 0.1
+"""Accuracy lost since then from which the network, or its data, is taken for another."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,9 @@ class _Asked(NamedTuple):
 class OnlineLearner:
     """Predicts, follows and learns within one run.
 
+    Attributes:
+        drifts: how often the accuracy was found to have fallen.
+
     `predict` and `observe` are for the training thread and take well under a millisecond each;
     `learn` may run on another thread meanwhile and swaps the new pilot in when it is done.
     """
@@ -135,6 +148,9 @@ class OnlineLearner:
         self._asked: _Asked | None = None
         self._last: list[int] | None = None
         self._standing = Standing()
+        self._judged = 0  # steps of the pilot in use
+        self._level = math.nan  # its accuracy when it had settled
+        self.drifts = 0
 
     @property
     def pilot(self) -> Pilot | None:
@@ -208,8 +224,9 @@ class OnlineLearner:
             examples = list(self._examples)
             seen = self._seen
         pilot = fit_pilot(self._vocabulary, examples, model=self._model, seed=self._seed)
-        self._next = max(FIRST, int(GROWTH * seen))
+        self._next = seen + max(FIRST, int((GROWTH - 1) * len(examples)))
         self._current = _Correction(pilot)
+        self._judged, self._level = 0, math.nan
         return pilot
 
     def _judge(self, predicted: Sequence[int], order: Sequence[int]) -> None:
@@ -224,3 +241,25 @@ class OnlineLearner:
             pilot = old.pilot + weight * (pilot - old.pilot)
             last = old.last_order + weight * (last - old.last_order)
         self._standing = Standing(pilot, last, old.steps + 1)
+        self._judged += 1
+        if self._judged == SETTLED:
+            self._level = pilot
+        elif pilot < self._level - DRIFT:
+            self._forget()
+
+    def _forget(self) -> None:
+        """What runs is no longer what was learned: keep the latest steps only."""
+        logger.info(
+            "the pilot's accuracy has fallen from %.0f%% to %.0f%%: %s",
+            100 * self._level,
+            100 * self._standing.pilot,
+            "another is learned from what runs now"
+            if self._grow
+            else "it steers while it does better than repeating the last order",
+        )
+        self.drifts += 1
+        self._level = self._standing.pilot
+        with self._lock:
+            while len(self._examples) > FIRST:
+                self._examples.popleft()
+        self._next = min(self._next, self._seen + FIRST)

@@ -105,3 +105,51 @@ def test_a_pilot_of_another_network_is_refused() -> None:
     pilot = fit_pilot(vocabulary, examples, model="lightgbm")
     with pytest.raises(PilotError, match="trained for network"):
         OnlineLearner(vocabulary_of([("a", "")], network="other"), pilot=pilot)
+
+
+def test_a_drift_is_noticed_and_another_pilot_learned_from_what_runs_now() -> None:
+    vocabulary, examples = routed(300, noise=0.02)
+    fixed = {b.index for b in vocabulary.blocks if "experts" not in b.path}
+
+    def turned(order: list[int]) -> list[int]:
+        """Return the order of a network that routes to the expert after each of these."""
+        moved = {b if b in fixed else b + 1 for b in order}
+        return [b for b in range(len(vocabulary)) if b in moved or b in fixed]
+
+    def accuracy(learner: OnlineLearner, drift: bool) -> list[float]:
+        found = []
+        for example in examples[150:] if drift else examples[:150]:
+            order = turned(list(example.blocks)) if drift else list(example.blocks)
+            prediction = learner.predict(example.sample)
+            if prediction is not None:
+                found.append(block_order_accuracy(prediction.blocks, order))
+            learner.observe(example.sample, order)
+            if learner.due:
+                learner.learn()
+        return found
+
+    learner = OnlineLearner(vocabulary)
+    before = accuracy(learner, drift=False)
+    pilot = learner.pilot
+    after = accuracy(learner, drift=True)
+    assert learner.drifts >= 1
+    assert learner.pilot is not pilot
+    settled = sum(before[-40:]) / 40
+    assert settled > 0.8
+    assert sum(after[:8]) / 8 < settled - 0.1
+    assert sum(after[-40:]) / 40 > settled - 0.1
+
+
+def test_a_pilot_that_drifts_and_may_not_learn_is_only_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    vocabulary, examples = routed(200, noise=0.02)
+    learner = OnlineLearner(vocabulary, pilot=fit_pilot(vocabulary, examples[:150]), grow=False)
+    for number in range(120):
+        example = examples[number % 50 + 150]
+        learner.predict(example.sample)
+        learner.observe(example.sample, [0] if number > 60 else example.blocks)
+    assert learner.drifts >= 1
+    assert not learner.due
+    assert "accuracy has fallen" in caplog.text

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -38,6 +39,7 @@ from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.replay import Replay, Trust
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.trial import Trial
+from dynoffload.runtime.migration.worth import Worth
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.telemetry import StepStats
 
@@ -108,6 +110,9 @@ class Forecast:
         self._sample: Sample | None = None
         self._inside = 0
         self._step: Step | None = None  # while a forward runs
+        self._worth = Worth(self.vocabulary)
+        self._chosen: list[int] = []  # what of the rest is fetched ahead
+        self._planned = 0  # blocks that had begun as it was chosen
         self._asked: dict[str, list[Unit]] = {}  # by decider: what it and the next may look at
         self._order: list[int] = []
         self._last: list[int] | None = None
@@ -138,6 +143,7 @@ class Forecast:
         self._units = {unit.path: unit for unit in units}
         if not self.vocabulary.blocks:
             self.vocabulary = _vocabulary_of(self._network, units)
+            self._worth = Worth(self.vocabulary)
         if self._grows and self._learner is None:
             self._learner = OnlineLearner(self.vocabulary)
         self._install()
@@ -161,6 +167,7 @@ class Forecast:
         self._sample, following = None, None
         follows = self._repeats if self.replay is None else self.replay.begin()
         self.predicted, self.source = self._last if follows else None, "the last order"
+        confidence = None
         predictor = self._learner if self._learner is not None else self._predictor
         if predictor is not None:
             self._sample = describe_sample(self._model, args, kwargs, self._features)
@@ -168,8 +175,14 @@ class Forecast:
             if prediction is not None and self._may_steer():
                 self.predicted, self.source = list(prediction.blocks), "the pilot"
                 following = None if self._learner is None else self._learner.following
+                confidence = prediction.confidence if following is not None else None
         self._step = Step(following, self.predicted or ())
-        return None if self.predicted is None else self._units_of(self.predicted)
+        if self.predicted is None:
+            return None
+        self._chosen, self._planned = self.predicted, 0
+        if following is not None:
+            self._chosen = self._worth.begin(self.predicted, confidence)
+        return self._units_of(self._chosen)
 
     def _may_steer(self) -> bool:
         if self._learner is None:
@@ -209,16 +222,21 @@ class Forecast:
     def _revise(self, begun: list[int]) -> None:
         """Have the rest planned anew if it is another than was thought; ``begun`` runs first."""
         assert self._step is not None
+        revised = self._step.revise()
+        if revised is None:
+            return
         start = perf_counter()
-        rest = self._step.revise()
-        if rest is not None:
-            self._on_revise(self._units_of([*begun, *rest]))
-            self._step.account(start)
+        chosen = self._worth.choose(*revised)
+        if chosen != _less(self._chosen, self._order[self._planned :]):
+            self._chosen, self._planned = chosen, len(self._order)
+            self._on_revise(self._units_of([*begun, *chosen]))
+        self._step.account(start)
 
     def end(self) -> None:
         """The sample's forward is over: learn from what ran."""
         self.actual, self._order = self._order, []
         step, self._step = self._step, None
+        self._worth.end(self.actual)
         self.accuracy = math.nan
         if self.predicted is not None:
             self.accuracy = block_order_accuracy(self.predicted, self.actual)
@@ -332,6 +350,18 @@ class Forecast:
 
     def _out(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside -= 1
+
+
+def _less(blocks: Sequence[int], begun: Sequence[int]) -> list[int]:
+    """Return ``blocks`` without those that have begun, each as often as it has."""
+    gone = Counter(begun)
+    left: list[int] = []
+    for block in blocks:
+        if gone[block]:
+            gone[block] -= 1
+        else:
+            left.append(block)
+    return left
 
 
 def _below(path: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from dynoffload.pilot.features import BlockHint
+from dynoffload.pilot.features import BlockHint, Floats
 from dynoffload.pilot.following import Following
 
 SHARE = 0.05
@@ -60,9 +60,9 @@ class Step:
             self._following.hint(hint.blocks, hint.values)
             self._departed |= self._following.decided
 
-    def revise(self) -> list[int] | None:
-        """Return what to expect from here on if that may have changed; None if not, or if asking
-        has taken its share of the time."""
+    def revise(self) -> tuple[list[int], Floats] | None:
+        """Return what to expect from here on, and the chance of each block, if that may have
+        changed; None if not, or if asking has taken its share of the time."""
         following = self._following
         if following is None or not self._departed:
             return None
@@ -70,11 +70,11 @@ class Step:
         if self._spent > SHARE * (begun - self._begun):
             return None
         self._departed = False
-        rest = following.rest()
-        before = self._expected[self._at :]
+        rest, chances = following.foretell()
         self._expected, self._at = rest, 0
+        self.revisions += 1
         self.account(begun)
-        return None if rest == before else rest
+        return rest, chances
 
     def account(self, begun: float) -> None:
         """Foretelling, or planning by it, has taken the time since ``begun`` (`perf_counter`)."""

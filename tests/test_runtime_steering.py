@@ -1,0 +1,255 @@
+"""A pilot that steers is corrected within the forward, fetches what is worth it, changes no bit."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exactness import Loop, Twin, compare_runs, needs_pager
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import dynoffload
+from dynoffload.experiments import zoo
+from dynoffload.pilot.features import BlockHint
+from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.train import train_pilot
+from dynoffload.planning import footprint
+from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.profiler import Decider, Trace
+from dynoffload.profiler.idioms import Idioms
+from dynoffload.runtime.migration.steps import Step
+from dynoffload.runtime.migration.worth import SHOWN, Worth
+
+PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None, "io_threads": 2}
+SHAPE = {"rows": 1, "length": 6}
+
+
+def _samples(count: int, seed: int = 0) -> list[Any]:
+    return list(islice(zoo.samples("moe", seed=seed, **SHAPE), count))
+
+
+def _loss(model: nn.Module, sample: Any) -> Tensor:
+    loss: Tensor = model(*sample.args).loss
+    return loss
+
+
+@cache
+def _profiled(folder: Path) -> tuple[int, Pilot]:
+    """Return the bytes of a step, and a pilot that knows how far its network's hints are right."""
+    model = zoo.build("moe", "tiny-wide")
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    paths = dynoffload.profile(
+        model, _samples(24, seed=5), out=folder, optimizer=optimizer, progress=False
+    )
+    total = max(footprint(Trace.load(path)).total for path in paths)
+    return total, train_pilot(folder, model="lightgbm", progress=False).pilot
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Pilot]:
+    return _profiled(tmp_path_factory.mktemp("traces"))
+
+
+def _told_by(model: nn.Module, answer: Any) -> None:
+    """Have the deciders of ``model`` answer otherwise."""
+    deciders: list[Decider] = model.deciders()  # type: ignore[operator]
+    changed = [replace(one, foretell=answer(one)) for one in deciders]
+    model.deciders = lambda: changed  # type: ignore[assignment]
+
+
+def _liar(seed: int) -> Any:
+    """Return deciders that say anything, or nothing, or fail."""
+    chance = random.Random(seed)
+
+    def answer(decider: Decider) -> Any:
+        count = len(decider.blocks)
+
+        def foretell(x: Tensor) -> Tensor | None:
+            kind = chance.randrange(5)
+            if kind == 0:
+                return None
+            if kind == 1:
+                raise ArithmeticError("a decider that fails")
+            if kind == 2:
+                return torch.zeros(count + 1)
+            return torch.tensor([chance.random() for _ in range(count)])
+
+        return foretell
+
+    return answer
+
+
+@needs_pager
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    share=st.sampled_from([3, 6, 10]),
+    seed=st.integers(0, 99),
+    lie=st.booleans(),
+    autocast=st.sampled_from([None, torch.bfloat16]),
+)
+def test_whatever_is_hinted_changes_no_bit(
+    profiled: tuple[int, Pilot], share: int, seed: int, lie: bool, autocast: torch.dtype | None
+) -> None:
+    total, pilot = profiled
+    twin = Twin(zoo.build("moe", "tiny-wide"), lambda p: AdamW(p, lr=1e-3))
+    if lie:
+        _told_by(twin.model, _liar(seed))
+    session = compare_runs(
+        twin,
+        Loop(steps=6, autocast=autocast),
+        _samples(12, seed),
+        _loss,
+        total // share,
+        pilot=pilot,
+        config=PAGES,
+    )
+    assert session.stats["bytes_in"].sum() > 0
+    assert session.stats["accuracy"].notna().all()
+
+
+def _anchored(profiled: tuple[int, Pilot], answer: Any = None, **config: Any) -> tuple[int, int]:
+    """Return how many visits the plans foresaw, and how many they did not."""
+    total, pilot = profiled
+    model = zoo.build("moe", "tiny-wide")
+    if answer is not None:
+        _told_by(model, answer)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    drawn = _samples(12)
+    with dynoffload.offload(
+        model, optimizer, budget=total // 4, pilot=pilot, config={**PAGES, **config}
+    ) as session:
+        for sample in drawn:
+            _loss(model, sample).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        migrator = session._paging.migrator  # type: ignore[union-attr]
+        return migrator.anchored, migrator.missed
+
+
+@needs_pager
+def test_what_routers_say_is_planned(
+    profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)  # whatever it takes
+    foreseen, missed = _anchored(profiled)
+    _, missed_mute = _anchored(profiled, lambda decider: lambda x: None)
+    assert missed < 0.25 * missed_mute
+    assert missed < 0.06 * foreseen
+
+
+class _Told:
+    """Stands for a `Following` whose answers are set."""
+
+    def __init__(self, *answers: list[int]) -> None:
+        self.answers = list(answers)
+        self.told: list[int] = []
+        self.decided = False
+
+    def tell(self, block: int) -> None:
+        self.told.append(block)
+
+    def hint(self, blocks: tuple[int, ...], values: tuple[float, ...]) -> None:
+        self.decided = bool(blocks)
+
+    def foretell(self) -> tuple[list[int], Any]:
+        self.decided = False
+        answer = self.answers.pop(0)
+        return answer, np.ones(len(answer), np.float32)
+
+
+def test_the_rest_is_asked_for_when_something_else_runs_or_is_hinted() -> None:
+    following = _Told([3, 4], [4])
+    step = Step(following, [0, 1, 2])  # type: ignore[arg-type]
+    time.sleep(0.01)
+    step.ran(0)
+    assert step.revise() is None
+    step.ran(5)
+    time.sleep(0.05)
+    revised = step.revise()
+    assert revised is not None
+    assert revised[0] == [3, 4]
+    assert step.revise() is None
+    step.ran(3)
+    assert step.revise() is None
+    step.hinted(BlockHint(3, (), ()))
+    assert step.revise() is None
+    step.hinted(BlockHint(3, (4,), (1.0,)))
+    time.sleep(0.05)
+    assert step.revise() is not None
+    assert step.revisions == 2
+    assert step.foretold == 2
+    assert following.told == [0, 5, 3]
+    assert [hint.blocks for hint in step.hints] == [(), (4,)]
+
+
+def test_asking_takes_no_more_than_its_share() -> None:
+    following = _Told(*([[9]] * 100))
+    step = Step(following, [])  # type: ignore[arg-type]
+    begun = time.perf_counter()
+    step.ran(0)
+    time.sleep(0.02)
+    step.account(begun)  # twenty milliseconds of twenty were spent
+    step.ran(1)
+    assert step.revise() is None
+    assert step.revisions == 0
+
+
+def test_who_has_no_pilot_only_keeps_the_hints() -> None:
+    step = Step(None, [1, 2])
+    step.ran(7)
+    step.hinted(BlockHint(1, (2,), (0.5,)))
+    assert step.revise() is None
+    assert len(step.hints) == 1
+
+
+def _vocabulary(experts: int) -> Vocabulary:
+    paths = ["embedding", *(f"layer.experts.{e}" for e in range(experts))]
+    return Vocabulary(
+        "n",
+        tuple(
+            Block(n, path, "", (path,), (), 100, 0, 0.0, 0.0, Idioms(*[0] * 6), "experts" in path)
+            for n, path in enumerate(paths)
+        ),
+    )
+
+
+def _chances(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+def test_only_what_is_likely_enough_is_fetched_ahead() -> None:
+    worth = Worth(_vocabulary(4))
+    order = [0, 1, 2, 3]
+    assert worth.choose(order, _chances(1.0, 0.74, 0.76, 0.99)) == [0, 2, 3]
+    assert worth.choose(order, None) == order
+
+
+def test_a_site_that_loses_is_off_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    worth = Worth(_vocabulary(4))
+    caplog.set_level(logging.WARNING)
+    for _ in range(int(SHOWN) + 2):
+        assert 0 in worth.begin([0, 1, 2], _chances(1.0, 0.9, 0.9))
+        worth.end([0, 3, 4])  # other experts than were foretold
+    assert worth.off == ("layer.experts",)
+    assert "layer.experts: of the bytes foretold there 100% are not used of late" in caplog.text
+    assert worth.begin([0, 1, 2], _chances(1.0, 0.9, 0.98)) == [0, 2]
+    worth.end([0, 1, 2])
+    steps = itertools.count()
+    while worth.off:
+        worth.begin([0, 1, 2], _chances(1.0, 0.9, 0.9))
+        worth.end([0, 1, 2])
+        assert next(steps) < 100
+    assert "they are fetched ahead again" in caplog.text
