@@ -23,15 +23,19 @@ from dynoffload.pilot.baselines import MostFrequent
 from dynoffload.pilot.correction import Correction, learn_correction
 from dynoffload.pilot.evaluate import block_order_accuracy, source_folds, varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
-from dynoffload.pilot.models import KINDS, Lesson, Rest, learn_model
+from dynoffload.pilot.mlp_training import planned_epochs
+from dynoffload.pilot.models import KINDS, Lesson, PresenceModel, Rest, learn_model
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.segments import Rule, SegmentModel, learn_segment
 from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot, learn_skeleton, tokens
+from dynoffload.pilot.workers import SERIAL, Workers
 from dynoffload.planning.blocks import Vocabulary
 
 AUTO = "auto"
 FOLDS = 3
 """Parts of the samples, each foretold by what the others teach."""
+MAX_CHOOSING = 768
+"""Samples that kinds are tried on at most, spread evenly; the chosen kind learns from all."""
 MAX_VALIDATION = 256
 """Samples that thresholds are tried on at most."""
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(2, 17))
@@ -52,6 +56,7 @@ def fit_pilot(
     model: str = AUTO,
     seed: int = 0,
     on_progress: Progress | None = None,
+    workers: Workers = SERIAL,
 ) -> Pilot:
     """Fit a pilot.
 
@@ -62,6 +67,8 @@ def fit_pilot(
             cross-validation.
         seed: makes the result the same every time.
         on_progress: called now and then with what is being done.
+        workers: who fits the models of cross-validation; they do not change the result if this
+            process uses one thread, as they do (`dynoffload.pilot.workers.one_thread`).
 
     Raises:
         PilotError: if there are too few samples, an order names a block that the vocabulary does
@@ -102,7 +109,9 @@ def fit_pilot(
         np.fmax.reduceat(placed_hints(bare, examples), firsts, axis=1),
     )
     bare = replace(bare, bundles=tuple(bundles.tolist()))
-    return _fit_models(bare, lesson, examples, kinds, seed, on_progress or (lambda _: None))
+    return _fit_models(
+        bare, lesson, examples, kinds, seed, on_progress or (lambda _: None), workers
+    )
 
 
 def _fit_models(
@@ -112,84 +121,128 @@ def _fit_models(
     kinds: Sequence[str],
     seed: int,
     on_progress: Progress,
+    workers: Workers,
 ) -> Pilot:
     """Choose kind, length of training and threshold by cross-validation; then learn from all.
 
     What is foretold of steps that were left out also tells how the chosen kind errs.
     """
-    folds = source_folds(lesson.groups, FOLDS, seed)
-    bundles = bare.layout.bundles
-    shown = np.linspace(0, len(examples) - 1, min(len(examples), MAX_VALIDATION)).astype(int)
-    best: tuple[float, float, _LeftOut] | None = None
-    tried: dict[str, float] = {}
-    for kind in kinds:
-        told = _leave_out(kind, lesson, folds, seed, partial(on_progress, f"choosing: {kind}"))
-        threshold, accuracy = _best_threshold(
-            bare,
-            [examples[i] for i in shown],
-            [told.chances[i][bundles] for i in shown],
-        )
-        tried[kind] = round(accuracy, 4)
-        if best is None or accuracy > best[0]:
-            best = (accuracy, threshold, told)
-    assert best is not None
-    _, threshold, told = best
+    chosen = np.linspace(0, len(examples) - 1, min(len(examples), MAX_CHOOSING)).astype(int)
+    some = lesson.part(chosen)
+    folds = source_folds(some.groups, FOLDS, seed)
+    parts = [int(part) for part in np.unique(folds)]
+    questions = [(kind, part) for kind in reversed(kinds) for part in parts]  # the longest first
+    tasks = [(kind, some, folds, part, seed) for kind, part in questions]
+    taught: dict[tuple[str, int], _Taught] = {}
+    for number, made in workers.run(_teach, tasks):
+        taught[questions[number]] = made
+        on_progress(f"choosing a model: {len(taught)} of {len(tasks)} trial fits")
+    shown = np.linspace(0, len(chosen) - 1, min(len(chosen), MAX_VALIDATION)).astype(int)
+    trials = [(kind, some, folds, [taught[kind, part] for part in parts]) for kind in kinds]
+    judged = [(bare, [examples[i] for i in chosen[shown]], shown, *trial) for trial in trials]
+    tried: dict[str, _LeftOut] = {}
+    for number, left_out in workers.run(_judge, judged):
+        tried[kinds[number]] = left_out
+        on_progress(f"choosing a model: {len(tried)} of {len(kinds)} kinds judged")
+    told = max((tried[kind] for kind in kinds), key=lambda left_out: left_out.accuracy)
     on_progress(f"training: {told.kind}")
+    planned = planned_epochs(len(examples))
+    epochs = None if told.share is None else max(1, round(told.share * planned))
     model, _ = learn_model(
         told.kind,
         lesson,
         seed=seed,
-        epochs=told.epochs,
+        epochs=epochs,
         on_stage=partial(on_progress, f"training: {told.kind}"),
     )
-    card = {**bare.card, "validation_accuracy": tried, "folds": int(folds.max()) + 1}
-    return replace(bare, model=model, threshold=threshold, card=card, correction=told.correction)
+    card = {
+        **bare.card,
+        "validation_accuracy": {kind: round(tried[kind].accuracy, 4) for kind in kinds},
+        "validation_samples": len(chosen),
+        "folds": len(parts),
+    }
+    return replace(
+        bare, model=model, threshold=told.threshold, card=card, correction=told.correction
+    )
+
+
+@dataclass(frozen=True)
+class _Taught:
+    """What a model foretold of one part of the steps, which it had not learned from.
+
+    Attributes:
+        steps: the numbers of that part's steps.
+        chances: what it foretold of them, ``[part, blocks]``.
+        share: the length of training that was best, as a share of the usual; None: it has none.
+        model: kept where it foretells the rest of a step itself, else None.
+    """
+
+    steps: npt.NDArray[np.int64]
+    chances: Floats
+    share: float | None
+    model: PresenceModel | None
+
+
+def _teach(
+    kind: str, lesson: Lesson, folds: npt.NDArray[np.int64], part: int, seed: int
+) -> _Taught:
+    """Have a model of one kind learn from all but one part, and foretell that."""
+    aside, inside = np.flatnonzero(folds == part), np.flatnonzero(folds != part)
+    held_out = lesson.part(aside)
+    model, epochs = learn_model(kind, lesson.part(inside), seed=seed, held_out=held_out)
+    chances = np.stack([model.probabilities(sample) for sample in held_out.samples])
+    kept = model if model.rest(held_out.samples[0]) is not None else None
+    share = None if epochs is None else epochs / planned_epochs(len(inside))
+    return _Taught(aside, chances, share, kept)
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """What models of one kind foretold of steps that they had not learned from.
+    """What became of the trial fits of one kind.
 
     Attributes:
         kind: of the models.
-        chances: of each part of the steps, corrected, by what the other parts teach,
-            ``[steps, blocks]``.
-        epochs: the length of training that was best, in the median; None: the kind has none.
-        correction: learned from all that.
+        accuracy: block-order accuracy at the threshold, on steps that had not taught it.
+        threshold: the best one.
+        share: the length of training that was best, in the median, as a share of the usual; None:
+            the kind has none.
+        correction: learned from what they foretold and what ran.
     """
 
     kind: str
-    chances: Floats
-    epochs: int | None
+    accuracy: float
+    threshold: float
+    share: float | None
     correction: Correction
 
 
-def _leave_out(
+def _judge(
+    bare: Pilot,
+    examples: Sequence[Example],
+    shown: npt.NDArray[np.int64],
     kind: str,
     lesson: Lesson,
     folds: npt.NDArray[np.int64],
-    seed: int,
-    on_stage: Callable[[], None],
+    taught: Sequence[_Taught],
 ) -> _LeftOut:
-    """Foretell each fold by what the others teach."""
+    """Learn how a kind errs, and score what it foretold of the steps left out.
+
+    Args:
+        bare: the pilot, as yet without a model.
+        examples: what it is scored on.
+        shown: their numbers in the lesson.
+        kind: of the models.
+        lesson: all steps.
+        folds: the part of each.
+        taught: what was foretold of each part.
+    """
     chances = np.empty(lesson.present.shape, dtype=np.float32)
     rests: list[Rest | None] = [None] * len(chances)
-    lengths: list[int] = []
-    for fold in np.unique(folds):
-        aside = np.flatnonzero(folds == fold)
-        held_out = lesson.part(aside)
-        model, epochs = learn_model(
-            kind,
-            lesson.part(np.flatnonzero(folds != fold)),
-            seed=seed,
-            held_out=held_out,
-            on_stage=on_stage,
-        )
-        if epochs is not None:
-            lengths.append(epochs)
-        for step, sample in zip(aside.tolist(), held_out.samples, strict=True):
-            chances[step] = model.probabilities(sample)
-            rests[step] = model.rest(sample)
+    for told in taught:
+        chances[told.steps] = told.chances
+        if told.model is not None:
+            for step in told.steps.tolist():
+                rests[step] = told.model.rest(lesson.samples[step])
 
     def again(step: int, ran: Sequence[bool]) -> Floats:
         rest = rests[step]
@@ -204,8 +257,11 @@ def _leave_out(
         lesson.hints,
         again=None if rests[0] is None else again,
     )
-    epochs = round(float(np.median(lengths))) if lengths else None
-    return _LeftOut(kind, calibrated, epochs, correction)
+    bundles = bare.layout.bundles
+    threshold, accuracy = _best_threshold(bare, examples, [calibrated[i][bundles] for i in shown])
+    shares = [told.share for told in taught if told.share is not None]
+    share = float(np.median(shares)) if shares else None
+    return _LeftOut(kind, accuracy, threshold, share, correction)
 
 
 def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

@@ -7,6 +7,7 @@ the pilot and the baselines it must beat on the same samples. What it is not: th
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,16 +17,20 @@ from time import perf_counter
 
 import numpy as np
 
-from dynoffload.errors import PilotError, TraceError
+from dynoffload.errors import PilotError
 from dynoffload.pilot.baselines import LastOrder
 from dynoffload.pilot.evaluate import Scores, one_ahead, score, split_by_source
 from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.fit import AUTO, fit_pilot
+from dynoffload.pilot.labelling import Labelled, label_traces, trace_files
+from dynoffload.pilot.labels import Label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.pilot.workers import SERIAL, Workers, one_thread
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.planning.recorded import PlannedStep
 from dynoffload.profiler.program import Program, resolve
 from dynoffload.profiler.storage import load_traces
 
@@ -33,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 HOLDOUT = 0.25
 """Share of the samples that scores are measured on."""
+FOLLOWED_BY_ONE = 64
+"""Samples that one process follows block by block; more are shared out among the workers."""
+CHUNKS = 8
+"""Parts that they are shared out in."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +88,47 @@ class TrainResult:
         evaluation: scores on the sources held out.
         train_samples: how many samples the pilot learned from.
         seconds: how long the job took, reading included.
+        data: what it was made of.
     """
 
     pilot: Pilot
     evaluation: Evaluation
     train_samples: int
     seconds: float
+    data: TraceSet
+
+
+@dataclass(frozen=True)
+class TraceSet:
+    """The traces that a pilot was made of and scored on.
+
+    Attributes:
+        digest: SHA-256 over the digests of all traces, sorted: the same for the same files,
+            whatever they are called.
+        traces: how many.
+        sources: the sources, sorted.
+        labels_there: how many labels an earlier run had made.
+        plans: what each step asks of memory under the budget; empty without one.
+    """
+
+    digest: str
+    traces: int
+    sources: tuple[str, ...]
+    labels_there: int
+    plans: tuple[PlannedStep, ...]
+
+    @classmethod
+    def of(cls, labelled: Labelled) -> TraceSet:
+        """Describe what was labelled."""
+        labels = labelled.labels
+        digests = sorted(label.digest for label in labels)
+        return cls(
+            hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+            len(labels),
+            tuple(sorted({label.source for label in labels})),
+            labelled.there,
+            tuple(label.plan for label in labels if label.plan is not None),
+        )
 
 
 def train_pilot(
@@ -95,8 +139,12 @@ def train_pilot(
     holdout: float = HOLDOUT,
     seed: int = 0,
     progress: bool = True,
+    workers: Workers = SERIAL,
+    keep: Path | None = None,
 ) -> TrainResult:
     """Train a pilot on a directory of traces and score it on sources it has not seen.
+
+    The same traces and seed give the same pilot, byte for byte, whoever the workers are.
 
     Args:
         traces: directory that `dynoffload profile` wrote; its ``*.parquet`` files are read.
@@ -105,29 +153,39 @@ def train_pilot(
         holdout: share of the samples held out, in whole sources, between 0 and 1.
         seed: makes the result the same every time.
         progress: show a bar on stderr once the job has taken two seconds.
+        workers: who labels the traces, on a cluster too, and fits the models, on this machine.
+        keep: directory in which labels are kept as they are made, so that a job that was killed
+            goes on there (see `dynoffload.pilot.labelling`); None to keep none.
 
     Raises:
-        TraceError: if there is no trace, one cannot be read, or they are of several networks.
-        PilotError: if there are too few traces or the model is unknown.
+        TraceError: if there is no trace, some cannot be read, or they are of several networks.
+        PilotError: if there are too few traces, the model is unknown, or the cluster fails.
+        ClientError: if the library of the cluster is not installed.
     """
     if not 0 < holdout < 1:
         raise PilotError(f"holdout is a share between 0 and 1, not {holdout}")
     start = perf_counter()
-    with progress_bar(progress) as report:
-        programs = load_programs(traces, report)
-        if len(programs) < 4:
+    with progress_bar(progress) as report, one_thread():
+        labelled = label_traces(traces, workers, report, budget=budget, keep=keep)
+        labels = labelled.labels
+        if len(labels) < 4:
             raise PilotError(
-                f"{traces}: {len(programs)} traces are too few to learn from and to score on; "
+                f"{traces}: {len(labels)} traces are too few to learn from and to score on; "
                 "profile at least 4 steps, better some hundreds"
             )
-        inside, aside = split_by_source([p.source for p in programs], holdout, seed)
+        inside, aside = split_by_source([label.source for label in labels], holdout, seed)
         report("cutting blocks")
-        vocabulary = build_vocabulary([programs[i] for i in inside], budget)
-        examples = [encode_example(vocabulary, programs[i]) for i in inside]
-        pilot = fit_pilot(vocabulary, examples, model=model, seed=seed, on_progress=report)
+        vocabulary = build_vocabulary([labels[i].outline for i in inside], budget)
+        examples = [encode_example(vocabulary, labels[i]) for i in inside]
+        held_out = [encode_example(vocabulary, labels[i]) for i in aside]
+        data = TraceSet.of(labelled)
+        del labels, labelled
+        near = workers.here()
+        pilot = fit_pilot(
+            vocabulary, examples, model=model, seed=seed, on_progress=report, workers=near
+        )
         report("scoring")
-        held_out = [encode_example(vocabulary, programs[i]) for i in aside]
-        evaluation = evaluate(pilot, held_out)
+        evaluation = evaluate(pilot, held_out, near)
     seconds = perf_counter() - start
     logger.info(
         "pilot (%s) learned from %d samples in %.1f s: block-order accuracy %.3f on %d held out",
@@ -137,24 +195,26 @@ def train_pilot(
         evaluation.pilot.block_order_accuracy,
         len(aside),
     )
-    return TrainResult(pilot, evaluation, len(inside), seconds)
+    return TrainResult(pilot, evaluation, len(inside), seconds, data)
 
 
-def evaluate_pilot(pilot: Pilot, traces: str | Path, *, progress: bool = True) -> Evaluation:
+def evaluate_pilot(
+    pilot: Pilot, traces: str | Path, *, progress: bool = True, workers: Workers = SERIAL
+) -> Evaluation:
     """Score a pilot on a directory of traces.
 
     Raises:
-        TraceError: if there is no trace, one cannot be read, or they are of several networks.
+        TraceError: if there is no trace, some cannot be read, or they are of several networks.
         PilotError: if the traces are of another network than the pilot's.
     """
     with progress_bar(progress) as report:
-        programs = load_programs(traces, report)
-        pilot.check(programs[0].network)
+        labels = label_traces(traces, workers, report).labels
+        pilot.check(labels[0].outline.network)
         report("scoring")
-        return evaluate(pilot, [encode_example(pilot.vocabulary, p) for p in programs])
+        return evaluate(pilot, [encode_example(pilot.vocabulary, label) for label in labels])
 
 
-def evaluate(pilot: Pilot, examples: Sequence[Example]) -> Evaluation:
+def evaluate(pilot: Pilot, examples: Sequence[Example], workers: Workers = SERIAL) -> Evaluation:
     """Score a pilot and the baselines on samples, in the order given."""
     blocks, varying = pilot.vocabulary.blocks, pilot.varying
     times: list[float] = []
@@ -178,16 +238,31 @@ def evaluate(pilot: Pilot, examples: Sequence[Example]) -> Evaluation:
         following=score(following, examples, blocks, varying),
         last_order=score(LastOrder(frequent), examples, blocks, varying),
         most_frequent=score(lambda _: frequent, examples, blocks, varying),
-        one_ahead=float(np.mean([one_ahead(pilot, example) for example in examples])),
+        one_ahead=float(np.mean(_ahead(pilot, examples, workers))),
         latency_s=float(np.median(times)),
         latency_p95_s=float(np.quantile(times, 0.95)),
         sources=tuple(sorted({example.source for example in examples})),
     )
 
 
-def encode_example(vocabulary: Vocabulary, program: Program) -> Example:
-    """Return a program as the pilot learns from it."""
-    order = vocabulary.encode_calls(program)
+def _ahead(pilot: Pilot, examples: Sequence[Example], workers: Workers) -> list[float]:
+    """Return `one_ahead` of each example."""
+    if len(examples) < FOLLOWED_BY_ONE:
+        return _ahead_of(pilot, examples)
+    shares = [list(examples[start::CHUNKS]) for start in range(CHUNKS)]
+    found = [0.0] * len(examples)
+    for start, part in workers.run(_ahead_of, [(pilot, share) for share in shares]):
+        found[start::CHUNKS] = part
+    return found
+
+
+def _ahead_of(pilot: Pilot, examples: Sequence[Example]) -> list[float]:
+    return [one_ahead(pilot, example) for example in examples]
+
+
+def encode_example(vocabulary: Vocabulary, program: Program | Label) -> Example:
+    """Return a program, or what a label keeps of one, as the pilot learns from it."""
+    order = vocabulary.encode_calls(program.outline if isinstance(program, Label) else program)
     calls = [call for call, _ in order]
     hints: list[BlockHint] = []
     for hint in program.hints:
@@ -204,11 +279,7 @@ def load_programs(traces: str | Path, report: Report | None = None) -> list[Prog
     Raises:
         TraceError: if there is no trace, one cannot be read, or they are of several networks.
     """
-    folder = Path(traces)
-    paths = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
-    if not paths:
-        what = "holds no trace (*.parquet)" if folder.is_dir() else "is not a directory"
-        raise TraceError(f"{folder}: {what}; record some with 'dynoffload profile -o {folder}'")
+    paths = trace_files(traces)
     programs: list[Program] = []
     for number, trace in enumerate(load_traces(paths)):
         if report is not None:

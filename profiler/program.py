@@ -87,10 +87,14 @@ class Program:
     hints: tuple[Hint, ...] = ()
 
 
-def resolve(trace: Trace) -> Program:
+def resolve(trace: Trace, *, work: bool = True) -> Program:
     """Return the program of ``trace``; see [Note: to which visit an operator belongs].
 
     Each operator is in exactly one visit, so sums of seconds and idioms are those of the trace.
+
+    Args:
+        trace: one step.
+        work: whether the visits shall say what their operators do, which few readers need.
     """
     owners = _owners(trace)
     times_called = Counter(call.path for call in trace.calls)
@@ -100,7 +104,7 @@ def resolve(trace: Trace) -> Program:
     for (phase, path, call), group in groupby(_keys(trace, owners)):
         stop = start + len(list(group))
         variant = trace.calls[call].shape_key if call >= 0 and times_called[path] > 1 else ""
-        visits.append(_visit(trace, path, variant, phase, start, stop, shared))
+        visits.append(_visit(trace, path, variant, phase, start, stop, shared, work))
         start = stop
     return Program(
         network=trace.network,
@@ -130,23 +134,27 @@ def _visit(
     start: int,
     stop: int,
     shared: dict[Work, Work],
+    keep_work: bool,
 ) -> Visit:
     work: list[Work] = []
-    idioms = Idioms()
     seconds = 0.0
-    names: dict[str, None] = {}
-    made: dict[int, None] = {}
-    for operator in trace.operators[start:stop]:
-        idioms = idioms.plus(operator.idioms)
+    used: dict[int, None] = {}
+    operators = trace.operators[start:stop]
+    for operator in operators:
         seconds += operator.seconds
-        done = work_of(operator)
-        work.append(shared.setdefault(done, done))
-        for index in operator.reads + operator.writes:
-            region = trace.regions[index]
-            if _is_named(region):
-                names[region.name] = None
-            elif region.kind == "activation" and region.born >= start:
-                made[index] = None
+        used.update(dict.fromkeys(operator.reads + operator.writes))
+        if keep_work:
+            done = work_of(operator)
+            work.append(shared.setdefault(done, done))
+    idioms = Idioms(*map(sum, zip(*(operator.idioms for operator in operators), strict=True)))
+    names: dict[str, None] = {}
+    made: list[int] = []
+    for index in used:
+        region = trace.regions[index]
+        if _is_named(region):
+            names[region.name] = None
+        elif region.kind == "activation" and region.born >= start:
+            made.append(index)
     alive = [trace.regions[i] for i in made if not 0 <= trace.regions[i].died < stop]
     return Visit(
         path=path,

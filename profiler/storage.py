@@ -28,6 +28,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,7 +256,7 @@ def _read(path: Path, data: bytes) -> Trace:
             )
         _require(len(metadata[_HEADER_KEY]) <= _MAX_HEADER_BYTES, "its header is too long")
         _check_layout(file, path, _VERSIONS[version])
-        words = [name for name in _TEXT if name in file.schema_arrow.names]
+        words = [name for name in _TEXT if name in file.schema.names]
     columns = {"read_dictionary": words}
     with pq.ParquetFile(pa.BufferReader(data), **columns, **limits) as file:
         table = file.read(use_threads=False)
@@ -305,12 +306,17 @@ def _check_layout(file: Any, path: Path, version: int) -> None:
 def _regions(columns: Any, operators: int) -> list[RegionInfo]:
     names, kinds, sizes, born, died = columns
     _require(set(kinds) <= _KINDS, "a region is of no known kind")
-    for value in [*names, *kinds]:
-        _text(value)
-    for value in sizes:
-        _require(0 <= _integer(value) < _LARGEST, "a region has an impossible size")
-    for value in [*born, *died]:
-        _require(-1 <= _integer(value) <= operators, "a region's life lies outside the step")
+    _require(set(map(type, (*names, *kinds))) <= {str}, "a name is not text")
+    _require(set(map(type, (*sizes, *born, *died))) <= {int}, "a region is not told in numbers")
+    _require(
+        min(sizes, default=0) >= 0 and max(sizes, default=0) < _LARGEST,
+        "a region has an impossible size",
+    )
+    lives = (*born, *died)
+    _require(
+        min(lives, default=0) >= -1 and max(lives, default=0) <= operators,
+        "a region's life lies outside the step",
+    )
     return [RegionInfo(*row) for row in zip(names, kinds, sizes, born, died, strict=True)]
 
 
@@ -392,15 +398,16 @@ def _indices(column: Any, regions: int) -> list[tuple[int, ...]]:
     """Return the packed region indices of each row."""
     lists: list[tuple[int, ...]] = []
     for chunk in column.chunks:
-        packed = []
-        for data in chunk.dictionary.to_pylist():
-            indices = np.frombuffer(data, "<i4")
-            _require(
-                not len(indices) or (indices.min() >= 0 and indices.max() < regions),
-                "an operator uses a region that is not there",
-            )
-            packed.append(tuple(indices.tolist()))
-        lists.extend([packed[i] for i in chunk.indices.to_pylist()])
+        packed = chunk.dictionary.to_pylist()
+        _require(all(len(data) % 4 == 0 for data in packed), "a list of regions is cut short")
+        indices = np.frombuffer(b"".join(packed), "<i4")
+        _require(
+            not len(indices) or (indices.min() >= 0 and indices.max() < regions),
+            "an operator uses a region that is not there",
+        )
+        flat = iter(indices.tolist())
+        rows = [tuple(islice(flat, len(data) // 4)) for data in packed]
+        lists.extend([rows[i] for i in chunk.indices.to_pylist()])
     return lists
 
 

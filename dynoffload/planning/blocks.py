@@ -11,11 +11,12 @@ shapes of its arguments too, its *variant*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynoffload.errors import PilotError
+from dynoffload.planning.outline import Outline
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.program import Program
 from dynoffload.profiler.trace import Phase
@@ -105,7 +106,7 @@ class Vocabulary:
                 return found
         return self._indices.get((path, ""), UNSEEN)
 
-    def encode(self, program: Program) -> list[int]:
+    def encode(self, program: Program | Outline) -> list[int]:
         """Return the blocks that the forward of ``program`` ran, in order; unseen calls are -1.
 
         A call inside a block's call is part of it. The outermost call that runs parameters, but
@@ -116,8 +117,8 @@ class Vocabulary:
         """
         return [block for _, block in self.encode_calls(program)]
 
-    def encode_calls(self, program: Program) -> list[tuple[int, int]]:
-        """Return what `encode` does, each block with the index of its call in ``program.calls``.
+    def encode_calls(self, program: Program | Outline) -> list[tuple[int, int]]:
+        """Return what `encode` does, each block with the index of its call in ``program``.
 
         Raises:
             PilotError: if the program is of another network.
@@ -127,24 +128,39 @@ class Vocabulary:
                 f"this vocabulary is of network {self.network[:12]}, the program of "
                 f"{program.network[:12]}: profile the network at hand and build it anew"
             )
-        owners = {visit.path for visit in program.visits if visit.phase is Phase.FORWARD}
-        found = [self.index_of(call.path, call.shape_key) for call in program.calls]
-        runs = [call.path in owners for call in program.calls]  # parameters, itself or inside
+        if isinstance(program, Outline):
+            return self._order(program.paths, program.keys, program.parents, program.owner_paths)
+        return self._order(
+            [call.path for call in program.calls],
+            [call.shape_key for call in program.calls],
+            [call.parent for call in program.calls],
+            {visit.path for visit in program.visits if visit.phase is Phase.FORWARD},
+        )
+
+    def _order(
+        self,
+        paths: Sequence[str],
+        keys: Sequence[str],
+        parents: Sequence[int],
+        owners: Collection[str],
+    ) -> list[tuple[int, int]]:
+        found = [self.index_of(path, key) for path, key in zip(paths, keys, strict=True)]
+        runs = [path in owners for path in paths]  # parameters, itself or inside
         known = [index >= 0 for index in found]  # a block, itself or inside
         for place in range(len(found) - 1, -1, -1):
-            parent = program.calls[place].parent
+            parent = parents[place]
             if parent >= 0:
                 runs[parent] |= runs[place]
                 known[parent] |= known[place]
         inside: list[bool] = []
         order: list[tuple[int, int]] = []
-        for place, (call, index) in enumerate(zip(program.calls, found, strict=True)):
-            within = call.parent >= 0 and inside[call.parent]
+        for place, (path, parent, index) in enumerate(zip(paths, parents, found, strict=True)):
+            within = parent >= 0 and inside[parent]
             if not within and index >= 0:
                 order.append((place, index))
                 # A block of the module's own parameters alone leaves its children to be seen.
-                within = self.blocks[index].visits != (call.path,)
-            elif not within and runs[place] and (not known[place] or call.path in owners):
+                within = self.blocks[index].visits != (path,)
+            elif not within and runs[place] and (not known[place] or path in owners):
                 order.append((place, UNSEEN))
                 within = not known[place]
             inside.append(within)

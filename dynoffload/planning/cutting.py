@@ -22,16 +22,17 @@ large it is: it cannot be cut.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dynoffload.errors import PilotError
 from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.planning.outline import Outline, outline_of
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.program import Program
-from dynoffload.profiler.trace import Phase, owner_of
 
 MAX_VARIANTS = 16
 """The most variants of one module that are told apart."""
@@ -90,11 +91,13 @@ class _Seen:
     idioms: Counter[Idioms] = field(default_factory=Counter)
 
 
-def build_vocabulary(programs: Sequence[Program], budget: int | None = None) -> Vocabulary:
+def build_vocabulary(
+    programs: Sequence[Program | Outline], budget: int | None = None
+) -> Vocabulary:
     """Return the blocks of the network that ``programs`` ran.
 
     Args:
-        programs: one or more samples of one network.
+        programs: one or more samples of one network, or their outlines.
         budget: bytes of fast memory; without it blocks are limited by decisions alone.
 
     Raises:
@@ -109,9 +112,9 @@ def build_vocabulary(programs: Sequence[Program], budget: int | None = None) -> 
                 f"programs of two networks, {network[:12]} and {program.network[:12]} "
                 f"(source {program.source!r}, step {program.step}): give traces of one"
             )
-    outlines = [_outlines(program) for program in programs]
-    modules = _modules(programs, outlines)
-    sizes, owned = _regions(programs)
+    shown = [outline_of(p) if isinstance(p, Program) else p for p in programs]
+    modules = _modules(shown)
+    sizes, owned = _regions(shown)
     atomic = {
         path
         for path, module in modules.items()
@@ -122,8 +125,8 @@ def build_vocabulary(programs: Sequence[Program], budget: int | None = None) -> 
     }
     variants = {path: module.variants() for path, module in modules.items()}
     seen: dict[tuple[str, str], _Seen] = {}
-    for number, program in enumerate(programs):
-        _look(program, number, outlines[number], atomic, variants, seen)
+    for number, outline in enumerate(shown):
+        _look(outline, number, atomic, variants, seen)
     blocks = []
     for index, ((path, variant), block) in enumerate(seen.items()):
         regions = dict.fromkeys(name for owner in block.visits for name in owned[owner])
@@ -146,45 +149,26 @@ def build_vocabulary(programs: Sequence[Program], budget: int | None = None) -> 
     return Vocabulary(network, tuple(blocks), frozenset(repeated))
 
 
-def _owners(program: Program) -> set[str]:
-    """Return the modules that used parameters of their own in forward."""
-    return {visit.path for visit in program.visits if visit.phase is Phase.FORWARD}
-
-
-def _outlines(program: Program) -> list[_Outline]:
-    """Return the outline of each call, see [Note: Atomic]."""
-    owners = _owners(program)
-    found: list[list[str]] = [[] for _ in program.calls]
-    for index, call in enumerate(program.calls):
-        if call.path in owners:
-            above = index
-            while above >= 0:
-                found[above].append(call.path)
-                above = program.calls[above].parent
-    return [tuple(outline) for outline in found]
-
-
-def _modules(
-    programs: Sequence[Program], outlines: Sequence[Sequence[_Outline]]
-) -> dict[str, _Module]:
+def _modules(outlines: Iterable[Outline]) -> dict[str, _Module]:
     """Gather what the calls of each module showed."""
     modules: dict[str, _Module] = {}
-    for program, found in zip(programs, outlines, strict=True):
+    for outline in outlines:
         times: Counter[tuple[int, str]] = Counter()
         roots: list[int] = []
-        for index, (call, outline) in enumerate(zip(program.calls, found, strict=True)):
-            roots.append(index if call.parent < 0 else roots[call.parent])
-            times[roots[-1], call.path] += 1
-            module = modules.setdefault(call.path, _Module())
-            module.keys[call.shape_key] += 1
-            module.outlines[call.shape_key].add(outline)
-            module.inner.update(outline)
+        calls = zip(outline.paths, outline.keys, outline.parents, outline.ran(), strict=True)
+        for index, (path, key, parent, ran) in enumerate(calls):
+            roots.append(index if parent < 0 else roots[parent])
+            times[roots[-1], path] += 1
+            module = modules.setdefault(path, _Module())
+            module.keys[key] += 1
+            module.outlines[key].add(ran)
+            module.inner.update(ran)
         for (_, path), count in times.items():
             modules[path].repeated |= count > 1
     return modules
 
 
-def _regions(programs: Iterable[Program]) -> tuple[dict[str, int], dict[str, dict[str, None]]]:
+def _regions(outlines: Iterable[Outline]) -> tuple[dict[str, int], dict[str, dict[str, None]]]:
     """Return the largest size of each region, and the regions of each module with parameters.
 
     To a module belong its parameters with their gradients and state, and what its visits used:
@@ -192,15 +176,14 @@ def _regions(programs: Iterable[Program]) -> tuple[dict[str, int], dict[str, dic
     """
     sizes: dict[str, int] = {}
     owned: dict[str, dict[str, None]] = defaultdict(dict)
-    for program in programs:
-        for visit in program.visits:
-            if visit.phase is not Phase.OPTIMIZER:
-                owned[visit.path].update(dict.fromkeys(visit.regions))
-        for name, region in program.regions.items():
-            sizes[name] = max(region.nbytes, sizes.get(name, 0))
-            owner = owner_of(region)
-            if owner is not None:
-                owned[owner][name] = None
+    for outline in outlines:
+        names = outline.names
+        for path, region in outline.owned.tolist():
+            owned[names[path]][names[region]] = None
+        for region, nbytes in zip(
+            outline.region.tolist(), outline.region_bytes.tolist(), strict=True
+        ):
+            sizes[names[region]] = max(nbytes, sizes.get(names[region], 0))
     return sizes, owned
 
 
@@ -211,82 +194,39 @@ def _bytes(
     return sum(sizes[name] for name in {name for path in paths for name in owned.get(path, ())})
 
 
-@dataclass
-class _Cost:
-    """What one call cost, the calls inside it not counted."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    activation_bytes: int = 0
-    idioms: Idioms = field(default_factory=Idioms)
-
-
 def _look(
-    program: Program,
+    outline: Outline,
     number: int,
-    outlines: Sequence[_Outline],
     atomic: set[str],
     variants: Mapping[str, Mapping[str, str]],
     seen: dict[tuple[str, str], _Seen],
 ) -> None:
     """Add what the calls of one program show of the blocks."""
-    owners = _owners(program)
+    owners, paths, keys = outline.owner_paths, outline.paths, outline.keys
+    costs = np.column_stack([outline.call_seconds, outline.call_activations, outline.call_idioms])
     opened: dict[int, _Seen] = {}
-    totals: dict[int, _Cost] = {}
+    inside: list[int] = []  # the call whose block each call's cost goes to, or -1
     opener: list[int] = []  # the call that opened the atomic block around this one, or -1
-    for index, (call, cost) in enumerate(zip(program.calls, _costs(program), strict=True)):
-        within = opener[call.parent] if call.parent >= 0 else -1
-        if within < 0 and outlines[index] and (call.path in atomic or call.path in owners):
-            whole = call.path in atomic
-            key = (call.path, variants[call.path][call.shape_key])
-            visits = outlines[index] if whole else (call.path,)
-            opened[index] = seen.setdefault(key, _Seen(visits))
-            totals[index] = cost
+    for index, (ran, parent) in enumerate(zip(outline.ran(), outline.parents, strict=True)):
+        within = opener[parent] if parent >= 0 else -1
+        path = paths[index]
+        if within < 0 and ran and (path in atomic or path in owners):
+            whole = path in atomic
+            key = (path, variants[path][keys[index]])
+            opened[index] = seen.setdefault(key, _Seen(ran if whole else (path,)))
+            inside.append(index)
             opener.append(index if whole else -1)
             continue
         opener.append(within)
-        if within >= 0:
-            total = totals[within]
-            total.forward_s += cost.forward_s
-            total.backward_s += cost.backward_s
-            total.activation_bytes += cost.activation_bytes
-            total.idioms = total.idioms.plus(cost.idioms)
+        inside.append(within)
+    totals = np.zeros_like(costs)
+    counted = np.flatnonzero(np.array(inside, dtype=np.int64) >= 0)
+    np.add.at(totals, np.array(inside, dtype=np.int64)[counted], costs[counted])
     for index, block in opened.items():
-        total = totals[index]
+        forward_s, backward_s, activations, *idioms = totals[index].tolist()
         block.programs.add(number)
         block.calls += 1
-        block.forward_s += total.forward_s
-        block.backward_s += total.backward_s
-        block.activation_bytes = max(block.activation_bytes, total.activation_bytes)
-        block.idioms[total.idioms] += 1
-
-
-def _costs(program: Program) -> list[_Cost]:
-    """Return the cost of each call.
-
-    A visit of forward belongs to the last call of its module that began before the visit ended.
-    Visits of backward do not say to which call they belong; those of one module and variant are
-    shared out evenly.
-    """
-    costs = [_Cost() for _ in program.calls]
-    calls_of: dict[str, list[int]] = defaultdict(list)
-    for index, call in enumerate(program.calls):
-        calls_of[call.path].append(index)
-    backward: dict[tuple[str, str], float] = defaultdict(float)
-    for visit in program.visits:
-        calls = calls_of.get(visit.path)
-        if calls is None or visit.phase is Phase.OPTIMIZER:
-            continue
-        if visit.phase is Phase.BACKWARD:
-            backward[visit.path, visit.variant] += visit.seconds
-            continue
-        began = bisect_left(calls, visit.operators[1], key=lambda i: program.calls[i].start)
-        cost = costs[calls[max(began - 1, 0)]]
-        cost.forward_s += visit.seconds
-        cost.activation_bytes += visit.activation_bytes
-        cost.idioms = cost.idioms.plus(visit.idioms)
-    for (path, variant), seconds in backward.items():
-        alike = [i for i in calls_of[path] if program.calls[i].shape_key == variant]
-        for index in alike or calls_of[path]:
-            costs[index].backward_s += seconds / len(alike or calls_of[path])
-    return costs
+        block.forward_s += forward_s
+        block.backward_s += backward_s
+        block.activation_bytes = max(block.activation_bytes, int(activations))
+        block.idioms[Idioms(*map(int, idioms))] += 1

@@ -84,7 +84,7 @@ def footprint(trace: Trace) -> Footprint:
     """
     if not trace.operators:
         raise ValueError(f"the trace of step {trace.step} ({trace.source!r}) has no operators")
-    saved = _saved(trace)
+    saved = saved_activations(trace)
     largest = WorkingSet("", "", Phase.FORWARD, -1)
     updated: dict[int, None] = {}
     for operator in trace.operators:
@@ -120,10 +120,10 @@ def temporaries(trace: Trace) -> int:
     It is what operators need beside all that is managed, without what libraries take themselves.
     """
     made = {n for n, region in enumerate(trace.regions) if region.kind == "activation"}
-    return _peak(trace, made - _saved(trace))
+    return _peak(trace, made - saved_activations(trace))
 
 
-def _saved(trace: Trace) -> set[int]:
+def saved_activations(trace: Trace) -> set[int]:
     """Return the activations that forward made and backward reads."""
     made = {
         index

@@ -1,0 +1,180 @@
+"""The outline of a program: what cutting it into blocks, and reading it as blocks, need of it.
+
+What it is: `Outline`, a program's calls, what each cost and which regions each module used, as
+arrays, and `outline_of`, which makes one of a program. Thousands of outlines fit where dozens of
+programs do, and they can be stored. What it is not: enough to plan a step (see `recorded`), nor to
+time its operators anew.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.program import Program
+from dynoffload.profiler.trace import Phase, owner_of
+
+Ints = npt.NDArray[np.int64]
+Small = npt.NDArray[np.int32]
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What a program ran, as arrays; C calls, R regions, P pairs of a module and a region.
+
+    Attributes:
+        network: the model's fingerprint.
+        source: which file or document the sample came from.
+        step: number of the step.
+        names: all names, each once; the arrays below name by their place here.
+        call_path: the module of each call, int32 ``[C]``.
+        call_key: the shape key of each call, int32 ``[C]``.
+        call_parent: the enclosing call of each, -1 for none, int32 ``[C]``.
+        call_seconds: of forward and of backward, calls inside not counted, float64 ``[C, 2]``.
+        call_activations: bytes that forward left alive, int64 ``[C]``.
+        call_idioms: of forward, int64 ``[C, 6]``.
+        owners: modules that used parameters of their own in forward, int32.
+        region: parameters, buffers, gradients and optimizer state, int32 ``[R]``.
+        region_bytes: their sizes, int64 ``[R]``.
+        owned: a module and a region that belongs to it, int32 ``[P, 2]``.
+    """
+
+    network: str
+    source: str
+    step: int
+    names: tuple[str, ...]
+    call_path: Small
+    call_key: Small
+    call_parent: Small
+    call_seconds: Doubles
+    call_activations: Ints
+    call_idioms: Ints
+    owners: Small
+    region: Small
+    region_bytes: Ints
+    owned: Small
+
+    @property
+    def paths(self) -> list[str]:
+        """The module of each call."""
+        return [self.names[number] for number in self.call_path.tolist()]
+
+    @property
+    def keys(self) -> list[str]:
+        """The shape key of each call."""
+        return [self.names[number] for number in self.call_key.tolist()]
+
+    @property
+    def parents(self) -> list[int]:
+        """The enclosing call of each, -1 for none."""
+        return [int(parent) for parent in self.call_parent.tolist()]
+
+    @cached_property
+    def owner_paths(self) -> frozenset[str]:
+        """The modules that used parameters of their own in forward."""
+        return frozenset(self.names[number] for number in self.owners.tolist())
+
+    def ran(self) -> list[tuple[str, ...]]:
+        """Return, for each call, the modules with parameters that it ran, in order."""
+        owners, paths, parents = self.owner_paths, self.paths, self.parents
+        found: list[list[str]] = [[] for _ in paths]
+        for index, path in enumerate(paths):
+            if path in owners:
+                above = index
+                while above >= 0:
+                    found[above].append(path)
+                    above = parents[above]
+        return [tuple(modules) for modules in found]
+
+
+ARRAYS: dict[str, np.dtype[Any]] = {
+    "call_path": np.dtype("<i4"),
+    "call_key": np.dtype("<i4"),
+    "call_parent": np.dtype("<i4"),
+    "call_seconds": np.dtype("<f8"),
+    "call_activations": np.dtype("<i8"),
+    "call_idioms": np.dtype("<i8"),
+    "owners": np.dtype("<i4"),
+    "region": np.dtype("<i4"),
+    "region_bytes": np.dtype("<i8"),
+    "owned": np.dtype("<i4"),
+}
+"""The arrays of an `Outline`, with their types."""
+
+
+def outline_of(program: Program) -> Outline:
+    """Return the outline of a program.
+
+    A visit of forward belongs to the last call of its module that began before the visit ended.
+    Visits of backward do not say to which call they belong; those of one module and variant are
+    shared out evenly.
+    """
+    numbers: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return numbers.setdefault(name, len(numbers))
+
+    calls = program.calls
+    seconds = np.zeros((len(calls), 2))
+    activations = np.zeros(len(calls), dtype=np.int64)
+    idioms = np.zeros((len(calls), len(Idioms._fields)), dtype=np.int64)
+    calls_of: dict[str, list[int]] = defaultdict(list)
+    for index, call in enumerate(calls):
+        calls_of[call.path].append(index)
+    backward: dict[tuple[str, str], float] = defaultdict(float)
+    owners: dict[str, None] = {}
+    owned: dict[tuple[str, str], None] = {}
+    for visit in program.visits:
+        if visit.phase is Phase.OPTIMIZER:
+            continue
+        owned.update(dict.fromkeys((visit.path, region) for region in visit.regions))
+        if visit.phase is Phase.FORWARD:
+            owners[visit.path] = None
+        of_module = calls_of.get(visit.path)
+        if of_module is None:
+            continue
+        if visit.phase is Phase.BACKWARD:
+            backward[visit.path, visit.variant] += visit.seconds
+            continue
+        began = bisect_left(of_module, visit.operators[1], key=lambda i: calls[i].start)
+        index = of_module[max(began - 1, 0)]
+        seconds[index, 0] += visit.seconds
+        activations[index] += visit.activation_bytes
+        idioms[index] += visit.idioms
+    for (path, variant), spent in backward.items():
+        alike = [i for i in calls_of[path] if calls[i].shape_key == variant] or calls_of[path]
+        for index in alike:
+            seconds[index, 1] += spent / len(alike)
+    for name, region in program.regions.items():
+        owner = owner_of(region)
+        if owner is not None:
+            owned[owner, name] = None
+
+    def small(values: Iterable[int]) -> Small:
+        return np.fromiter(values, dtype=np.int32)
+
+    return Outline(
+        network=program.network,
+        source=program.source,
+        step=program.step,
+        call_path=small(number(call.path) for call in calls),
+        call_key=small(number(call.shape_key) for call in calls),
+        call_parent=small(call.parent for call in calls),
+        call_seconds=seconds,
+        call_activations=activations,
+        call_idioms=idioms,
+        owners=small(number(path) for path in owners),
+        region=small(number(name) for name in program.regions),
+        region_bytes=np.array([r.nbytes for r in program.regions.values()], dtype=np.int64),
+        owned=small(number(name) for pair in owned for name in pair).reshape(-1, 2),
+        names=tuple(numbers),
+    )
