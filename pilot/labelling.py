@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 NAMED = 3
 """Traces that cannot be read and are named, each with its reason."""
+FEW = 24
+"""Traces that this process labels itself: sooner done than workers are started."""
 _SUFFIX = ".label"
 
 
@@ -108,7 +110,6 @@ def label_traces(
     refused: dict[int, str] = {}
     makers = makers_version()
     tasks = [(str(paths[number]), keys[number], budget, makers) for number in missing]
-    # Whatever fewer traces than this hold is read here sooner than a process starts.
     local = workers if len(tasks) > FEW or workers.cluster is not None else Workers(1)
     if tasks:
         for done, (place, made) in enumerate(local.run(make_label, tasks), start=1):
@@ -118,17 +119,13 @@ def label_traces(
             else:
                 labels[number] = read_label(made, keys[number])
                 if keep is not None:
-                    _write(keep / (paths[number].name + _SUFFIX), made)
+                    write_whole(keep / (paths[number].name + _SUFFIX), made)
             report(doing, there + done, len(paths))
     if refused:
         raise TraceError(_complaint([refused[number] for number in sorted(refused)], len(paths)))
     whole = [label for label in labels if label is not None]
     _check_networks(paths, whole)
     return Labelled(sorted(whole, key=lambda label: label.outline.step), there)
-
-
-FEW = 24
-"""Traces that this process labels itself, without workers."""
 
 
 def forget(keep: Path) -> None:
@@ -156,12 +153,13 @@ def _look_up(path: Path, key: str) -> Label | None:
         return None
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a label so that it is there as a whole or not at all."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there as a whole or not at all."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

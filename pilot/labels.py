@@ -1,10 +1,10 @@
 """Labels: what a pilot learns from one trace, small enough to keep thousands of.
 
-What it is: `Label`, the outline of a trace's program with its sample, its hints and, under a budget,
-its plan; `make_label`, which reads a trace file and makes its label as bytes; and `read_label`,
-which checks such bytes and reads them. What it is not: the job over a directory of them
-(`dynoffload.pilot.labelling`), nor yet an order of blocks: which calls are blocks depends on all
-traces together.
+What it is: `Label`, the outline of a trace's program with its sample, its hints and, under a
+budget, its plan; `make_label`, which reads a trace file and makes its label as bytes; and
+`read_label`, which checks such bytes and reads them. What it is not: the job over a directory of
+them (`dynoffload.pilot.labelling`), nor yet an order of blocks: which calls are blocks depends on
+all traces together.
 
 A label as bytes is a line that says what it is, the SHA-256 of what follows, and a compressed
 safetensors file: arrays, and one JSON document. It holds no code, and what fails its checksum or

@@ -32,6 +32,7 @@ from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.recorded import PlannedStep
 from dynoffload.profiler.program import Program, resolve
+from dynoffload.profiler.sample import Sample
 from dynoffload.profiler.storage import load_traces
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,9 @@ class TraceSet:
         sources: the sources, sorted.
         labels_there: how many labels an earlier run had made.
         plans: what each step asks of memory under the budget; empty without one.
+        values: the names of the samples' numbers, sorted.
+        columns: codes that an element of a sample has; 0 if samples have none.
+        hinted: whether the network gave hints.
     """
 
     digest: str
@@ -116,6 +120,9 @@ class TraceSet:
     sources: tuple[str, ...]
     labels_there: int
     plans: tuple[PlannedStep, ...]
+    values: tuple[str, ...]
+    columns: int
+    hinted: bool
 
     @classmethod
     def of(cls, labelled: Labelled) -> TraceSet:
@@ -128,6 +135,9 @@ class TraceSet:
             tuple(sorted({label.source for label in labels})),
             labelled.there,
             tuple(label.plan for label in labels if label.plan is not None),
+            tuple(sorted({name for label in labels for name in label.sample.values})),
+            max(_columns(label.sample) for label in labels),
+            any(label.hints for label in labels),
         )
 
 
@@ -243,6 +253,13 @@ def evaluate(pilot: Pilot, examples: Sequence[Example], workers: Workers = SERIA
         latency_p95_s=float(np.quantile(times, 0.95)),
         sources=tuple(sorted({example.source for example in examples})),
     )
+
+
+def _columns(sample: Sample) -> int:
+    """Return how many codes each element of a sample has; 0 if it has no elements."""
+    if not len(sample.elements):
+        return 0
+    return 1 if sample.elements.ndim == 1 else int(sample.elements.shape[1])
 
 
 def _ahead(pilot: Pilot, examples: Sequence[Example], workers: Workers) -> list[float]:

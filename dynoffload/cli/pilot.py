@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,6 +42,17 @@ class ModelChoice(str, enum.Enum):
 Traces = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="What 'dynoffload profile' wrote.")
 ]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Processes on this machine; by default one per core.")
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Read the traces on a cluster: tcp://HOST:8786 of a Dask scheduler (dynoffload's "
+        "extra 'cluster'), ray://HOST:10001 of Ray. Workers find the traces under the same path.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
 
 
@@ -56,38 +68,80 @@ def train(
         typer.Option(help="Cut blocks that fit in this much fast memory, e.g. 8GiB."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same pilot.")] = 0,
+    jobs: Jobs = None,
+    cluster: Cluster = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Keep the labels of traces here, for this job and later ones. By default they "
+            "are in FILE.labels until the pilot is written.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a pilot from a directory of traces.
+    """Train a pilot from a directory of traces, as a job that may be killed and goes on.
+
+    Traces are read in parallel, and what is made of each is kept at once: the same command goes on
+    where it was. Beside FILE a model card, FILE.card.md, says what the pilot was made of, how good
+    it is and where it is not. The same traces and seed give the same file, however many work on it.
 
     Example:
 
     ```
     $ dynoffload pilot train traces/ -o moe.pilot --model auto
+
+    $ dynoffload pilot train traces/ -o moe.pilot --cluster tcp://scheduler:8786
     ```
     """
+    from dynoffload.pilot.labelling import forget, write_whole
+    from dynoffload.pilot.model_card import card_path, model_card
     from dynoffload.pilot.train import train_pilot
+    from dynoffload.pilot.workers import Workers
 
     out.parent.mkdir(parents=True, exist_ok=True)
+    limit = parse_bytes(budget) if budget else None
+    labels = work or out.with_name(f"{out.name}.labels")
     result = train_pilot(
-        traces, model=model.value, budget=parse_bytes(budget) if budget else None, seed=seed
+        traces,
+        model=model.value,
+        budget=limit,
+        seed=seed,
+        workers=Workers(jobs, cluster),
+        keep=labels,
     )
     result.pilot.save(out)
+    again = ["dynoffload", "pilot", "train", str(traces), "-o", str(out), "--model", model.value]
+    again += ["--seed", str(seed), *(["--budget", budget] if budget else [])]
+    card = card_path(out)
+    text = model_card(
+        result,
+        traces=traces,
+        command=shlex.join(again),
+        seed=seed,
+        budget=limit,
+        nbytes=out.stat().st_size,
+    )
+    write_whole(card, text.encode())
+    if work is None:
+        forget(labels)
     facts: dict[str, int | float | str | None] = {
         "model": result.pilot.kind,
         "train_samples": result.train_samples,
+        "labels_there": result.data.labels_there,
         "seconds": result.seconds,
     }
     _show(
         f"Pilot trained on {traces}, scored on sources held out", facts, result.evaluation, as_json
     )
-    say_wrote(out)
+    say_wrote(out, card)
 
 
 @commands.command("eval")
 def evaluate(
     pilot: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A .pilot file.")],
     traces: Traces,
+    jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a pilot on a directory of traces that it was not trained on.
@@ -100,9 +154,10 @@ def evaluate(
     """
     from dynoffload.pilot.pilot import Pilot
     from dynoffload.pilot.train import evaluate_pilot
+    from dynoffload.pilot.workers import Workers
 
     loaded = Pilot.load(pilot)
-    evaluation = evaluate_pilot(loaded, traces)
+    evaluation = evaluate_pilot(loaded, traces, workers=Workers(jobs))
     _show(f"{pilot.name} on {traces}", {"model": loaded.kind}, evaluation, as_json)
 
 

@@ -1,8 +1,9 @@
 """A recorded step as the planner would have had it run, had it known the step beforehand.
 
 What it is: `recorded_uses`, the reference string of a trace, and `plan_recorded`, what `LookAhead`
-moves on it under a budget: what a prediction that is right throughout would get. What it is not: a simulation (`dynoffload.simulation`), which takes seconds too; and regions are those that the
-runtime manages, so temporaries and inputs do not count.
+moves on it under a budget: what a prediction that is right throughout would get. What it is not: a
+simulation (`dynoffload.simulation`), which takes seconds too. Regions are those that the runtime
+manages, so temporaries and inputs do not count.
 """
 
 from __future__ import annotations

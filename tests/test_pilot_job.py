@@ -1,0 +1,343 @@
+"""`pilot train` as a job: resumed after a kill, on a cluster, the same bytes by any workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dynoffload.cli import app
+from dynoffload.datasets.trees import trees
+from dynoffload.errors import ClientError, ConfigError, PilotError, TraceError
+from dynoffload.experiments.zoo import tree_lstm
+from dynoffload.pilot import labelling, labels
+from dynoffload.pilot.labelling import FEW, label_traces
+from dynoffload.pilot.labels import BadLabelError, make_label, makers_version, read_label
+from dynoffload.pilot.train import encode_example, load_programs, train_pilot
+from dynoffload.pilot.workers import Workers
+from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.profiler.profiling import profile
+
+COUNT = 40
+assert COUNT > FEW  # else no worker would be started
+
+
+def silent(doing: str, done: int | None = None, total: int | None = None) -> None:
+    """Report to nobody."""
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Traces of a Tree-LSTM on real syntax trees."""
+    folder = tmp_path_factory.mktemp("traces")
+    model = tree_lstm.build("tiny", embedding=8, hidden=8)
+    drawn = [
+        type("Batch", (), {"args": (tree,), "source": tree.source})()
+        for tree in islice(trees(max_nodes=40, seed=0), COUNT)
+    ]
+    profile(model, drawn, out=folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def copy(traces: Path, tmp_path: Path) -> Path:
+    """The traces where a test may change them."""
+    return Path(shutil.copytree(traces, tmp_path / "traces"))
+
+
+@pytest.mark.parametrize("budget", [None, 20_000])
+def test_labels_give_the_vocabulary_and_the_examples_that_programs_give(
+    traces: Path, budget: int | None
+) -> None:
+    programs = load_programs(traces)
+    made = label_traces(traces, Workers(1), silent, budget=budget).labels
+    from_programs = build_vocabulary(programs, budget)
+    from_labels = build_vocabulary([label.outline for label in made], budget)
+    assert from_labels == from_programs
+    for program, label in zip(programs, made, strict=True):
+        one, other = (encode_example(from_labels, each) for each in (program, label))
+        assert one.sample == other.sample
+        assert (one.blocks, one.source, one.hints) == (other.blocks, other.source, other.hints)
+        assert (label.plan is None) == (budget is None)
+
+
+def test_a_plan_under_a_smaller_budget_reads_more(traces: Path) -> None:
+    roomy, tight = (
+        label_traces(traces, Workers(1), silent, budget=budget).labels[0].plan
+        for budget in (10**9, 12_000)
+    )
+    assert roomy is not None
+    assert tight is not None
+    assert (roomy.total, roomy.need) == (tight.total, tight.need)
+    assert roomy.moved_out == 0
+    assert tight.moved_in is not None
+    assert roomy.moved_in is not None
+    assert tight.moved_in > roomy.moved_in
+    too_small = label_traces(traces, Workers(1), silent, budget=roomy.need - 1).labels[0].plan
+    assert too_small is not None
+    assert too_small.moved_in is None
+
+
+def test_the_pilot_is_the_same_byte_for_byte_whoever_works_on_it(
+    copy: Path, tmp_path: Path
+) -> None:
+    train_pilot(copy, progress=False, seed=5).pilot.save(tmp_path / "one")
+    train_pilot(copy, progress=False, seed=5, workers=Workers(2)).pilot.save(tmp_path / "two")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    # Steps keep their order, whatever their files are called and whenever a worker ends.
+    names = [f"{number}.parquet" for number in range(COUNT)]
+    random.Random(0).shuffle(names)
+    for path, name in zip(sorted(copy.iterdir()), names, strict=True):
+        path.rename(copy / name)
+    train_pilot(copy, progress=False, seed=5, workers=Workers(2)).pilot.save(tmp_path / "three")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "three").read_bytes()
+
+
+class TestLabelsThatAreKept:
+    """A second run believes what is whole and current, and nothing else."""
+
+    @pytest.fixture
+    def keep(self, copy: Path, tmp_path: Path) -> Path:
+        label_traces(copy, Workers(1), silent, keep=tmp_path / "labels")
+        return tmp_path / "labels"
+
+    def test_all_of_them_are_used(
+        self, copy: Path, keep: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def make(*_: object) -> bytes:
+            raise AssertionError("a label was made again")
+
+        monkeypatch.setattr(labelling, "make_label", make)
+        assert label_traces(copy, Workers(1), silent, keep=keep).there == COUNT
+
+    def test_a_changed_trace_is_labelled_anew_and_no_other(self, copy: Path, keep: Path) -> None:
+        first, second, *_ = sorted(copy.iterdir())
+        shutil.copyfile(second, first)
+        found = label_traces(copy, Workers(1), silent, keep=keep)
+        assert found.there == COUNT - 1
+        assert found.labels[0].digest == found.labels[1].digest
+
+    def test_another_budget_or_other_code_makes_others(
+        self, copy: Path, keep: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert label_traces(copy, Workers(1), silent, keep=keep, budget=10**6).there == 0
+        assert label_traces(copy, Workers(1), silent, keep=keep, budget=10**6).there == COUNT
+        for module in (labels, labelling):
+            monkeypatch.setattr(module, "makers_version", lambda: "newer")
+        assert label_traces(copy, Workers(1), silent, keep=keep, budget=10**6).there == 0
+
+    def test_damaged_ones_are_made_again(self, copy: Path, keep: Path) -> None:
+        whole = label_traces(copy, Workers(1), silent, keep=keep).labels
+        cut, flipped, empty, *_ = sorted(keep.iterdir())
+        cut.write_bytes(cut.read_bytes()[:-7])
+        data = bytearray(flipped.read_bytes())
+        data[len(data) // 2] ^= 1
+        flipped.write_bytes(bytes(data))
+        empty.write_bytes(b"")
+        (keep / ".x.part").write_bytes(b"left by a kill")
+        found = label_traces(copy, Workers(1), silent, keep=keep)
+        assert found.there == COUNT - 3
+        assert [label.digest for label in found.labels] == [label.digest for label in whole]
+
+    def test_a_label_is_not_believed_under_another_key(self, traces: Path) -> None:
+        path = min(traces.iterdir())
+        made = make_label(str(path), "key", None, makers_version())
+        assert isinstance(made, bytes)
+        assert read_label(made, "key").source
+        with pytest.raises(BadLabelError, match="another trace"):
+            read_label(made, "other")
+
+
+def _command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "dynoffload", "pilot", "train", *map(str, arguments)]
+
+
+def test_a_killed_job_goes_on_where_it_was(copy: Path, tmp_path: Path) -> None:
+    for path in sorted(copy.iterdir()):  # enough that a kill finds it at work
+        for again in range(5):
+            shutil.copyfile(path, copy / f"{path.stem}-{again}.parquet")
+    out = tmp_path / "out.pilot"
+    command = _command(copy, "-o", out, "--jobs", 1, "--model", "markov", "--json")
+    work = tmp_path / "out.pilot.labels"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list(work.glob("*.label"))) < 20:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    kept = {path.name: path.stat().st_mtime_ns for path in work.glob("*.label")}
+    assert len(kept) < 6 * COUNT
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["labels_there"] == len(kept)
+    assert not work.exists()  # the pilot is written: nothing is left to go on with
+    fresh = train_pilot(copy, model="markov", progress=False)
+    fresh.pilot.save(tmp_path / "fresh")
+    assert out.read_bytes() == (tmp_path / "fresh").read_bytes()
+
+
+def test_the_bar_says_how_many_labels_were_there(copy: Path, tmp_path: Path) -> None:
+    label_traces(copy, Workers(1), silent, keep=tmp_path / "labels")
+    max(copy.iterdir()).touch()
+    said: list[str] = []
+    label_traces(copy, Workers(1), lambda *a: said.append(a[0]), keep=tmp_path / "labels")
+    assert f"labelling traces ({COUNT - 1} of {COUNT} labels were there)" in said
+
+
+def test_broken_traces_are_named_and_counted_and_the_rest_is_kept(
+    copy: Path, tmp_path: Path
+) -> None:
+    broken = sorted(copy.iterdir())[3:9]
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(TraceError, match=rf"6 of {COUNT} traces.*and 3 more") as error:
+        train_pilot(copy, progress=False, keep=tmp_path / "labels")
+    assert all((path.name in str(error.value)) == (path in broken[:3]) for path in broken)
+    assert len(list((tmp_path / "labels").glob("*.label"))) == COUNT - 6
+    for path in broken:
+        path.unlink()
+    assert label_traces(copy, Workers(1), silent, keep=tmp_path / "labels").there == COUNT - 6
+
+
+class TestTheCard:
+    """The model card beside the pilot."""
+
+    def run(self, traces: Path, out: Path, *options: str) -> str:
+        arguments = ["pilot", "train", str(traces), "-o", str(out), "--model", "markov", *options]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        return out.with_name(f"{out.name}.card.md").read_text()
+
+    def test_it_says_what_the_pilot_was_made_of(self, traces: Path, tmp_path: Path) -> None:
+        card = self.run(traces, tmp_path / "a.pilot", "--jobs", "1", "--budget", "20kB")
+        for part in (
+            "seed: 0",
+            "budget_bytes: 20000",
+            "traces_sha256:",
+            f"{COUNT} traces of",
+            "torch 2",
+            "numpy 2",
+            "last order",
+            "reads",
+            "--model markov --seed 0 --budget 20kB",
+            "samples are uncertain",
+        ):
+            assert part in card
+
+    def test_only_its_line_of_times_differs_between_runs(
+        self, traces: Path, tmp_path: Path
+    ) -> None:
+        cards = []
+        for jobs in ("1", "2"):
+            lines = self.run(traces, tmp_path / "a.pilot", "--jobs", jobs).splitlines()
+            assert sum(line.startswith("- times:") for line in lines) == 1
+            cards.append([line for line in lines if not line.startswith("- times:")])
+        assert cards[0] == cards[1]
+
+    def test_it_admits_that_the_last_order_is_as_good(self, traces: Path, tmp_path: Path) -> None:
+        same = tmp_path / "same"
+        same.mkdir()
+        first = min(traces.iterdir())
+        for number in range(8):
+            shutil.copyfile(first, same / f"{number}.parquet")
+        card = self.run(same, tmp_path / "a.pilot", "--jobs", "1")
+        assert "no better than repeating the last order" in card
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[str]:
+    """The address of a Dask cluster of two processes on this machine."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+    ) as cluster:
+        yield cluster.scheduler_address
+
+
+def test_a_dask_cluster_labels_the_same(traces: Path, tmp_path: Path, scheduler: str) -> None:
+    here = label_traces(traces, Workers(1), silent, keep=tmp_path / "here")
+    far = label_traces(traces, Workers(1, scheduler), silent, keep=tmp_path / "far")
+    assert (here.there, far.there) == (0, 0)
+    assert len(far.labels) == COUNT
+    for path in (tmp_path / "here").iterdir():
+        assert path.read_bytes() == (tmp_path / "far" / path.name).read_bytes()
+
+
+def test_the_command_trains_on_a_dask_cluster(traces: Path, tmp_path: Path, scheduler: str) -> None:
+    out = tmp_path / "far.pilot"
+    command = ["pilot", "train", str(traces), "-o", str(out), "--model", "markov"]
+    result = CliRunner().invoke(app, [*command, "--cluster", scheduler, "--jobs", "1"])
+    assert result.exit_code == 0, result.output
+    train_pilot(traces, model="markov", progress=False).pilot.save(tmp_path / "here")
+    assert out.read_bytes() == (tmp_path / "here").read_bytes()
+
+
+def test_a_trace_that_a_cluster_cannot_read_is_named(copy: Path, scheduler: str) -> None:
+    victim = min(copy.iterdir())
+    victim.write_bytes(b"PAR1 no trace PAR1")
+    with pytest.raises(TraceError, match=victim.name):
+        label_traces(copy, Workers(1, scheduler), silent)
+
+
+class TestClustersThatCannotServe:
+    """A clear error within seconds, never a hang."""
+
+    def test_nobody_listens(self, traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("distributed")
+        monkeypatch.setattr("dynoffload.pilot.workers.CONNECT_SECONDS", 1.0)
+        with pytest.raises(PilotError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9"):
+            label_traces(traces, Workers(1, "tcp://127.0.0.1:9"), silent)
+
+    def test_the_address_is_none(self, traces: Path) -> None:
+        pytest.importorskip("distributed")
+        with pytest.raises(PilotError, match="no Dask scheduler answers at nonsense://"):
+            label_traces(traces, Workers(1, "nonsense://x"), silent)
+
+    def test_a_scheduler_without_workers(self, traces: Path) -> None:
+        distributed = pytest.importorskip("distributed")
+        with distributed.LocalCluster(n_workers=0, dashboard_address=None) as cluster:
+            with pytest.raises(PilotError, match="has no workers"):
+                label_traces(traces, Workers(1, cluster.scheduler_address), silent)
+
+    @pytest.mark.parametrize(
+        ("address", "module", "remedy"),
+        [
+            ("tcp://host:1", "distributed", r"dynoffload\[cluster\]"),
+            ("ray://host:1", "ray", r"ray\[client\]"),
+        ],
+    )
+    def test_its_library_is_missing(
+        self,
+        traces: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        address: str,
+        module: str,
+        remedy: str,
+    ) -> None:
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ClientError, match=remedy):
+            label_traces(traces, Workers(1, address), silent)
+
+    def test_no_processes_are_not_a_number_of_them(self) -> None:
+        with pytest.raises(ConfigError, match="from 1 on"):
+            Workers(0)
+
+    def test_other_code_on_a_worker_is_told(self, traces: Path) -> None:
+        made = make_label(str(min(traces.iterdir())), "key", None, "other")
+        assert isinstance(made, labels.Refused)
+        assert "same release" in made.reason
+        assert os.uname().nodename in made.reason
