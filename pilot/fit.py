@@ -34,8 +34,10 @@ from dynoffload.planning.blocks import Vocabulary
 AUTO = "auto"
 FOLDS = 3
 """Parts of the samples, each foretold by what the others teach."""
-MAX_CHOOSING = 768
+MAX_CHOOSING = 512
 """Samples that kinds are tried on at most, spread evenly; the chosen kind learns from all."""
+MAX_WATCHED = 96
+"""Samples of the part left out that the length of training is chosen by at most."""
 MAX_VALIDATION = 256
 """Samples that thresholds are tried on at most."""
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(2, 17))
@@ -189,7 +191,8 @@ def _teach(
     """Have a model of one kind learn from all but one part, and foretell that."""
     aside, inside = np.flatnonzero(folds == part), np.flatnonzero(folds != part)
     held_out = lesson.part(aside)
-    model, epochs = learn_model(kind, lesson.part(inside), seed=seed, held_out=held_out)
+    watched = aside[np.linspace(0, len(aside) - 1, min(len(aside), MAX_WATCHED)).astype(int)]
+    model, epochs = learn_model(kind, lesson.part(inside), seed=seed, held_out=lesson.part(watched))
     chances = np.stack([model.probabilities(sample) for sample in held_out.samples])
     kept = model if model.rest(held_out.samples[0]) is not None else None
     share = None if epochs is None else epochs / planned_epochs(len(inside))

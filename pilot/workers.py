@@ -76,7 +76,9 @@ class Workers:
             for number, arguments in enumerate(given)
         )
         with _backend(self) as jobs:
-            parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")
+            parallel = joblib.Parallel(
+                n_jobs=jobs, return_as="generator_unordered", max_nbytes=None
+            )
             if self.cluster is None:
                 yield from parallel(numbered)
                 return
