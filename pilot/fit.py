@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,13 @@ import numpy.typing as npt
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.baselines import MostFrequent
-from dynoffload.pilot.correction import Correction, learn_correction
-from dynoffload.pilot.evaluate import block_order_accuracy, source_folds, varying_blocks
+from dynoffload.pilot.evaluate import source_folds, varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
-from dynoffload.pilot.mlp_training import planned_epochs
-from dynoffload.pilot.models import KINDS, Lesson, PresenceModel, Rest, learn_model
+from dynoffload.pilot.models import KINDS, Lesson, PresenceModel
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.segments import Rule, SegmentModel, learn_segment
 from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot, learn_skeleton, tokens
+from dynoffload.pilot.trials import LeftOut, Taught, judge, learn_or_teach, teach
 from dynoffload.pilot.workers import SERIAL, Workers
 from dynoffload.planning.blocks import Vocabulary
 
@@ -36,11 +34,8 @@ FOLDS = 3
 """Parts of the samples, each foretold by what the others teach."""
 MAX_CHOOSING = 512
 """Samples that kinds are tried on at most, spread evenly; the chosen kind learns from all."""
-MAX_WATCHED = 96
-"""Samples of the part left out that the length of training is chosen by at most."""
 MAX_VALIDATION = 256
 """Samples that thresholds are tried on at most."""
-THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(2, 17))
 
 BUNDLED = 8
 """Steps in which slots must have run, and not run, to be taken for one."""
@@ -135,28 +130,19 @@ def _fit_models(
     parts = [int(part) for part in np.unique(folds)]
     questions = [(kind, part) for kind in reversed(kinds) for part in parts]  # the longest first
     tasks = [(kind, some, folds, part, seed) for kind, part in questions]
-    taught: dict[tuple[str, int], _Taught] = {}
-    for number, made in workers.run(_teach, tasks):
+    taught: dict[tuple[str, int], Taught] = {}
+    for number, made in workers.run(teach, tasks):
         taught[questions[number]] = made
         on_progress(f"choosing a model: {len(taught)} of {len(tasks)} trial fits")
     shown = np.linspace(0, len(chosen) - 1, min(len(chosen), MAX_VALIDATION)).astype(int)
     trials = [(kind, some, folds, [taught[kind, part] for part in parts]) for kind in kinds]
     judged = [(bare, [examples[i] for i in chosen[shown]], shown, *trial) for trial in trials]
-    tried: dict[str, _LeftOut] = {}
-    for number, left_out in workers.run(_judge, judged):
+    tried: dict[str, LeftOut] = {}
+    for number, left_out in workers.run(judge, judged):
         tried[kinds[number]] = left_out
         on_progress(f"choosing a model: {len(tried)} of {len(kinds)} kinds judged")
     told = max((tried[kind] for kind in kinds), key=lambda left_out: left_out.accuracy)
-    on_progress(f"training: {told.kind}")
-    planned = planned_epochs(len(examples))
-    epochs = None if told.share is None else max(1, round(told.share * planned))
-    model, _ = learn_model(
-        told.kind,
-        lesson,
-        seed=seed,
-        epochs=epochs,
-        on_stage=partial(on_progress, f"training: {told.kind}"),
-    )
+    model, told = _train(bare, lesson, examples, told, seed, on_progress, workers)
     card = {
         **bare.card,
         "validation_accuracy": {kind: round(tried[kind].accuracy, 4) for kind in kinds},
@@ -168,103 +154,39 @@ def _fit_models(
     )
 
 
-@dataclass(frozen=True)
-class _Taught:
-    """What a model foretold of one part of the steps, which it had not learned from.
-
-    Attributes:
-        steps: the numbers of that part's steps.
-        chances: what it foretold of them, ``[part, blocks]``.
-        share: the length of training that was best, as a share of the usual; None: it has none.
-        model: kept where it foretells the rest of a step itself, else None.
-    """
-
-    steps: npt.NDArray[np.int64]
-    chances: Floats
-    share: float | None
-    model: PresenceModel | None
-
-
-def _teach(
-    kind: str, lesson: Lesson, folds: npt.NDArray[np.int64], part: int, seed: int
-) -> _Taught:
-    """Have a model of one kind learn from all but one part, and foretell that."""
-    aside, inside = np.flatnonzero(folds == part), np.flatnonzero(folds != part)
-    held_out = lesson.part(aside)
-    watched = aside[np.linspace(0, len(aside) - 1, min(len(aside), MAX_WATCHED)).astype(int)]
-    model, epochs = learn_model(kind, lesson.part(inside), seed=seed, held_out=lesson.part(watched))
-    chances = np.stack([model.probabilities(sample) for sample in held_out.samples])
-    kept = model if model.rest(held_out.samples[0]) is not None else None
-    share = None if epochs is None else epochs / planned_epochs(len(inside))
-    return _Taught(aside, chances, share, kept)
-
-
-@dataclass(frozen=True)
-class _LeftOut:
-    """What became of the trial fits of one kind.
-
-    Attributes:
-        kind: of the models.
-        accuracy: block-order accuracy at the threshold, on steps that had not taught it.
-        threshold: the best one.
-        share: the length of training that was best, in the median, as a share of the usual; None:
-            the kind has none.
-        correction: learned from what they foretold and what ran.
-    """
-
-    kind: str
-    accuracy: float
-    threshold: float
-    share: float | None
-    correction: Correction
-
-
-def _judge(
+def _train(
     bare: Pilot,
-    examples: Sequence[Example],
-    shown: npt.NDArray[np.int64],
-    kind: str,
     lesson: Lesson,
-    folds: npt.NDArray[np.int64],
-    taught: Sequence[_Taught],
-) -> _LeftOut:
-    """Learn how a kind errs, and score what it foretold of the steps left out.
+    examples: Sequence[Example],
+    told: LeftOut,
+    seed: int,
+    on_progress: Progress,
+    workers: Workers,
+) -> tuple[PresenceModel, LeftOut]:
+    """Train the chosen kind on all samples; return the model, and how it errs.
 
-    Args:
-        bare: the pilot, as yet without a model.
-        examples: what it is scored on.
-        shown: their numbers in the lesson.
-        kind: of the models.
-        lesson: all steps.
-        folds: the part of each.
-        taught: what was foretold of each part.
+    Models of fewer samples err otherwise: where a part alone was tried, how the kind errs is
+    learned anew from all samples, each left out once.
     """
-    chances = np.empty(lesson.present.shape, dtype=np.float32)
-    rests: list[Rest | None] = [None] * len(chances)
-    for told in taught:
-        chances[told.steps] = told.chances
-        if told.model is not None:
-            for step in told.steps.tolist():
-                rests[step] = told.model.rest(lesson.samples[step])
-
-    def again(step: int, ran: Sequence[bool]) -> Floats:
-        rest = rests[step]
-        assert rest is not None
-        return rest(ran)
-
-    correction, calibrated = learn_correction(
-        chances,
-        lesson.present,
-        lesson.sites,
-        folds,
-        lesson.hints,
-        again=None if rests[0] is None else again,
-    )
-    bundles = bare.layout.bundles
-    threshold, accuracy = _best_threshold(bare, examples, [calibrated[i][bundles] for i in shown])
-    shares = [told.share for told in taught if told.share is not None]
-    share = float(np.median(shares)) if shares else None
-    return _LeftOut(kind, accuracy, threshold, share, correction)
+    doing = f"training: {told.kind}"
+    on_progress(doing)
+    tasks: list[tuple[Any, ...]] = [(told.kind, lesson, seed, told.share)]
+    folds = source_folds(lesson.groups, FOLDS, seed)
+    if len(examples) > MAX_CHOOSING:
+        parts = [int(part) for part in np.unique(folds)]
+        tasks += [(told.kind, lesson, seed, None, folds, part) for part in parts]
+    made: dict[int, PresenceModel | Taught] = {}
+    for number, each in workers.run(learn_or_teach, tasks):
+        made[number] = each
+        on_progress(f"{doing} ({len(made)} of {len(tasks)} fits)")
+    model = made.pop(0)
+    assert not isinstance(model, Taught)
+    taught = [part for _, part in sorted(made.items()) if isinstance(part, Taught)]
+    if taught:
+        shown = np.linspace(0, len(examples) - 1, MAX_VALIDATION).astype(int)
+        seen = [examples[i] for i in shown]
+        told = judge(bare, seen, shown, told.kind, lesson, folds, taught)
+    return model, told
 
 
 def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -306,20 +228,6 @@ def placed_hints(pilot: Pilot, examples: Sequence[Example]) -> Floats:
                 if number >= passed_slots:
                     row[number, at_hand] = value
     return hints
-
-
-def _best_threshold(
-    pilot: Pilot, examples: Sequence[Example], chances: Sequence[Floats]
-) -> tuple[float, float]:
-    """Return the threshold with the best block-order accuracy on some samples, and that
-    accuracy."""
-    totals = np.zeros(len(THRESHOLDS))
-    for example, told in zip(examples, chances, strict=True):
-        for number, threshold in enumerate(THRESHOLDS):
-            order, _ = pilot.decode(example.sample, told, threshold)
-            totals[number] += block_order_accuracy(order, example.blocks)
-    best = int(totals.argmax())
-    return THRESHOLDS[best], float(totals[best]) / len(examples)
 
 
 def _learn_shape(
