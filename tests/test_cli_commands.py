@@ -11,7 +11,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -23,7 +23,9 @@ from dynoffload.cli.pilot import numbers_of
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
 from dynoffload.pilot.evaluate import Scores
-from dynoffload.pilot.train import Evaluation, TrainResult
+from dynoffload.pilot.train import Evaluation, TraceSet, TrainResult
+from dynoffload.pilot.workers import Workers
+from dynoffload.planning.blocks import Vocabulary
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
     "synthetic_log"
@@ -337,25 +339,40 @@ def test_training_shows_scores_and_saves_the_pilot(
 
     class Trained:
         kind = "mlp"
+        model = None
+        vocabulary = Vocabulary("n" * 64, ())
+        card: ClassVar = {"validation_accuracy": {"mlp": 0.8}, "validation_samples": 30, "folds": 3}
 
         def save(self, path: Path) -> None:
             path.write_text("pilot")
 
     def train(traces: Path, **options: Any) -> TrainResult:
         asked.update(options, traces=traces)
-        return TrainResult(Trained(), evaluation, 30, 1.5)  # type: ignore[arg-type]
+        data = TraceSet("d" * 64, 37, ("a", "b", "c"), 5, (), ("rows",), 1, False)
+        return TrainResult(Trained(), evaluation, 30, 1.5, data)  # type: ignore[arg-type]
 
     monkeypatch.setattr("dynoffload.pilot.train.train_pilot", train)
     out = tmp_path / "deep" / "x.pilot"
     words = ["pilot", "train", str(tmp_path), "-o", str(out), "--model", "mlp", "--seed", "3"]
-    result = runner.invoke(app, [*words, "--budget", "1MiB"])
+    more = ["--budget", "1MiB", "--jobs", "2", "--cluster", "tcp://host:8786"]
+    result = runner.invoke(app, [*words, *more, "--work", str(tmp_path / "kept")])
     assert result.exit_code == 0, result.output
-    assert asked == {"traces": tmp_path, "model": "mlp", "seed": 3, "budget": 1024**2}
+    assert asked == {
+        "traces": tmp_path,
+        "model": "mlp",
+        "seed": 3,
+        "budget": 1024**2,
+        "workers": Workers(2, "tcp://host:8786"),
+        "keep": tmp_path / "kept",
+    }
+    assert "| mlp | 80.0% |" in (tmp_path / "deep" / "x.pilot.card.md").read_text()
     assert out.read_text() == "pilot"
     for expected in ("pilot, following", "95.0%", "last order", "mlp; one prediction takes 200 µs"):
         assert expected in result.stdout
     numbers = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
     assert (numbers["model"], numbers["train_samples"], numbers["seconds"]) == ("mlp", 30, 1.5)
+    assert numbers["labels_there"] == 5
+    assert asked["keep"] == out.with_name("x.pilot.labels")
 
 
 def test_a_pilot_is_not_trained_from_nothing(runner: CliRunner, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -21,12 +22,13 @@ from dynoffload.cli import app
 from dynoffload.datasets.trees import trees
 from dynoffload.errors import ClientError, ConfigError, PilotError, TraceError
 from dynoffload.experiments.zoo import tree_lstm
-from dynoffload.pilot import labelling, labels
+from dynoffload.pilot import fit, labelling, labels
 from dynoffload.pilot.labelling import FEW, label_traces
 from dynoffload.pilot.labels import BadLabelError, make_label, makers_version, read_label
 from dynoffload.pilot.train import encode_example, load_programs, train_pilot
 from dynoffload.pilot.workers import Workers
 from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.planning.recorded import PlannedStep
 from dynoffload.profiler.profiling import profile
 
 COUNT = 40
@@ -73,20 +75,20 @@ def test_labels_give_the_vocabulary_and_the_examples_that_programs_give(
 
 
 def test_a_plan_under_a_smaller_budget_reads_more(traces: Path) -> None:
-    roomy, tight = (
-        label_traces(traces, Workers(1), silent, budget=budget).labels[0].plan
-        for budget in (10**9, 12_000)
-    )
-    assert roomy is not None
-    assert tight is not None
+    def plan(budget: int) -> PlannedStep:
+        made = make_label(str(min(traces.iterdir())), "key", budget, makers_version())
+        assert isinstance(made, bytes)
+        planned = read_label(made, "key").plan
+        assert planned is not None
+        return planned
+
+    roomy, tight = plan(10**9), plan(12_000)
     assert (roomy.total, roomy.need) == (tight.total, tight.need)
     assert roomy.moved_out == 0
     assert tight.moved_in is not None
     assert roomy.moved_in is not None
     assert tight.moved_in > roomy.moved_in
-    too_small = label_traces(traces, Workers(1), silent, budget=roomy.need - 1).labels[0].plan
-    assert too_small is not None
-    assert too_small.moved_in is None
+    assert plan(roomy.need - 1).moved_in is None
 
 
 def test_the_pilot_is_the_same_byte_for_byte_whoever_works_on_it(
@@ -341,3 +343,19 @@ class TestClustersThatCannotServe:
         assert isinstance(made, labels.Refused)
         assert "same release" in made.reason
         assert os.uname().nodename in made.reason
+
+
+def test_trial_fits_see_some_samples_and_the_pilot_errs_as_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
+    vocabulary, examples = synthetic["routed"](120, noise=0.1)
+    whole = fit.fit_pilot(vocabulary, examples, model="markov")
+    monkeypatch.setattr(fit, "MAX_CHOOSING", 40)
+    some = fit.fit_pilot(vocabulary, examples, model="markov", workers=Workers(2))
+    assert (whole.card["validation_samples"], some.card["validation_samples"]) == (120, 40)
+    assert some.threshold == whole.threshold
+    assert some.correction is not None
+    assert whole.correction is not None
+    assert (some.correction.factor == whole.correction.factor).all()
+    assert (some.correction.blend == whole.correction.blend).all()
