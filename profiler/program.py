@@ -99,12 +99,13 @@ def resolve(trace: Trace, *, work: bool = True) -> Program:
     owners = _owners(trace)
     times_called = Counter(call.path for call in trace.calls)
     visits = []
+    named = [_is_named(region) for region in trace.regions]
     shared: dict[Work, Work] = {}  # Operators repeat: equal work is one object.
     start = 0
     for (phase, path, call), group in groupby(_keys(trace, owners)):
         stop = start + len(list(group))
         variant = trace.calls[call].shape_key if call >= 0 and times_called[path] > 1 else ""
-        visits.append(_visit(trace, path, variant, phase, start, stop, shared, work))
+        visits.append(_visit(trace, path, variant, phase, start, stop, shared, work, named))
         start = stop
     return Program(
         network=trace.network,
@@ -135,6 +136,7 @@ def _visit(
     stop: int,
     shared: dict[Work, Work],
     keep_work: bool,
+    named: Sequence[bool],
 ) -> Visit:
     work: list[Work] = []
     seconds = 0.0
@@ -151,7 +153,7 @@ def _visit(
     made: list[int] = []
     for index in used:
         region = trace.regions[index]
-        if _is_named(region):
+        if named[index]:
             names[region.name] = None
         elif region.kind == "activation" and region.born >= start:
             made.append(index)
@@ -242,9 +244,10 @@ def _carry(owned: Sequence[int]) -> list[int]:
 
 def _optimizer_paths(trace: Trace, operators: Sequence[Operator]) -> list[str]:
     """Return the owner of each operator of one stretch of the optimizer."""
+    owners = [owner_of(region) for region in trace.regions]
     direct: list[str | None] = []
     for operator in operators:
-        found = {owner_of(trace.regions[i]) for i in operator.reads + operator.writes} - {None}
+        found = {owners[i] for i in operator.reads + operator.writes} - {None}
         direct.append(None if not found else found.pop() if len(found) == 1 else "")
     return _filled(direct)
 
