@@ -13,6 +13,7 @@ traces (`Trace.hints`), from which pilots learn how far to believe them.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,13 +106,11 @@ def hints_of(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
             return None
         flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
         told = tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
-    except Exception:
-        logger.warning("no hint for %s", decider.path, exc_info=True)
+    except Exception as error:
+        _say_once(decider.path, f"{type(error).__name__}: {error}")
         return None
     if len(told) != len(decider.blocks):
-        logger.warning(
-            "no hint for %s: %d values for %d blocks", decider.path, len(told), len(decider.blocks)
-        )
+        _say_once(decider.path, f"{len(told)} values for {len(decider.blocks)} blocks")
         return None
     return told
 
@@ -122,6 +121,11 @@ def hinted(
     """Return the hints that the call at ``path`` gives: none if it is no decider's."""
     told = [(decider, hints_of(decider, args)) for decider in table.get(path, ())]
     return [Hint(call, decider.blocks, values) for decider, values in told if values is not None]
+
+
+@functools.lru_cache(256)
+def _say_once(path: str, what: str) -> None:
+    logger.warning("no hint for %s: %s", path, what)
 
 
 @contextmanager

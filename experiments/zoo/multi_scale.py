@@ -183,9 +183,12 @@ class MultiScale(nn.Module):
             for number in range(self.config.blocks)
         ]
 
-    def _goes_on(self, exit_before: int, pooled: Tensor) -> Tensor:
-        """Return how likely no image leaves the network at an exit, ``[layers]``."""
+    def _goes_on(self, exit_before: int, pooled: Tensor) -> Tensor | None:
+        """Return how likely no image leaves the network at an exit, ``[layers]``; None if
+        ``pooled`` is not what that exit is given."""
         leave = self.exits[exit_before]
+        if pooled.shape[1] != leave.weight.shape[1]:  # type: ignore[index]
+            return None  # of the exit itself, whose blocks have run
         logits = F.linear(pooled, leave.weight, leave.bias)  # type: ignore[arg-type]
         surest = logits.softmax(dim=1).amax(dim=1).min()
         return torch.sigmoid(16 * (self.config.sure - surest)).expand(self.config.layers)
