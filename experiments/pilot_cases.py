@@ -1,0 +1,117 @@
+"""The networks that pilots are scored on: which, at which size, on which samples.
+
+What it is: `Case`, one network of the zoo with one shape of samples, and `CASES`, all of those whose
+steps differ. What it is not: a recording of one (`dynoffload.experiments.pilot_recording`), nor a
+score.
+
+Sizes are the smallest of the zoo's: a pilot is told codes and sites, and their number is what makes
+a network hard to foretell. What is recorded costs time by the operator, not by the byte.
+
+The Mixtral of transformers is not among them: its experts are one fused parameter behind one
+module, so that every step of it runs the same blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynoffload.errors import ConfigError
+
+STRUCTURE, DATA = "structure", "data"
+"""Where a step's path comes from: what the sample shows before it, or what the network computes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network with one shape of samples.
+
+    Attributes:
+        key: where its numbers stand in the JSON.
+        network: name in the zoo.
+        preset: its sizes.
+        shape: of its samples.
+        title: what tables call it.
+        origin: `STRUCTURE` or `DATA`.
+        lr: AdamW's learning rate.
+        before: steps that are trained before the recording begins, so that there is something to
+            decide: an exit that was never sure is no exit.
+        share: of the samples asked for that are recorded, where a step takes long and its path
+            follows from one number.
+    """
+
+    key: str
+    network: str
+    preset: str
+    shape: dict[str, int] = field(default_factory=dict)
+    title: str = ""
+    origin: str = DATA
+    lr: float = 3e-4
+    before: int = 0
+    share: float = 1.0
+
+
+def _structure(key: str, network: str, title: str, preset: str = "tiny", share: float = 1) -> Case:
+    return Case(key, network, preset, title=title, origin=STRUCTURE, share=share)
+
+
+def _experts(key: str, network: str, preset: str, length: int, title: str) -> Case:
+    return Case(key, network, preset, {"length": length}, f"{title}, {length} tokens")
+
+
+CASES: dict[str, Case] = {
+    case.key: case
+    for case in (
+        _structure("tree", "tree", "Child-Sum Tree-LSTM"),
+        _structure("tree_untied", "tree", "Tree-LSTM, 12 cells by kind", "tiny-untied"),
+        _structure("tree_cnn", "tree-cnn", "tree CNN"),
+        _structure("masked", "masked", "masked encoder, any length"),
+        _structure("slim", "slim", "slimmable, 4 widths"),
+        _structure("gan", "gan", "unrolled GAN"),
+        _structure("evoformer", "evoformer", "Evoformer, recycling"),
+        _structure("esmfold", "esmfold", "ESMFold, recycling", share=0.25),
+        Case("early_lstm", "early-lstm", "tiny", title="early-ending LSTM", lr=1e-3, before=1000),
+        _experts("switch_32", "switch", "tiny", 64, "Switch, 32 experts"),
+        _experts("switch_128", "switch", "tiny-128", 64, "Switch, 128 experts"),
+        _experts("moe_8", "moe", "tiny-wide", 8, "top-2 of 64"),
+        _experts("moe_64", "moe", "tiny-wide", 64, "top-2 of 64"),
+        _experts("moe_512", "moe", "tiny-wide", 512, "top-2 of 64"),
+        Case("exits", "exits", "tiny", title="multi-scale exits", lr=1e-3, before=1000),
+        Case("skips", "skips", "tiny", title="skip net", lr=1e-3, before=1000),
+        Case("depths", "depths", "tiny", {"length": 8}, "mixture of depths, 8 tokens", lr=1e-3),
+    )
+}
+"""All networks of the zoo whose steps differ, by key."""
+
+
+def cases_named(names: Sequence[str]) -> list[Case]:
+    """Return the cases of ``names``, in their order; of none, all.
+
+    Raises:
+        ConfigError: there is no such case.
+    """
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        raise ConfigError(f"no case is named {unknown}; there are {', '.join(CASES)}")
+    return [CASES[name] for name in names or CASES]
+
+
+def chosen_cases(size: str, names: tuple[str, ...]) -> list[Case]:
+    """Return the cases of ``names`` that are there at every size, at one.
+
+    Args:
+        size: preset of the networks: ``tiny`` or ``small``.
+        names: of the cases: ``tree``, ``moe_8``, ``moe_64``.
+
+    Raises:
+        ConfigError: there is no such case.
+    """
+    sized = {
+        "tree": Case("tree", "tree", size),
+        "moe_8": Case("moe_8", "moe", f"{size}-wide", {"length": 8}),
+        "moe_64": Case("moe_64", "moe", f"{size}-wide", {"length": 64}),
+    }
+    unknown = [name for name in names if name not in sized]
+    if unknown or not names:
+        raise ConfigError(f"no case is named {unknown}; there are {', '.join(sized)}")
+    return [sized[name] for name in names]

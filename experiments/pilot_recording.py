@@ -1,0 +1,193 @@
+"""Recorded training steps of a case, as a pilot learns from them, and the same samples run again.
+
+What it is: `record`, which trains a network of the zoo, traces its steps and keeps of them what a
+pilot sees (`Recording`: a vocabulary, and an `Example` for each step), some kilobytes a step. Now
+and then the training holds still, and held-out samples of the steps around are run through the
+network as it is at that moment: how far such an order agrees with the one the sample's own step ran
+tells what is left to anybody who sees the sample, and knows the network exactly, but as of another
+moment. What it is not: a score.
+
+`Recording.save` writes one file, and `Recording.load` executes nothing of it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynoffload.experiments.pilot_cases import Case
+from dynoffload.pilot.evaluate import split_by_source
+from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.train import HOLDOUT, encode_example, load_programs
+from dynoffload.planning.blocks import Vocabulary
+from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.profiler.sample import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+    from dynoffload.experiments.zoo.building import ZooSample
+
+MOMENTS = 6
+"""Times that a training holds still for held-out samples to be run again."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """A held-out sample, run through the network of another moment.
+
+    Attributes:
+        step: its own.
+        apart: steps of training between its own and that moment.
+        blocks: the order that it ran then.
+    """
+
+    step: int
+    apart: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is kept of a case's training.
+
+    Attributes:
+        vocabulary: the network's blocks, cut from the steps that are learned from.
+        examples: every step, in order.
+        held_out: the numbers of the steps that scores are taken on, ascending.
+        again: the held-out samples at other moments.
+    """
+
+    vocabulary: Vocabulary
+    examples: Sequence[Example]
+    held_out: Sequence[int]
+    again: Sequence[Again] = ()
+
+    @property
+    def learned(self) -> list[Example]:
+        """The steps that are learned from."""
+        aside = set(self.held_out)
+        return [example for step, example in enumerate(self.examples) if step not in aside]
+
+    @property
+    def scored(self) -> list[Example]:
+        """The steps that scores are taken on."""
+        return [self.examples[step] for step in self.held_out]
+
+    def save(self, path: Path) -> None:
+        """Write the recording to one file, whole or not at all."""
+        document = {
+            "vocabulary": self.vocabulary.to_json(),
+            "examples": [_plain(example) for example in self.examples],
+            "held_out": list(self.held_out),
+            "again": [asdict(one) for one in self.again],
+        }
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(gzip.compress(json.dumps(document).encode(), 6, mtime=0))
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        """Read what `save` wrote."""
+        document = json.loads(gzip.decompress(path.read_bytes()))
+        return cls(
+            Vocabulary.from_json(document["vocabulary"]),
+            [_example(one) for one in document["examples"]],
+            document["held_out"],
+            [Again(one["step"], one["apart"], tuple(one["blocks"])) for one in document["again"]],
+        )
+
+
+def record(case: Case, samples: int, seed: int) -> Recording:
+    """Train a case's network and return what a pilot sees of it.
+
+    Args:
+        case: what to train.
+        samples: steps that are recorded.
+        seed: of the weights, of the samples' order, and of what is held out.
+    """
+    import torch
+
+    from dynoffload.experiments import zoo
+
+    model = zoo.build(case.network, case.preset, seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True)
+    stream = zoo.samples(case.network, "train", seed=seed, **case.shape)
+    torch.manual_seed(seed)  # of dropout
+    for one in islice(stream, case.before):
+        model(*one.args).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    drawn = list(islice(stream, samples))
+    inside, aside = split_by_source([one.source for one in drawn], HOLDOUT, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        traces = Path(folder)
+        moments = _train(model, optimizer, drawn, aside, traces)
+        programs = load_programs(traces / "steps")
+        vocabulary = build_vocabulary([programs[i] for i in inside])
+        examples = [encode_example(vocabulary, program) for program in programs]
+        del programs
+        again = [
+            Again(step, abs(step - moment), tuple(encode_example(vocabulary, program).blocks))
+            for moment, steps in moments.items()
+            for step, program in zip(steps, load_programs(traces / str(moment)), strict=True)
+        ]
+    return Recording(vocabulary, examples, aside, again)
+
+
+def _train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    drawn: Sequence[ZooSample],
+    aside: Sequence[int],
+    traces: Path,
+) -> dict[int, list[int]]:
+    """Train on all samples and return, by the moments at which that held still, which steps'
+    samples were run again; traces are under ``steps`` and under the moments."""
+    import torch
+
+    from dynoffload.profiler.profiling import profile
+
+    count = len(drawn)
+    ends = [count * (number + 1) // MOMENTS for number in range(MOMENTS)]
+    begin, found = 0, {}
+    for end in dict.fromkeys(ends):
+        moment = (begin + end) // 2
+        for part in (slice(begin, moment), slice(moment, end)):
+            if part.start == moment and (near := [s for s in aside if begin <= s < end]):
+                found[moment] = near
+                with torch.random.fork_rng(devices=[]):
+                    again = [drawn[step] for step in near]
+                    profile(model, again, out=traces / str(moment), progress=False)
+            if drawn[part]:
+                steps = traces / "steps"
+                profile(model, drawn[part], out=steps, optimizer=optimizer, progress=False)
+        begin = end
+    return found
+
+
+def _plain(example: Example) -> dict[str, Any]:
+    return {
+        "values": example.sample.values,
+        "elements": example.sample.elements.tolist(),
+        "blocks": list(example.blocks),
+        "source": example.source,
+        "hints": [[h.place, list(h.blocks), list(h.values)] for h in example.hints],
+    }
+
+
+def _example(plain: dict[str, Any]) -> Example:
+    return Example(
+        Sample(plain["values"], np.array(plain["elements"], dtype=np.int64)),
+        plain["blocks"],
+        plain["source"],
+        [BlockHint(place, tuple(blocks), tuple(told)) for place, blocks, told in plain["hints"]],
+    )

@@ -1,0 +1,186 @@
+"""Scores of pilots and baselines on one recording.
+
+What it is: `scores`, everything that is said of a case at one seed: each kind of model, learned once
+and scored on the held-out steps; the baselines there; how the chosen kind does with fewer samples;
+and how far the network agrees with itself. What it is not: the recording, nor the mean over seeds.
+
+The kind that is chosen is the one that ``model="auto"`` would take: the best by cross-validation over
+the steps that are learned from, whose scores a pilot brings along. Held-out steps choose nothing.
+
+Baselines see every step of the training, those that pilots learn from too, as they would in it, and
+are scored on the held-out ones; what a pilot corrects after each step it corrects after the held-out
+ones alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from dynoffload.experiments.pilot_recording import Again, Recording
+from dynoffload.experiments.trainer import finite
+from dynoffload.pilot.baselines import LastOrder, MostFrequent, RecordedOrder, repeated_ahead
+from dynoffload.pilot.evaluate import (
+    block_order_accuracy,
+    one_ahead,
+    score,
+    varying_blocks,
+)
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.models import KINDS
+from dynoffload.pilot.pilot import RULE, Pilot
+from dynoffload.pilot.train import evaluate
+
+PARTS = (0.125, 0.25, 0.5)
+"""Shares of the samples that a learning curve is taken at, before all of them."""
+LEAST = 8
+"""Samples that a point of a curve is learned from, at least."""
+BASELINES = ("last_order", "most_frequent", "recorded_order")
+
+
+def scores(recording: Recording, seed: int, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+    """Return what is said of a case at one seed.
+
+    Args:
+        recording: of the case.
+        seed: of the pilots' training.
+        kinds: of models.
+    """
+    learned, scored = recording.learned, recording.scored
+    orders = {tuple(example.blocks) for example in recording.examples}
+    found: dict[str, Any] = {
+        "train_samples": len(learned),
+        "held_out_samples": len(scored),
+        "held_out_sources": len({example.source for example in scored}),
+        "blocks": len(recording.vocabulary),
+        "paths": len(orders),
+        "blocks_of_a_step": float(np.mean([len(one.blocks) for one in recording.examples])),
+        "baselines": baselines(recording),
+        "kinds": {},
+    }
+    for kind in kinds:
+        begin = perf_counter()
+        pilot = fit_pilot(recording.vocabulary, learned, model=kind, seed=seed)
+        seconds = perf_counter() - begin
+        found["kinds"][pilot.kind] = {**_scores(pilot, scored), "training_s": seconds}
+        if pilot.kind == RULE:
+            break  # the skeleton says it all, whichever kind is asked for
+    found["chosen"] = chosen = chosen_kind(found["kinds"])
+    kind = kinds[0] if chosen == RULE else chosen
+    found["curve"] = [
+        *(_point(recording, seed, kind, share) for share in PARTS),
+        {"samples": len(learned), **_ends(found["kinds"][chosen])},
+    ]
+    found["again"] = agreement(recording)
+    return found
+
+
+def chosen_kind(kinds: dict[str, Any]) -> str:
+    """Return which of the kinds cross-validation chose, the first of equals."""
+    return max(kinds, key=lambda kind: kinds[kind]["validation"] or 0.0)
+
+
+def _scores(pilot: Pilot, scored: Sequence[Example]) -> dict[str, Any]:
+    evaluation = evaluate(pilot, scored)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.pilot"
+        pilot.save(path)
+        nbytes = path.stat().st_size
+    return {
+        **_numbers(evaluation.pilot.to_json()),
+        "one_ahead": evaluation.one_ahead,
+        "following": _numbers(evaluation.following.to_json()),
+        "validation": pilot.card.get("validation_accuracy", {}).get(pilot.kind),
+        "latency_s": evaluation.latency_s,
+        "latency_p95_s": evaluation.latency_p95_s,
+        "artifact_bytes": nbytes,
+    }
+
+
+def _point(recording: Recording, seed: int, kind: str, share: float) -> dict[str, Any]:
+    """Return how a kind does when it learns from a share of the samples, spread over the training:
+    the same ones for a seed, and those of a smaller share are among those of a larger."""
+    learned = recording.learned
+    count = min(max(LEAST, round(share * len(learned))), len(learned))
+    drawn = np.random.default_rng(seed).permutation(len(learned))[:count]
+    part = [learned[i] for i in sorted(drawn.tolist())]
+    pilot = fit_pilot(recording.vocabulary, part, model=kind, seed=seed)
+    blocks, scored = recording.vocabulary.blocks, recording.scored
+    made = score(lambda one: pilot.predict(one.sample).blocks, scored, blocks, pilot.varying)
+    ahead = float(np.mean([one_ahead(pilot, example) for example in scored]))
+    return {"samples": count, **_ends({**made.to_json(), "one_ahead": ahead})}
+
+
+def _ends(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: found[key] for key in ("block_order_accuracy", "whole_order", "one_ahead")}
+
+
+def baselines(recording: Recording) -> dict[str, Any]:
+    """Return the baselines' scores on the held-out steps; see `dynoffload.pilot.baselines`."""
+    learned = [example.blocks for example in recording.learned]
+    frequent = MostFrequent(learned, recording.vocabulary.blocks).order
+    last, record = LastOrder(frequent), RecordedOrder()
+    aside = set(recording.held_out)
+    told: dict[str, list[Sequence[int]]] = {name: [] for name in BASELINES}
+    ahead: dict[str, list[float]] = {name: [] for name in BASELINES}
+    for step, example in enumerate(recording.examples):
+        foretold = {
+            "last_order": list(last(example)),
+            "most_frequent": frequent,
+            "recorded_order": list(record(example)),
+        }
+        if step not in aside:
+            continue
+        for name, order in foretold.items():
+            told[name].append(order)
+            by_record = name == "recorded_order"
+            ahead[name].append(
+                record.ahead(example.blocks) if by_record else repeated_ahead(order, example.blocks)
+            )
+    varying = varying_blocks(learned)
+    result = {}
+    for name, orders in told.items():
+        stream = iter(orders)
+        made = score(
+            lambda _, stream=stream: next(stream),  # type: ignore[misc]
+            recording.scored,
+            recording.vocabulary.blocks,
+            varying,
+        )
+        result[name] = {**_numbers(made.to_json()), "one_ahead": float(np.mean(ahead[name]))}
+    return result
+
+
+def agreement(recording: Recording) -> dict[str, Any]:
+    """Return how the held-out samples' orders agree with those of the same samples at other moments
+    of the training, over all of them and over the nearer and the farther half."""
+    ordered = sorted(recording.again, key=lambda one: one.apart)
+    half = len(ordered) // 2
+    return {
+        "all": _agree(recording, ordered),
+        "near": _agree(recording, ordered[:half]),
+        "far": _agree(recording, ordered[half:]),
+    }
+
+
+def _agree(recording: Recording, again: Sequence[Again]) -> dict[str, Any] | None:
+    if not again:
+        return None
+    pairs = [(one.blocks, recording.examples[one.step].blocks) for one in again]
+    alike = [block_order_accuracy(first, second) for first, second in pairs]
+    return {
+        "samples": len(again),
+        "steps_apart": float(np.mean([one.apart for one in again])),
+        "block_order_accuracy": float(np.mean(alike)),
+        "whole_order": float(np.mean([one == 1.0 for one in alike])),
+    }
+
+
+def _numbers(found: dict[str, float]) -> dict[str, Any]:
+    return {name: finite(value) for name, value in found.items()}
