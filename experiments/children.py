@@ -8,8 +8,10 @@ returns the JSON object on its last line. What it is not: a worker that takes co
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,11 @@ _SAID = 1_000
 
 
 def answer_of(
-    module: str, task: DataclassInstance, what: str, timeout_s: float | None = None
+    module: str,
+    task: DataclassInstance,
+    what: str,
+    timeout_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return what ``module`` answers to ``task``.
 
@@ -31,6 +37,7 @@ def answer_of(
         task: its fields are the task's.
         what: messages call it.
         timeout_s: after which it is ended.
+        environment: variables that it gets beside this process's own.
 
     Raises:
         WorkerError: it failed, or took too long.
@@ -43,6 +50,7 @@ def answer_of(
             text=True,
             check=False,
             timeout=timeout_s,
+            env={**os.environ, **(environment or {})},
         )
     except subprocess.TimeoutExpired as error:
         raise WorkerError(f"{what} took over {timeout_s:g} s") from error

@@ -1,70 +1,47 @@
-"""How well pilots predict block orders, on source files they have not seen.
+"""How well pilots predict block orders, over the whole zoo, on sources they have not seen.
 
-What it is: traces of training steps on real data, pilots of both kinds learned from some files and
-scored on others, and the baselines they must beat on the same samples. Accuracy is 1 - Levenshtein
-distance / longer order, mean over samples; "following" corrects itself after each step.
+What it is: every network of the zoo whose steps differ is trained and recorded, at several seeds
+(of the weights, the samples, what is held out, and the pilots); each kind of pilot learns from
+three quarters of the sources and is scored on the rest beside the baselines it must beat; and each
+network is foretold by a model that learned from the others alone. Accuracy is 1 - Levenshtein
+distance / longer order, mean over samples.
 
 What it is not: a measure of what a prediction is worth (`dynoffload.experiments.pilot_stalls`).
+
+With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``. Each
+case at each seed is a process of its own; with ``--keep DIR`` what it found stays, and a run that
+was ended goes on from there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.trainer import finite
+from dynoffload.experiments import make_room, write_json
+from dynoffload.experiments.children import answer_of
+from dynoffload.experiments.pilot_accuracy_run import LEAST, Task
+from dynoffload.experiments.pilot_cases import CASES, Case, cases_named, chosen_cases
+from dynoffload.experiments.pilot_verdicts import summary, verdicts
+from dynoffload.experiments.workers import WorkerError
+from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
 
-KINDS = ("lightgbm", "mlp")
+__all__ = ["KINDS", "Case", "chosen_cases", "recorded", "run"]
 
-
-@dataclass(frozen=True)
-class Case:
-    """One network with one shape of samples.
-
-    Attributes:
-        key: where its numbers stand in the JSON.
-        network: name in the zoo.
-        preset: its sizes.
-        shape: of its samples.
-    """
-
-    key: str
-    network: str
-    preset: str
-    shape: dict[str, int] = field(default_factory=dict)
-
-
-def cases(size: str) -> dict[str, Case]:
-    """Return the cases by name, for networks of the presets ``size`` and ``size``-wide."""
-    return {
-        "tree": Case("tree", "tree", size),
-        "moe_8": Case("moe_8", "moe", f"{size}-wide", {"length": 8}),
-        "moe_64": Case("moe_64", "moe", f"{size}-wide", {"length": 64}),
-    }
-
-
-def chosen_cases(size: str, names: tuple[str, ...]) -> list[Case]:
-    """Return the cases of ``names``.
-
-    Raises:
-        ConfigError: there is no such case.
-    """
-    known = cases(size)
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise ConfigError(f"no case is named {unknown}; there are {', '.join(known)}")
-    return [known[name] for name in names]
+_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager
@@ -103,111 +80,205 @@ def recorded(
 def run(
     json_path: Path | None = None,
     *,
-    only: tuple[str, ...] = ("tree", "moe_8", "moe_64"),
-    size: str = "small",
-    tree_samples: int = 240,
-    moe_samples: int = 480,
-    lr: float = 3e-4,
+    only: tuple[str, ...] = (),
+    seeds: int = 3,
+    samples: int = 480,
     kinds: tuple[str, ...] = KINDS,
-    seed: int = 0,
+    transfer: bool = True,
+    jobs: int = 2,
+    keep: Path | None = None,
+    page: Path | None = None,
 ) -> dict[str, Any]:
     """Record, train and score.
 
     Args:
-        json_path: not used; the numbers are written by the caller.
-        only: which cases.
-        size: preset of the networks: ``tiny`` or ``small``.
-        tree_samples: recorded steps of the Tree-LSTM.
-        moe_samples: recorded steps of the MoE at each number of tokens.
-        lr: learning rate of the recorded training.
+        json_path: the figure is written beside it.
+        only: the cases to run, by key; without it all.
+        seeds: how many, from 0.
+        samples: recorded steps of each case.
         kinds: of pilots.
-        seed: of their training and of the split.
+        transfer: whether each network is foretold by what the others taught, too.
+        jobs: processes at a time, each of one thread.
+        keep: a directory in which each part's numbers stay, and the recordings; parts that are
+            there already are not run again.
+        page: a Markdown file to write.
+
+    Raises:
+        ConfigError: there is no such case or kind, a number is too small, or ``keep`` holds a part
+            that was run otherwise.
+        WorkerError: every part failed.
     """
-    result: dict[str, Any] = {"size": size}
-    with progress_bar(True) as report:
-        for case in chosen_cases(size, only):
-            count = tree_samples if case.network == "tree" else moe_samples
-            with recorded(case, count, lr, report) as traces:
-                result[case.key] = _scores(case, traces, kinds, seed, report)
-    _print(result, only)
+    chosen = cases_named(only)
+    _check(seeds, samples, kinds, jobs)
+    if page is not None:
+        make_room(page, "--page")
+    with contextlib.ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        report = stack.enter_context(progress_bar(True))
+        parts = [
+            _Part(f"{case.key}, seed {seed}", _task(folder, case, seed, samples, kinds))
+            for seed in range(seeds)
+            for case in chosen
+        ]
+        found, failed = _carry_out(parts, folder, jobs, report)
+        if not found:
+            raise WorkerError("no part could be run: " + "; ".join(failed.values()))
+        moved: dict[str, Any] = {}
+        if transfer:
+            moved = _transferred(parts, found, folder, jobs, report, failed)
+    result = _result(chosen, parts, found, moved, failed, samples)
+    _show(result, json_path, page)
     return result
 
 
-def _scores(
-    case: Case, traces: Path, kinds: tuple[str, ...], seed: int, report: Report
-) -> dict[str, Any]:
-    """Return the scores of pilots of each kind, and of the baselines, on held-out files."""
-    from dynoffload.pilot.evaluate import split_by_source
-    from dynoffload.pilot.fit import fit_pilot
-    from dynoffload.pilot.train import HOLDOUT, encode_example, evaluate, load_programs
-    from dynoffload.planning.cutting import build_vocabulary
+def _check(seeds: int, samples: int, kinds: Sequence[str], jobs: int) -> None:
+    """Refuse what cannot be run, before anything is."""
+    if seeds < 1 or jobs < 1:
+        raise ConfigError(f"seeds={seeds} and jobs={jobs} must be at least 1")
+    if samples < LEAST:
+        raise ConfigError(f"samples={samples} are too few to learn from: at least {LEAST}")
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        raise ConfigError(f"there is no kind of pilot {unknown}; there are {', '.join(KINDS)}")
 
-    programs = load_programs(traces, report)
-    inside, aside = split_by_source([p.source for p in programs], HOLDOUT, seed)
-    vocabulary = build_vocabulary([programs[i] for i in inside])
-    learned = [encode_example(vocabulary, programs[i]) for i in inside]
-    held_out = [encode_example(vocabulary, programs[i]) for i in aside]
-    found: dict[str, Any] = {
-        "train_samples": len(inside),
-        "held_out_samples": len(aside),
-        "held_out_files": len({example.source for example in held_out}),
-        "blocks": len(vocabulary),
-    }
-    baselines: dict[str, Any] = {}
-    for kind in kinds:
-        report(f"{case.key}: learning {kind}")
-        pilot = fit_pilot(vocabulary, learned, model=kind, seed=seed, on_progress=report)
-        report(f"{case.key}: scoring {kind}")
-        evaluation = evaluate(pilot, held_out)
-        found[kind] = {
-            **_numbers(evaluation.pilot.to_json()),
-            "following": _numbers(evaluation.following.to_json()),
-            "latency_s": evaluation.latency_s,
-            "latency_p95_s": evaluation.latency_p95_s,
-            "learned": pilot.kind,
+
+@dataclass(frozen=True)
+class _Part:
+    """What one process does, and what messages call it."""
+
+    name: str
+    task: Task
+
+    @property
+    def file(self) -> str:
+        """The name of the file of what it found."""
+        mode = "transfer" if self.task.others else "scores"
+        return f"{self.task.case}-{self.task.samples}-{self.task.seed}.{mode}.json"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its numbers depend on, beside what the file's name says."""
+        case = CASES[self.task.case]
+        return {
+            "case": asdict(case),
+            "kinds": list(self.task.kinds),
+            "others": sorted(self.task.others),
         }
-        baselines["last_order"] = _numbers(evaluation.last_order.to_json())
-        baselines["most_frequent"] = _numbers(evaluation.most_frequent.to_json())
-    return found | baselines
 
 
-def _numbers(scores: dict[str, float]) -> dict[str, Any]:
-    return {name: finite(value) for name, value in scores.items()}
+def _task(folder: Path, case: Case, seed: int, samples: int, kinds: Sequence[str]) -> Task:
+    recording = folder / f"{case.key}-{samples}-{seed}.recording"
+    return Task(case.key, seed, samples, str(recording.resolve()), kinds)
 
 
-def _print(result: dict[str, Any], names: tuple[str, ...]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _carry_out(
+    parts: Sequence[_Part], folder: Path, jobs: int, report: Report
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what each part found, by its name, and why the others did not."""
+    found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    done, lock = 0, Lock()
 
-    table = Table(
-        title="block orders predicted, files held out",
-        caption="order: block-order accuracy before the first operator; bytes: weighted by the "
-        "bytes of blocks that vary",
-        title_justify="left",
-        caption_justify="left",
-    )
-    for header in ("case", "predictor"):
-        table.add_column(header)
-    for header in ("order", "following", "bytes", "whole order", "site F1", "one prediction"):
-        table.add_column(header, justify="right")
-    for name in names:
-        rows = {k: v for k, v in result[name].items() if isinstance(v, dict)}
-        for predictor, scores in rows.items():
-            following = scores.get("following")
-            latency = scores.get("latency_s")
-            table.add_row(
-                name,
-                predictor.replace("_", " "),
-                _share(scores["block_order_accuracy"]),
-                _share(following["block_order_accuracy"]) if following else "–",
-                _share(scores["byte_weighted"]),
-                _share(scores["whole_order"]),
-                _share(scores["site_f1"]),
-                "–" if latency is None else format_seconds(latency),
-                end_section=predictor == list(rows)[-1],
+    def carry_out(part: _Part) -> None:
+        nonlocal done
+        try:
+            answer = _kept(part, folder)
+        except WorkerError as error:
+            with lock:
+                failed[part.name] = str(error)
+        else:
+            with lock:
+                found[part.name] = answer
+        with lock:
+            done += 1
+            report(f"{part.name}: done", done, len(parts))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(carry_out, parts))
+    return found, failed
+
+
+def _kept(part: _Part, folder: Path) -> dict[str, Any]:
+    """Return what a part found: now, or in a run before.
+
+    Raises:
+        ConfigError: it was run with other settings.
+        WorkerError: it failed.
+    """
+    path = folder / part.file
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["settings"] != json.loads(json.dumps(part.settings)):
+            raise ConfigError(
+                f"{path} is of a run with other settings ({kept['settings']}): name another "
+                "directory for --keep, or remove the file"
             )
-    Console().print(table)
+        answer: dict[str, Any] = kept["found"]
+        return answer
+    answer = answer_of("pilot_accuracy_run", part.task, part.name, environment=_THREADS)
+    write_json(path, {"settings": part.settings, "found": answer})
+    return answer
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
+def _transferred(
+    parts: Sequence[_Part],
+    found: Mapping[str, Any],
+    folder: Path,
+    jobs: int,
+    report: Report,
+    failed: dict[str, str],
+) -> dict[str, Any]:
+    """Return the scores of what other networks taught, by case, at the first seed."""
+    first = [part.task for part in parts if part.task.seed == 0 and part.name in found]
+    others = {task.case: task.recording for task in first}
+    tasks = [
+        _Part(
+            f"{task.case}, transfer",
+            Task(task.case, task.seed, task.samples, task.recording, (), others),
+        )
+        for task in first
+    ]
+    moved, missed = _carry_out(tasks, folder, jobs, report)
+    failed.update(missed)
+    return {part.task.case: moved[part.name] for part in tasks if part.name in moved}
+
+
+def _result(
+    chosen: Sequence[Case],
+    parts: Sequence[_Part],
+    found: Mapping[str, Any],
+    moved: Mapping[str, Any],
+    failed: Mapping[str, str],
+    samples: int,
+) -> dict[str, Any]:
+    """Return all numbers, with their means, spreads and verdicts."""
+    cases: dict[str, Any] = {}
+    for case in chosen:
+        mine = [part for part in parts if part.task.case == case.key and part.name in found]
+        if mine:
+            of_seeds = [found[part.name] for part in mine]
+            cases[case.key] = {
+                **asdict(case),
+                "summary": summary(case.origin, of_seeds),
+                "seeds": {str(p.task.seed): one for p, one in zip(mine, of_seeds, strict=True)},
+            }
+    return {
+        "samples": samples,
+        "seeds": len({part.task.seed for part in parts}),
+        "cases": cases,
+        "transfer": dict(moved),
+        "failed": dict(failed),
+        "verdicts": verdicts(cases, moved),
+    }
+
+
+def _show(result: Mapping[str, Any], json_path: Path | None, page: Path | None) -> None:
+    from dynoffload.experiments.pilot_accuracy_views import page_of, show, write_figure
+
+    show(result)
+    figure = None if json_path is None else json_path.with_suffix(".svg")
+    if figure is not None:
+        write_figure(result, figure)
+    if page is not None:
+        page.write_text(page_of(result, "" if figure is None else figure.name), encoding="utf-8")

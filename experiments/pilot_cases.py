@@ -1,8 +1,8 @@
 """The networks that pilots are scored on: which, at which size, on which samples.
 
-What it is: `Case`, one network of the zoo with one shape of samples, and `CASES`, all of those whose
-steps differ. What it is not: a recording of one (`dynoffload.experiments.pilot_recording`), nor a
-score.
+What it is: `Case`, one network of the zoo with one shape of samples, and `CASES`, all of those
+whose steps differ. What it is not: a recording of one (`dynoffload.experiments.pilot_recording`),
+nor a score.
 
 Sizes are the smallest of the zoo's: a pilot is told codes and sites, and their number is what makes
 a network hard to foretell. What is recorded costs time by the operator, not by the byte.
@@ -76,9 +76,9 @@ CASES: dict[str, Case] = {
         _experts("moe_8", "moe", "tiny-wide", 8, "top-2 of 64"),
         _experts("moe_64", "moe", "tiny-wide", 64, "top-2 of 64"),
         _experts("moe_512", "moe", "tiny-wide", 512, "top-2 of 64"),
-        Case("exits", "exits", "tiny", title="multi-scale exits", lr=1e-3, before=1000),
-        Case("skips", "skips", "tiny", title="skip net", lr=1e-3, before=1000),
-        Case("depths", "depths", "tiny", {"length": 8}, "mixture of depths, 8 tokens", lr=1e-3),
+        Case("exits", "exits", "tiny", title="multi-scale exits", before=700),
+        Case("skips", "skips", "tiny", title="skip net", lr=1e-3, before=200),
+        Case("depths", "depths", "tiny", {"length": 16}, "mixture of depths, 16 tokens", lr=1e-3),
     )
 }
 """All networks of the zoo whose steps differ, by key."""

@@ -1,10 +1,10 @@
 """The baselines a pilot must beat.
 
-What it is: `LastOrder`, which repeats the order of the sample before; `RecordedOrder`, which records
-one and follows it to the letter or not at all; and `MostFrequent`, which always predicts what samples
-mostly run. `repeated_ahead` and `RecordedOrder.ahead` tell how the next block is foretold by such an
-order while the step runs. What it is not: a fallback; the session's own "repeat" and "replay"
-policies are in the runtime.
+What it is: `LastOrder`, which repeats the order of the sample before; `RecordedOrder`, which
+records one and follows it to the letter or not at all; and `MostFrequent`, which always predicts
+what samples mostly run. `repeated_ahead` and `RecordedOrder.ahead` tell how the next block is
+foretold by such an order while the step runs. What it is not: a fallback; the session's own
+"repeat" and "replay" policies are in the runtime.
 """
 
 from __future__ import annotations

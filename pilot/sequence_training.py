@@ -57,8 +57,8 @@ def train_sequence(
     """
     fields, scaler, stops = learn_fields(samples), learn_scaler(samples), site_stops(sites)
     generator = torch.Generator("cpu").manual_seed(seed)
-    net = _Trainee(fields, scaler, described, stops, present, generator)
-    inputs = _Inputs(fields, scaler, samples)
+    net = Trainee(fields, scaler, described, stops, present, generator)
+    inputs = Inputs(fields, scaler, samples)
     ran = torch.from_numpy(present.astype(np.float32))
     planned = planned_epochs(len(samples))
     total = planned * math.ceil(len(samples) / BATCH)
@@ -85,7 +85,7 @@ def train_sequence(
     return best[1], best[2]
 
 
-class _Inputs:
+class Inputs:
     """The samples as tensors, looked up once."""
 
     def __init__(self, fields: Fields, scaler: Scaler, samples: Sequence[Sample]) -> None:
@@ -104,8 +104,14 @@ class _Inputs:
 _NO_ROWS = np.zeros((0, 0), dtype=np.int64)
 
 
-class _Trainee:
-    """The weights while they are trained, and the loss they are trained by."""
+class Trainee:
+    """The weights while they are trained, and the loss they are trained by.
+
+    Attributes:
+        weights: by the names in `WEIGHTS`.
+        stranger: the log-odds, before anything else is known, of a block that is known by what
+            describes it alone; None: those that are its own.
+    """
 
     def __init__(
         self,
@@ -121,6 +127,7 @@ class _Trainee:
         blocks = present.shape[1]
         shapes = shapes_of(fields.rows, len(scaler), blocks, described.shape[1], WIDTH)
         share = (present.sum(axis=0) + 0.5) / (len(present) + 1.0)
+        self.stranger: torch.Tensor | None = None
         self.weights: dict[str, torch.Tensor] = {}
         for name in WEIGHTS:
             shape = shapes[name]
@@ -148,9 +155,10 @@ class _Trainee:
         keep = torch.rand(state.shape, generator=generator, device="cpu") >= DROPOUT
         state = state * keep / (1 - DROPOUT)
         # Half of the batches know no block but by what describes it, as strangers are known.
-        own = w["own"] * (torch.rand((), generator=generator, device="cpu") < 0.5)
-        vectors = self._described @ w["block_weight"] + own
-        odds = self._described @ w["odds_weight"] + w["odds"]
+        known_by_itself = torch.rand((), generator=generator, device="cpu") < 0.5
+        vectors = self._described @ w["block_weight"] + w["own"] * known_by_itself
+        odds = self._described @ w["odds_weight"]
+        odds = odds + (w["odds"] if self.stranger is None or known_by_itself else self.stranger)
         # Half of the samples begin with nothing known, as every step does.
         known = torch.randint(0, len(self._stops), (len(ran),), generator=generator, device="cpu")
         known = known * (torch.rand(len(ran), generator=generator, device="cpu") < 0.5)

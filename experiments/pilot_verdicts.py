@@ -1,0 +1,155 @@
+"""What is asked of pilots, and whether it holds: means over seeds, their spread, and the verdicts.
+
+What it is: `summary` of one case's seeds, and `verdicts` over all cases. What it is not: the scores
+themselves (`dynoffload.experiments.pilot_scores`), nor how they are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dynoffload.experiments.pilot_cases import STRUCTURE
+from dynoffload.experiments.pilot_scores import BASELINES
+
+STRUCTURE_ORDER, STRUCTURE_WHOLE = 0.99, 0.95
+"""What is asked where the sample shows the structure: of block-order accuracy and of the share of
+whole orders that are right."""
+DATA_START, DATA_AHEAD = 0.90, 0.97
+"""What is asked where the path follows from what the network computes: at the start of the step,
+and one block ahead."""
+NEAR_BEST = 0.01
+"""How far the chosen kind may be from the best, where none reaches that."""
+LATENCY_S, ARTIFACT_BYTES = 1e-3, 5_000_000
+"""What one prediction may take, and what a stored pilot may."""
+
+_NUMBERS = (
+    *("block_order_accuracy", "byte_weighted", "whole_order", "site_f1", "one_ahead"),
+    *("latency_s", "latency_p95_s", "artifact_bytes", "training_s"),
+)
+_ENDS = ("block_order_accuracy", "whole_order", "one_ahead")
+
+
+def summary(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a case's numbers over its seeds, each as mean, least and most, and its verdicts.
+
+    Args:
+        origin: of the case's dynamism.
+        seeds: what `dynoffload.experiments.pilot_scores.scores` returned, at least one.
+    """
+    chosen = [one["kinds"][one["chosen"]] for one in seeds]
+    kinds = {kind: [one["kinds"][kind] for one in seeds] for kind in _common(seeds)}
+    baselines = {name: [one["baselines"][name] for one in seeds] for name in BASELINES}
+    found = {
+        "chosen": [one["chosen"] for one in seeds],
+        "paths": _spread(one["paths"] for one in seeds),
+        "pilot": {
+            **{key: _spread(one[key] for one in chosen) for key in _NUMBERS},
+            "following": _spread(one["following"]["block_order_accuracy"] for one in chosen),
+        },
+        "kinds": {kind: _of_ends(rows) for kind, rows in kinds.items()},
+        "baselines": {name: _of_ends(rows) for name, rows in baselines.items()},
+        "curve": [
+            {"samples": _spread(one["samples"] for one in points), **_of_ends(points)}
+            for points in zip(*(one["curve"] for one in seeds), strict=True)
+        ],
+        "again": {
+            key: _of_agreement([one["again"][key] for one in seeds])
+            for key in ("all", "near", "far")
+        },
+    }
+    return {**found, "verdicts": _verdicts(origin, found)}
+
+
+def _common(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the kinds that there are at every seed."""
+    return [kind for kind in seeds[0]["kinds"] if all(kind in one["kinds"] for one in seeds)]
+
+
+def _of_ends(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: _spread(row[key] for row in rows) for key in _ENDS}
+
+
+def _of_agreement(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    there = [row for row in rows if row is not None]
+    keys = ("steps_apart", "block_order_accuracy", "whole_order")
+    return {key: _spread(row[key] for row in there) for key in keys} if there else None
+
+
+def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Return mean, least and most; None where there is no number."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return None
+    return {"mean": float(np.mean(there)), "min": min(there), "max": max(there)}
+
+
+def _mean(found: Mapping[str, Any], key: str) -> float:
+    return float(found[key]["mean"])
+
+
+def _verdicts(origin: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is asked of a case: what was found, and whether it holds."""
+    pilot, kinds = found["pilot"], found["kinds"]
+    start, ahead = _mean(pilot, "block_order_accuracy"), _mean(pilot, "one_ahead")
+    best = {
+        key: max([_mean(pilot, key), *(_mean(one, key) for one in kinds.values())])
+        for key in ("block_order_accuracy", "one_ahead")
+    }
+    short = {
+        "start": best["block_order_accuracy"] - start,
+        "ahead": best["one_ahead"] - ahead,
+    }
+    if origin == STRUCTURE:
+        held = start >= STRUCTURE_ORDER and _mean(pilot, "whole_order") >= STRUCTURE_WHOLE
+    else:
+        held = start >= DATA_START and ahead >= DATA_AHEAD
+    strongest = max(found["baselines"], key=lambda name: _mean(found["baselines"][name], _ENDS[0]))
+    strongest_start = _mean(found["baselines"][strongest], "block_order_accuracy")
+    several = found["paths"]["max"] > 1
+    return {
+        "reached": held,
+        "short_of_best": short,
+        "near_best": all(gap <= NEAR_BEST for gap in short.values()),
+        "strongest_baseline": strongest,
+        "over_baselines": start - strongest_start,
+        "beats_baselines": start > strongest_start if several else None,
+        "latency": pilot["latency_s"]["max"] <= LATENCY_S,
+        "artifact": pilot["artifact_bytes"]["max"] <= ARTIFACT_BYTES,
+    }
+
+
+def verdicts(cases: Mapping[str, Any], moved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return in how many cases what is asked holds, and in which it does not.
+
+    Args:
+        cases: by key, each with its ``origin`` and ``summary``.
+        moved: scores of what other networks taught, by case.
+    """
+    by_origin: dict[str, dict[str, Any]] = {}
+    for key, case in cases.items():
+        by_origin.setdefault(case["origin"], {})[key] = case["summary"]["verdicts"]
+    every = {key: one for group in by_origin.values() for key, one in group.items()}
+    asked: dict[str, Any] = {}
+    for origin, group in by_origin.items():
+        asked[origin] = _count({key: one["reached"] for key, one in group.items()})
+    asked["near_best"] = _count(
+        {key: one["near_best"] for key, one in every.items() if not one["reached"]}
+    )
+    for name in ("beats_baselines", "latency", "artifact"):
+        asked[name] = _count({k: one[name] for k, one in every.items() if one[name] is not None})
+    there = {key: one for key, one in moved.items() if "transferred" in one}
+    asked["transfer"] = _count(
+        {
+            key: one["transferred"]["block_order_accuracy"] >= one["own"]["block_order_accuracy"]
+            for key, one in there.items()
+        }
+    )
+    return asked
+
+
+def _count(held: Mapping[str, bool]) -> dict[str, Any]:
+    missed = [key for key, one in held.items() if not one]
+    return {"cases": len(held), "held": len(held) - len(missed), "missed": missed}
