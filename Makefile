@@ -67,8 +67,8 @@ bench: $(STAMP)
 	$(BIN)/dynoffload experiment breakdown --tokens 512 --json docs/results/breakdown-512.json
 	$(BIN)/dynoffload experiment exactness --json docs/results/exactness.json
 	$(BIN)/dynoffload experiment resident --json docs/results/resident.json
-	$(BIN)/dynoffload experiment pilot-accuracy --json docs/results/pilot-accuracy.json
-	$(BIN)/dynoffload experiment pilot-benefit --json docs/results/pilot-benefit.json
+	$(BIN)/dynoffload experiment pilot-accuracy --json docs/results/pilot-accuracy.json --page docs/results/pilot-accuracy.md
+	$(BIN)/dynoffload experiment pilot-benefit --json docs/results/pilot-benefit.json --page docs/results/pilot-benefit.md
 	$(BIN)/dynoffload experiment memory-expansion --json docs/results/memory-expansion.json
 	$(BIN)/dynoffload experiment simulation --json docs/results/simulation.json --page docs/results/simulation.md
 	$(BIN)/dynoffload experiment estimates --calibration docs/results/simulation.json --json docs/results/estimates.json --page docs/results/estimates.md

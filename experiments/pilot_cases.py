@@ -78,7 +78,15 @@ CASES: dict[str, Case] = {
         _experts("moe_512", "moe", "tiny-wide", 512, "top-2 of 64"),
         Case("exits", "exits", "tiny", title="multi-scale exits", before=700),
         Case("skips", "skips", "tiny", title="skip net", lr=1e-3, before=200),
-        Case("depths", "depths", "tiny", {"length": 16}, "mixture of depths, 16 tokens", lr=1e-3),
+        Case(
+            "depths",
+            "depths",
+            "tiny",
+            {"length": 16},
+            "mixture of depths, 16 tokens",
+            lr=1e-3,
+            before=100,
+        ),
     )
 }
 """All networks of the zoo whose steps differ, by key."""

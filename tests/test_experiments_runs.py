@@ -17,7 +17,6 @@ from dynoffload.experiments import (
     demo,
     paged,
     paged_rows,
-    pilot_accuracy,
     pilot_benefit,
     resident,
     write_json,
@@ -210,27 +209,6 @@ def test_resident(tmp_path: Path) -> None:
         assert min(result[f"{name}_pairs"]) <= result[f"{name}_ratio"]
         assert 0 < result[f"{name}_peak_fast_bytes"] <= result[f"{name}_budget_bytes"]
     json.dumps(result, allow_nan=False)
-
-
-def test_pilot_accuracy() -> None:
-    result = pilot_accuracy.run(
-        only=("tree", "moe_8"), size="tiny", tree_samples=20, moe_samples=20
-    )
-    for case in ("tree", "moe_8"):
-        found = result[case]
-        assert found["train_samples"] + found["held_out_samples"] == 20
-        assert found["blocks"] > 2
-        for predictor in ("lightgbm", "mlp", "last_order", "most_frequent"):
-            assert 0 <= found[predictor]["block_order_accuracy"] <= 1
-        for kind in pilot_accuracy.KINDS:
-            assert 0 <= found[kind]["following"]["block_order_accuracy"] <= 1
-            assert 0 < found[kind]["latency_s"] <= found[kind]["latency_p95_s"]
-    # The order of cells follows from the tree: nothing that ignores the sample comes near.
-    tree = result["tree"]
-    assert tree["lightgbm"]["block_order_accuracy"] > tree["last_order"]["block_order_accuracy"]
-    json.dumps(result, allow_nan=False)
-    with pytest.raises(ConfigError, match="moe_64"):
-        pilot_accuracy.run(only=("moe_63",))
 
 
 def test_pilot_benefit() -> None:

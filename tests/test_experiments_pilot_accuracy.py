@@ -1,0 +1,347 @@
+"""Pilots over the zoo: what is recorded, how it is scored and judged, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from dynoffload.errors import ConfigError, PilotError
+from dynoffload.experiments import pilot_accuracy, pilot_recording, pilot_transfer, zoo
+from dynoffload.experiments.children import answer_of
+from dynoffload.experiments.pilot_accuracy_views import page_of, said, write_figure
+from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
+from dynoffload.experiments.pilot_recording import MOMENTS, Recording, record
+from dynoffload.experiments.pilot_scores import BASELINES, PARTS, agreement, chosen_kind, scores
+from dynoffload.experiments.pilot_transfer import (
+    Course,
+    common,
+    course_of,
+    train_shared,
+    transfer,
+    transferred_pilot,
+)
+from dynoffload.experiments.pilot_verdicts import summary, verdicts
+from dynoffload.experiments.workers import WorkerError
+from dynoffload.experiments.zoo import ALL, FUSED
+from dynoffload.pilot import fit
+from dynoffload.pilot.baselines import RecordedOrder, repeated_ahead
+from dynoffload.pilot.features import Example, site_stops
+from dynoffload.pilot.fit import fit_pilot
+from dynoffload.profiler.sample import Sample
+
+SAMPLES = 32
+DEPTHS = replace(CASES["depths"], before=40)
+
+
+def test_every_network_that_is_dynamic_in_blocks_is_a_case() -> None:
+    assert {case.network for case in CASES.values()} == set(ALL) - {FUSED}
+    assert {case.origin for case in CASES.values()} == {STRUCTURE, DATA}
+
+
+# Baselines
+
+
+def _followed(orders: list[list[int]]) -> list[tuple[list[int], float]]:
+    record = RecordedOrder()
+    return [(list(record(Example(Sample({}), one))), record.ahead(one)) for one in orders]
+
+
+def test_a_recorded_order_is_followed_until_a_step_departs_from_it_and_then_recorded_anew() -> None:
+    a, b = [0, 1, 2, 3], [0, 1, 4, 3]
+    assert _followed([a, a, b, b, b, a]) == [
+        ([], 0.0),
+        (a, 1.0),
+        (a, 0.5),  # the record is gone with the first departure
+        ([], 0.0),
+        (b, 1.0),
+        (b, 0.5),
+    ]
+
+
+def test_a_recorded_order_that_ends_early_is_left_too() -> None:
+    assert _followed([[0, 1], [0], [0], [0]]) == [([], 0.0), ([0, 1], 1.0), ([], 0.0), ([0], 1.0)]
+
+
+def test_a_repeated_order_finds_its_place_again() -> None:
+    assert repeated_ahead([0, 1, 2, 3], [0, 1, 2, 3]) == 1.0
+    assert repeated_ahead([0, 1, 2, 3], [0, 2, 3]) == pytest.approx(2 / 3)
+    assert repeated_ahead([0, 2, 3], [0, 1, 2, 3]) == pytest.approx(3 / 4)
+    assert repeated_ahead([], [0, 1]) == repeated_ahead([5], [0, -1]) == 0.0
+
+
+# Recordings
+
+
+@pytest.fixture(scope="module")
+def slim() -> Recording:
+    return record(CASES["slim"], SAMPLES, 1)
+
+
+@pytest.fixture(scope="module")
+def depths() -> Recording:
+    return record(DEPTHS, SAMPLES, 1)
+
+
+def test_a_recording_is_of_all_steps_in_order(slim: Recording, tmp_path: Path) -> None:
+    drawn = list(islice(zoo.samples("slim", "train", seed=1), SAMPLES))
+    assert [one.source for one in slim.examples] == [one.source for one in drawn]
+    for example, one in zip(slim.examples, drawn, strict=True):
+        assert example.sample.values["groups"] == one.args[1]
+    assert len(slim.learned) + len(slim.scored) == SAMPLES
+    assert not {one.source for one in slim.learned} & {one.source for one in slim.scored}
+    slim.save(tmp_path / "slim.recording")
+    assert Recording.load(tmp_path / "slim.recording") == slim
+
+
+def test_every_held_out_sample_runs_again_near_its_own_step(depths: Recording) -> None:
+    assert sorted(one.step for one in depths.again) == sorted(depths.held_out)
+    assert max(one.apart for one in depths.again) <= SAMPLES / MOMENTS
+    assert {one.apart for one in depths.again} != {0}
+    found = agreement(depths)
+    assert found["near"]["steps_apart"] <= found["far"]["steps_apart"]
+    assert 0.5 < found["all"]["block_order_accuracy"] <= 1
+
+
+def test_a_path_that_the_sample_alone_decides_is_the_same_at_any_moment(slim: Recording) -> None:
+    assert agreement(slim)["all"]["whole_order"] == 1.0
+
+
+def test_running_samples_again_leaves_the_training_as_it_is(
+    depths: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pilot_recording, "MOMENTS", 1)
+    other = record(DEPTHS, SAMPLES, 1)
+    assert {one.apart for one in other.again} != {one.apart for one in depths.again}
+    assert other.examples == depths.examples
+
+
+# Scores
+
+
+def test_scores_are_those_of_the_kinds_and_the_baselines(slim: Recording) -> None:
+    found = scores(slim, 0, ("markov", "paths"))
+    assert set(found["kinds"]) == {"markov", "paths"}
+    assert found["chosen"] == "paths"  # a history knows nothing of the sample's width
+    for name in BASELINES:
+        accuracy = found["baselines"][name]["block_order_accuracy"]
+        assert accuracy < found["kinds"]["paths"]["block_order_accuracy"]
+    assert len(found["curve"]) == len(PARTS) + 1
+    assert found["curve"][-1]["samples"] == found["train_samples"]
+    assert found["kinds"]["paths"]["artifact_bytes"] > 1000
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_chosen_kind_is_the_one_that_auto_takes(
+    depths: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ("markov", "paths")
+    monkeypatch.setattr(fit, "KINDS", kinds)
+    found = scores(depths, 0, kinds)
+    assert found["chosen"] == fit_pilot(depths.vocabulary, depths.learned, seed=0).kind
+    assert chosen_kind(found["kinds"]) == found["chosen"]
+
+
+# Transfer
+
+
+def _signs(blocks: int, seed: int, steps: int = 96) -> Course:
+    """Steps in which a block runs as its third feature and a number of the sample say."""
+    rng = np.random.default_rng(seed)
+    described = rng.normal(size=(blocks, 11)).astype(np.float32)
+    signs = np.sign(rng.normal(size=steps))
+    samples = [Sample({"x": float(sign)}) for sign in signs]
+    present = signs[:, None] * described[:, 2] > 0
+    return Course(samples, present, described, site_stops(np.arange(blocks) // 4))
+
+
+def test_what_several_networks_teach_ranks_the_blocks_of_another() -> None:
+    shared = train_shared([_signs(48, 0), _signs(32, 1)], seed=0)
+    other = _signs(12, 3)
+    moved = shared.transferred(other.described, other.stops)
+    for sample, ran in list(zip(other.samples, other.present, strict=True))[:20]:
+        chances = moved.probabilities(sample)
+        assert chances[ran].mean() > chances[~ran].mean() + 0.4
+
+
+def test_codes_of_other_kinds_of_samples_are_kept_apart() -> None:
+    codes = np.arange(6).reshape(3, 2)
+    image, text = (Sample({name: 1.0}, codes) for name in ("pixels", "tokens"))
+    assert common(image).elements.shape == common(text).elements.shape == (3, 3)
+    assert not set(common(image).elements[:, 0].tolist()) & set(
+        common(text).elements[:, 0].tolist()
+    )
+    again = common(Sample({"pixels": 2.0}, codes))
+    assert np.array_equal(again.elements, common(image).elements)
+
+
+def test_a_transferred_pilot_foretells_a_real_network(
+    slim: Recording, depths: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pilot_transfer, "planned_epochs", lambda _: 2)
+    monkeypatch.setattr(pilot_transfer, "AUTO", "paths")
+    found = transfer("slim", {"slim": slim, "depths": depths}, 0)
+    assert found["networks"] == 1
+    for name in ("transferred", "own", "own_sequence", "last_order", "most_frequent"):
+        assert 0 <= found[name]["block_order_accuracy"] <= 1
+    own = fit_pilot(slim.vocabulary, slim.learned, model="markov")
+    moved = transferred_pilot(train_shared([course_of(own, slim.learned)], seed=0), own)
+    assert moved.predict(slim.scored[0].sample).blocks
+
+
+def test_nothing_is_transferred_where_a_rule_says_all(depths: Recording) -> None:
+    always = [replace(one, blocks=[0, 1, 2]) for one in depths.examples]
+    rule = replace(depths, examples=always)
+    with pytest.raises(PilotError, match="nothing to transfer"):
+        course_of(fit_pilot(rule.vocabulary, rule.learned), rule.learned)
+    assert "rule" in transfer("depths", {"depths": rule}, 0)["why"]
+    assert "no other" in transfer("depths", {"depths": depths}, 0)["why"]
+
+
+# Verdicts and pages
+
+
+def _seed(order: float, ahead: float, kind: str = "mlp", other: float = 0.5) -> dict[str, Any]:
+    ends = {"block_order_accuracy": order, "whole_order": order, "one_ahead": ahead}
+    weak = {"block_order_accuracy": other, "whole_order": 0.0, "one_ahead": other}
+    more = {
+        "byte_weighted": order,
+        "site_f1": None,
+        "latency_s": 5e-4,
+        "latency_p95_s": 2e-3,
+        "artifact_bytes": 10_000,
+        "training_s": 2.0,
+        "following": {"block_order_accuracy": order},
+        "validation": 0.9,
+    }
+    agreed = {"steps_apart": 3.0, "block_order_accuracy": 0.97, "whole_order": 0.5}
+    return {
+        "paths": 9,
+        "chosen": kind,
+        "kinds": {kind: {**ends, **more}, "markov": {**weak, **more, "validation": 0.1}},
+        "baselines": dict.fromkeys(BASELINES, weak),
+        "curve": [{"samples": count, **ends} for count in (45, 90, 180, 360)],
+        "again": {"all": agreed, "near": agreed, "far": None},
+    }
+
+
+def test_a_case_is_judged_by_its_mean_and_shows_its_spread() -> None:
+    found = summary(DATA, [_seed(0.92, 0.98), _seed(0.90, 0.97), _seed(0.89, 0.97)])
+    order = found["pilot"]["block_order_accuracy"]
+    assert (order["min"], order["max"]) == (0.89, 0.92)
+    assert found["verdicts"]["reached"]
+    assert found["verdicts"]["beats_baselines"]
+    assert not summary(DATA, [_seed(0.92, 0.96)])["verdicts"]["reached"]
+    assert not summary(STRUCTURE, [_seed(0.98, 1.0)])["verdicts"]["reached"]
+    assert summary(STRUCTURE, [_seed(0.995, 1.0)])["verdicts"]["reached"]
+
+
+def test_a_case_that_misses_is_near_the_best_or_not() -> None:
+    near = _seed(0.80, 0.90, other=0.805)
+    assert summary(DATA, [near])["verdicts"]["near_best"]
+    far = summary(DATA, [_seed(0.80, 0.90, other=0.85)])["verdicts"]
+    assert not far["near_best"]
+    assert not far["beats_baselines"]
+    assert far["over_baselines"] == pytest.approx(-0.05)
+
+
+def _result(*seeds: dict[str, Any]) -> dict[str, Any]:
+    cases = {
+        key: {"title": CASES[key].title, "origin": CASES[key].origin, "summary": summary(o, seeds)}
+        for key, o in (("moe_64", DATA), ("tree", STRUCTURE))
+    }
+    names = ("transferred", "own", "own_sequence", "last_order", "most_frequent")
+    numbers = {name: {"block_order_accuracy": 0.61} for name in names}
+    moved = {
+        "moe_64": {"networks": 7, "own_kind": "lightgbm", **numbers},
+        "tree": {"own_kind": "rule", "own": numbers["own"], "why": "a rule"},
+    }
+    return {
+        "samples": 480,
+        "seeds": len(seeds),
+        "cases": cases,
+        "transfer": moved,
+        "failed": {"esmfold, seed 0": "no transformers"},
+        "verdicts": verdicts(cases, moved),
+    }
+
+
+def test_page_and_figure_tell_the_numbers(tmp_path: Path) -> None:
+    result = _result(_seed(0.80, 0.90), _seed(0.84, 0.90))
+    page = page_of(result, "x.svg")
+    (row,) = (
+        line
+        for line in page.splitlines()
+        if line.startswith("| top-2 of 64, 64 t") and "mlp |" in line
+    )
+    assert "82.0% ±2.0" in row
+    assert "| 50.0% |" in row
+    assert "near the best" in row
+    assert "![Accuracy by network, and over samples](x.svg)" in page
+    assert "lightgbm" in page
+    assert any("Tree-LSTM" in line and "0 of 1" in line for line in said(result))
+    assert "- esmfold, seed 0 failed: no transformers" in page
+    write_figure(result, tmp_path / "x.svg")
+    drawn = ElementTree.parse(tmp_path / "x.svg").getroot()
+    text = "".join(drawn.itertext())
+    assert "Child-Sum Tree-LSTM" in text
+    assert "pilot, one ahead" in text
+
+
+# The whole
+
+
+def test_the_experiment_runs_and_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {
+        "only": ("slim",),
+        "seeds": 1,
+        "samples": 24,
+        "kinds": ("paths",),
+        "transfer": False,
+        "keep": tmp_path / "kept",
+    }
+    page, numbers = tmp_path / "page.md", tmp_path / "numbers.json"
+    first = pilot_accuracy.run(numbers, page=page, **options)
+    assert first["failed"] == {}
+    found = first["cases"]["slim"]["seeds"]["0"]
+    assert found["train_samples"] + found["held_out_samples"] == 24
+    assert first["cases"]["slim"]["summary"]["verdicts"]["beats_baselines"]
+    assert "slimmable, 4 widths" in page.read_text("utf-8")
+    assert numbers.with_suffix(".svg").exists()
+
+    def ended(*_: Any, **__: Any) -> dict[str, Any]:
+        raise WorkerError("out of power")
+
+    monkeypatch.setattr(pilot_accuracy, "answer_of", ended)
+    assert pilot_accuracy.run(**options) == first
+    further = pilot_accuracy.run(**{**options, "only": ("slim", "depths")})
+    assert further["cases"] == first["cases"]
+    assert further["failed"] == {"depths, seed 0": "out of power"}
+    with pytest.raises(ConfigError, match="other settings"):
+        pilot_accuracy.run(**{**options, "kinds": ("markov",)})
+    with pytest.raises(WorkerError, match="out of power"):
+        pilot_accuracy.run(**{**options, "keep": None})
+    assert answer_of is not pilot_accuracy.answer_of
+
+
+@pytest.mark.parametrize(
+    ("options", "said_of_it"),
+    [
+        ({"only": ("moe_63",)}, "moe_64"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"jobs": 0}, "jobs=0"),
+        ({"samples": 4}, "at least 16"),
+        ({"kinds": ("oracle",)}, "lightgbm"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(options: dict[str, Any], said_of_it: str) -> None:
+    with pytest.raises(ConfigError, match=said_of_it):
+        pilot_accuracy.run(**options)
