@@ -25,7 +25,8 @@ def fingerprint(model: torch.nn.Module) -> str:
     """Return the sha256 (hex, 64 characters) of the model's architecture.
 
     Module paths and class names, and the names, shapes and types of parameters and buffers go in;
-    values, devices, ties and the Python module a class was defined in do not. A model on the meta
+    values, devices, ties, the Python module a class was defined in, and buffers that are not
+    stored with the weights do not: some networks make these as they run. A model on the meta
     device has the fingerprint of the same model with storage.
     """
     digest = hashlib.sha256()
@@ -33,8 +34,10 @@ def fingerprint(model: torch.nn.Module) -> str:
         digest.update(f"m {path} {type(module).__qualname__}\n".encode())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         digest.update(f"p {name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        digest.update(f"b {name} {tuple(buffer.shape)} {buffer.dtype}\n".encode())
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(path, recurse=False, remove_duplicate=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                digest.update(f"b {name} {tuple(buffer.shape)} {buffer.dtype}\n".encode())
     return digest.hexdigest()
 
 

@@ -156,6 +156,14 @@ def test_cells_are_blocks_by_variant() -> None:
     assert vocabulary.index_of("head", "any") == order[5]
 
 
+def test_shapes_that_differ_between_samples_only_are_no_variants() -> None:
+    vocabulary = build_vocabulary([tree(2, 2, 2), tree(5, 5), tree(3)])
+    assert vocabulary.repeated == frozenset()
+    assert [block.name for block in vocabulary.blocks] == ["embed", "cell", "head"]
+    order = vocabulary.encode(tree(9, 9))
+    assert names(vocabulary, order) == ["embed", "cell", "cell", "head"]
+
+
 def test_an_unseen_expert_is_one_unseen_block() -> None:
     vocabulary = build_vocabulary([moe(0), moe(1)])
     order = vocabulary.encode(moe(0, 2))

@@ -48,6 +48,15 @@ def test_fingerprint_does_not_see_ties() -> None:
     assert fingerprint(tied) == fingerprint(loose)
 
 
+def test_fingerprint_sees_buffers_that_are_stored_and_none_that_forward_makes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = fingerprint(model)
+    model[1].register_buffer("angles", torch.ones(3), persistent=False)
+    assert fingerprint(model) == before
+    model[1].register_buffer("mean", torch.ones(3))
+    assert fingerprint(model) != before
+
+
 def test_shape_key_is_exact_to_eight_and_a_power_of_two_above() -> None:
     key = shape_key((torch.empty(2, 150), torch.empty(1, 9)), {})
     assert key == "2x256,1x16"

@@ -7,8 +7,9 @@ or of transfer times.
 [Note: Atomic]
 The outline of a call is the sequence of modules with parameters that it runs. A module is atomic if
 
-* all its calls have one outline; where one sample calls it many times, all calls of one variant.
-  A variant is the shape key of the call; of more than `MAX_VARIANTS` the rarest share one, ``""``;
+* all its calls have one outline; where one sample calls it with several shapes, all calls of one
+  variant. A variant is the shape key of the call; of more than `MAX_VARIANTS` the rarest share one,
+  ``""``. Shapes that differ from sample to sample only are no variants, however often each calls;
 * what it uses (parameters, gradients, optimizer state, buffers) fits in an eighth of the budget,
   so that a block can be worked on while the ones after it arrive; in half of it if one forward
   calls the module many times, as then the next block most likely uses the same regions;
@@ -56,6 +57,8 @@ class _Module:
     """modules with parameters that some call ran, itself included"""
     repeated: bool = False
     """whether one forward called it more than once"""
+    mixed: bool = False
+    """whether one forward called it with several shape keys"""
 
     @property
     def share(self) -> int:
@@ -64,7 +67,7 @@ class _Module:
 
     def variants(self) -> dict[str, str]:
         """Return the variant of each shape key."""
-        if not self.repeated:
+        if not self.mixed:
             return dict.fromkeys(self.keys, "")
         ranked = sorted(self.keys, key=lambda key: (-self.keys[key], key))
         apart = len(ranked) if len(ranked) <= MAX_VARIANTS else MAX_VARIANTS - 1
@@ -145,7 +148,7 @@ def build_vocabulary(
                 optional=len(block.programs) < len(programs),
             )
         )
-    repeated = {path for path, _ in seen if modules[path].repeated}
+    repeated = {path for path, _ in seen if modules[path].mixed}
     return Vocabulary(network, tuple(blocks), frozenset(repeated))
 
 
@@ -154,12 +157,14 @@ def _modules(outlines: Iterable[Outline]) -> dict[str, _Module]:
     modules: dict[str, _Module] = {}
     for outline in outlines:
         times: Counter[tuple[int, str]] = Counter()
+        shapes: dict[tuple[int, str], str] = {}
         roots: list[int] = []
         calls = zip(outline.paths, outline.keys, outline.parents, outline.ran(), strict=True)
         for index, (path, key, parent, ran) in enumerate(calls):
             roots.append(index if parent < 0 else roots[parent])
             times[roots[-1], path] += 1
             module = modules.setdefault(path, _Module())
+            module.mixed |= shapes.setdefault((roots[-1], path), key) != key
             module.keys[key] += 1
             module.outlines[key].add(ran)
             module.inner.update(ran)
