@@ -119,7 +119,11 @@ def _families(orders: Sequence[Order], blocks: Sequence[Block]) -> tuple[frozens
 
     A path loops when one sample calls it more than once and samples differ in how often. A block
     that only some samples have and that always stands between looping blocks belongs to the loop.
+    Blocks are of one family if each leads to the other (a strongly connected component), or if they
+    are of one path: of two loops one after the other, the second never leads back to the first.
     """
+    from scipy.sparse.csgraph import connected_components
+
     counts: dict[str, set[int]] = {}
     for order in orders:
         for path, count in Counter(blocks[b].path for b in order if b >= 0).items():
@@ -140,23 +144,19 @@ def _families(orders: Sequence[Order], blocks: Sequence[Block]) -> tuple[frozens
         if not inside - outside:
             break
         looping |= inside - outside
-    parent = {block: block for block in looping}
-
-    def root(block: int) -> int:
-        while parent[block] != block:
-            block = parent[block]
-        return block
-
+    leads = np.zeros((len(blocks), len(blocks)), dtype=np.bool_)
     for order in orders:
         for left, right in pairwise(order):
             if left in looping and right in looping:
-                parent[root(right)] = root(left)
+                leads[left, right] = True
     first_of: dict[str, int] = {}
     for block in sorted(looping):
-        parent[root(block)] = root(first_of.setdefault(blocks[block].path, block))
+        first = first_of.setdefault(blocks[block].path, block)
+        leads[first, block] = leads[block, first] = True
+    _, home = connected_components(leads, connection="strong")
     groups: dict[int, set[int]] = {}
     for block in looping:
-        groups.setdefault(root(block), set()).add(block)
+        groups.setdefault(int(home[block]), set()).add(block)
     return tuple(frozenset(group) for group in sorted(groups.values(), key=min))
 
 

@@ -60,6 +60,14 @@ def test_two_loops_that_never_touch_are_two_families() -> None:
     assert [slot[0] for slot in skeleton.slots] == [SEGMENT, 1, SEGMENT - 1]
 
 
+def test_two_loops_one_right_after_the_other_are_two_families() -> None:
+    blocks = vocabulary([("leaf.0", ""), ("node.0", ""), ("leaf.1", ""), ("node.1", "")]).blocks
+    orders = [[0, 0, 1, 2, 2, 3], [0, 1, 0, 1, 2, 3, 2, 3], [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]]
+    skeleton = learn_skeleton(orders, blocks)
+    assert skeleton.families == (frozenset({0, 1}), frozenset({2, 3}))
+    assert skeleton.slots == ((SEGMENT, 0), (SEGMENT - 1, 0))
+
+
 def test_unseen_blocks_are_passed_over() -> None:
     blocks = vocabulary(names("a", "b")).blocks
     skeleton = learn_skeleton([[0, -1, 1], [-1, 0, 1]], blocks)
