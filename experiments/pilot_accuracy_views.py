@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_TOLD = "block_order_accuracy"  # of what knows the sample only
 _WIDTH = 170  # of the table, where the output is no terminal
-_ORDER, _WHOLE, _AHEAD = "block_order_accuracy", "whole_order", "one_ahead"
+_ORDER, _ALONE, _WHOLE, _AHEAD = "steering", "alone", "whole_order", "one_ahead"
 _HEADS = (
-    *("network", "pilot", "paths", "order", "whole order", "by bytes", "following"),
+    *("network", "pilot", "paths", "order", "whole order", "by bytes", "alone"),
     *("one ahead", "last order", "most frequent", "recorded order", "asked"),
 )
 _AHEAD_HEADS = ("network", "pilot", *(name.replace("_", " ") for name in BASELINES))
@@ -100,7 +101,7 @@ def _row(case: Mapping[str, Any]) -> list[str]:
         case["title"],
         "/".join(dict.fromkeys(found["chosen"])),
         f"{found['paths']['mean']:.0f}",
-        *(_share(pilot[key]) for key in (_ORDER, _WHOLE, "byte_weighted", "following", _AHEAD)),
+        *(_share(pilot[key]) for key in (_ORDER, _WHOLE, "byte_weighted", _ALONE, _AHEAD)),
         *(_share(found["baselines"][name][_ORDER]) for name in BASELINES),
         asked,
     ]
@@ -140,7 +141,7 @@ def _again(case: Mapping[str, Any]) -> list[str]:
             for text in (
                 ("–", "–")
                 if one is None
-                else (f"{one[_ORDER]['mean']:.1%}", f"{one['steps_apart']['mean']:.0f}")
+                else (f"{one[_TOLD]['mean']:.1%}", f"{one['steps_apart']['mean']:.0f}")
             )
         ),
     ]
@@ -151,10 +152,10 @@ def _moved(result: Mapping[str, Any]) -> list[list[str]]:
     for key, one in result["transfer"].items():
         title = result["cases"][key]["title"]
         if "transferred" not in one:
-            rows.append([title, one["why"], "–", f"{one['own'][_ORDER]:.1%}", "–", "–", "–"])
+            rows.append([title, one["why"], "–", f"{one['own'][_TOLD]:.1%}", "–", "–", "–"])
             continue
         names = ("transferred", "own", "own_sequence", "last_order", "most_frequent")
-        cells = [f"{one[name][_ORDER]:.1%}" for name in names]
+        cells = [f"{one[name][_TOLD]:.1%}" for name in names]
         cells[1] += f" ({one['own_kind']})"
         rows.append([title, str(one["networks"]), *cells])
     return rows
@@ -224,9 +225,11 @@ the one that cross-validation there chooses is scored on what was held out: as `
 do. All of it is done at {seeds}, which draw the weights, the samples, what is held out and the
 pilots' training; a number is the mean over them, and ± half of their range.
 
-- *order*: 1 - Levenshtein distance / length of the longer order, before the first operator.
-- *following*: corrected after each held-out step. *one ahead*: share of the blocks that were
-  foretold as the block before them ran.
+- *order*: 1 - Levenshtein distance / length of the longer order, before the first operator, as the
+  pilot steers: after each step of the training it is corrected by what that ran, as in a session.
+  *whole order* and *by bytes* likewise. *alone*: from the sample, without that correction.
+- *one ahead*: share of the blocks that were foretold as the block before them ran, by what ran
+  before and by what the network's own routers and exits say of the decision at hand.
 - *last order* repeats the order of the step before. *most frequent* is the one order that fits the
   training samples best. *recorded order* is a prefetcher that records one step, follows that to
   the letter, and after the first step that departs from it records anew. They see every step of

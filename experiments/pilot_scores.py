@@ -10,8 +10,8 @@ over the steps that are learned from, whose scores a pilot brings along. Held-ou
 nothing.
 
 Baselines see every step of the training, those that pilots learn from too, as they would in it, and
-are scored on the held-out ones; what a pilot corrects after each step it corrects after the
-held-out ones alone.
+are scored on the held-out ones. So does a pilot *as it steers*: after each step it is corrected by
+what that ran, as a session's is, held-out or not. *Alone*, it knows the sample only.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from dynoffload.experiments.pilot_recording import Again, Recording
 from dynoffload.experiments.trainer import finite
 from dynoffload.pilot.baselines import LastOrder, MostFrequent, RecordedOrder, repeated_ahead
 from dynoffload.pilot.evaluate import (
+    Scores,
     block_order_accuracy,
     one_ahead,
     score,
     varying_blocks,
 )
-from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.models import KINDS
+from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import RULE, Pilot
 from dynoffload.pilot.train import evaluate
 
@@ -70,7 +71,7 @@ def scores(recording: Recording, seed: int, kinds: Sequence[str] = KINDS) -> dic
         begin = perf_counter()
         pilot = fit_pilot(recording.vocabulary, learned, model=kind, seed=seed)
         seconds = perf_counter() - begin
-        found["kinds"][pilot.kind] = {**_scores(pilot, scored), "training_s": seconds}
+        found["kinds"][pilot.kind] = {**_scores(pilot, recording), "training_s": seconds}
         if pilot.kind == RULE:
             break  # the skeleton says it all, whichever kind is asked for
     found["chosen"] = chosen = chosen_kind(found["kinds"])
@@ -88,8 +89,8 @@ def chosen_kind(kinds: dict[str, Any]) -> str:
     return max(kinds, key=lambda kind: kinds[kind]["validation"] or 0.0)
 
 
-def _scores(pilot: Pilot, scored: Sequence[Example]) -> dict[str, Any]:
-    evaluation = evaluate(pilot, scored)
+def _scores(pilot: Pilot, recording: Recording) -> dict[str, Any]:
+    evaluation = evaluate(pilot, recording.scored)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.pilot"
         pilot.save(path)
@@ -97,12 +98,26 @@ def _scores(pilot: Pilot, scored: Sequence[Example]) -> dict[str, Any]:
     return {
         **_numbers(evaluation.pilot.to_json()),
         "one_ahead": evaluation.one_ahead,
-        "following": _numbers(evaluation.following.to_json()),
+        "steering": _numbers(steering(pilot, recording).to_json()),
         "validation": pilot.card.get("validation_accuracy", {}).get(pilot.kind),
         "latency_s": evaluation.latency_s,
         "latency_p95_s": evaluation.latency_p95_s,
         "artifact_bytes": nbytes,
     }
+
+
+def steering(pilot: Pilot, recording: Recording) -> Scores:
+    """Return a pilot's scores on the held-out steps, where it follows all steps, one by one."""
+    learner = OnlineLearner(pilot.vocabulary, pilot=pilot, grow=False)
+    told: list[list[int]] = []
+    for example in recording.examples:
+        prediction = learner.predict(example.sample)
+        assert prediction is not None
+        told.append(prediction.blocks)
+        learner.observe(example.sample, example.blocks)
+    held = iter([told[step] for step in recording.held_out])
+    blocks = pilot.vocabulary.blocks
+    return score(lambda _: next(held), recording.scored, blocks, pilot.varying)
 
 
 def _point(recording: Recording, seed: int, kind: str, share: float) -> dict[str, Any]:
@@ -115,12 +130,17 @@ def _point(recording: Recording, seed: int, kind: str, share: float) -> dict[str
     pilot = fit_pilot(recording.vocabulary, part, model=kind, seed=seed)
     blocks, scored = recording.vocabulary.blocks, recording.scored
     made = score(lambda one: pilot.predict(one.sample).blocks, scored, blocks, pilot.varying)
+    steered = steering(pilot, recording).to_json()
     ahead = float(np.mean([one_ahead(pilot, example) for example in scored]))
-    return {"samples": count, **_ends({**made.to_json(), "one_ahead": ahead})}
+    return {
+        "samples": count,
+        **_ends({**made.to_json(), "steering": steered, "one_ahead": ahead}),
+    }
 
 
 def _ends(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: found[key] for key in ("block_order_accuracy", "whole_order", "one_ahead")}
+    keys = ("block_order_accuracy", "whole_order", "steering", "one_ahead")
+    return {key: found[key] for key in keys}
 
 
 def baselines(recording: Recording) -> dict[str, Any]:

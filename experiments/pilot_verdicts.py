@@ -15,8 +15,8 @@ from dynoffload.experiments.pilot_cases import STRUCTURE
 from dynoffload.experiments.pilot_scores import BASELINES
 
 STRUCTURE_ORDER, STRUCTURE_WHOLE = 0.99, 0.95
-"""What is asked where the sample shows the structure: of block-order accuracy and of the share of
-whole orders that are right."""
+"""What is asked where the sample shows the structure: of block-order accuracy as the pilot steers,
+and of the share of whole orders that are right."""
 DATA_START, DATA_AHEAD = 0.90, 0.97
 """What is asked where the path follows from what the network computes: at the start of the step,
 and one block ahead."""
@@ -25,11 +25,9 @@ NEAR_BEST = 0.01
 LATENCY_S, ARTIFACT_BYTES = 1e-3, 5_000_000
 """What one prediction may take, and what a stored pilot may."""
 
-_NUMBERS = (
-    *("block_order_accuracy", "byte_weighted", "whole_order", "site_f1", "one_ahead"),
-    *("latency_s", "latency_p95_s", "artifact_bytes", "training_s"),
-)
-_ENDS = ("block_order_accuracy", "whole_order", "one_ahead")
+_COSTS = ("latency_s", "latency_p95_s", "artifact_bytes", "training_s")
+_SCORES = ("block_order_accuracy", "byte_weighted", "whole_order", "site_f1")
+_ENDS = ("steering", "alone", "whole_order", "one_ahead")
 
 
 def summary(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -46,8 +44,9 @@ def summary(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "chosen": [one["chosen"] for one in seeds],
         "paths": _spread(one["paths"] for one in seeds),
         "pilot": {
-            **{key: _spread(one[key] for one in chosen) for key in _NUMBERS},
-            "following": _spread(one["following"]["block_order_accuracy"] for one in chosen),
+            **_of_ends(chosen),
+            **{key: _spread(one[key] for one in chosen) for key in _COSTS},
+            **{key: _spread(one["steering"][key] for one in chosen) for key in _SCORES},
         },
         "kinds": {kind: _of_ends(rows) for kind, rows in kinds.items()},
         "baselines": {name: _of_ends(rows) for name, rows in baselines.items()},
@@ -69,7 +68,16 @@ def _common(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _of_ends(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: _spread(row[key] for row in rows) for key in _ENDS}
+    """Return the order as a predictor steers and alone, whole orders as it steers, and one block
+    ahead; a baseline, which has nothing but the steps before, is always as it steers."""
+    steering = [row.get("steering", row) for row in rows]
+    found = (
+        (one["block_order_accuracy"] for one in steering),
+        (row["block_order_accuracy"] for row in rows),
+        (one["whole_order"] for one in steering),
+        (row["one_ahead"] for row in rows),
+    )
+    return {key: _spread(values) for key, values in zip(_ENDS, found, strict=True)}
 
 
 def _of_agreement(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
@@ -93,21 +101,23 @@ def _mean(found: Mapping[str, Any], key: str) -> float:
 def _verdicts(origin: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is asked of a case: what was found, and whether it holds."""
     pilot, kinds = found["pilot"], found["kinds"]
-    start, ahead = _mean(pilot, "block_order_accuracy"), _mean(pilot, "one_ahead")
+    start, ahead = _mean(pilot, "steering"), _mean(pilot, "one_ahead")
     best = {
         key: max([_mean(pilot, key), *(_mean(one, key) for one in kinds.values())])
-        for key in ("block_order_accuracy", "one_ahead")
+        for key in ("steering", "one_ahead")
     }
     short = {
-        "start": best["block_order_accuracy"] - start,
+        "start": best["steering"] - start,
         "ahead": best["one_ahead"] - ahead,
     }
     if origin == STRUCTURE:
         held = start >= STRUCTURE_ORDER and _mean(pilot, "whole_order") >= STRUCTURE_WHOLE
     else:
         held = start >= DATA_START and ahead >= DATA_AHEAD
-    strongest = max(found["baselines"], key=lambda name: _mean(found["baselines"][name], _ENDS[0]))
-    strongest_start = _mean(found["baselines"][strongest], "block_order_accuracy")
+    strongest = max(
+        found["baselines"], key=lambda name: _mean(found["baselines"][name], "steering")
+    )
+    strongest_start = _mean(found["baselines"][strongest], "steering")
     several = found["paths"]["max"] > 1
     return {
         "reached": held,

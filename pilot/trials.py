@@ -143,12 +143,13 @@ def judge(
 def _best_threshold(
     pilot: Pilot, examples: Sequence[Example], chances: Sequence[Floats]
 ) -> tuple[float, float]:
-    """Return the threshold with the best block-order accuracy on some samples, and that
-    accuracy."""
+    """Return the threshold with the best block-order accuracy on some samples, the nearest to a
+    half of equals (what drifts later must be able to pass it), and that accuracy."""
     totals = np.zeros(len(THRESHOLDS))
     for example, told in zip(examples, chances, strict=True):
         for number, threshold in enumerate(THRESHOLDS):
             order, _ = pilot.decode(example.sample, told, threshold)
             totals[number] += block_order_accuracy(order, example.blocks)
-    best = int(totals.argmax())
+    good = np.flatnonzero(totals >= totals.max() - 1e-9)
+    best = int(min(good, key=lambda number: abs(THRESHOLDS[number] - 0.5)))
     return THRESHOLDS[best], float(totals[best]) / len(examples)

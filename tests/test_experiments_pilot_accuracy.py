@@ -18,7 +18,14 @@ from dynoffload.experiments.children import answer_of
 from dynoffload.experiments.pilot_accuracy_views import page_of, said, write_figure
 from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
 from dynoffload.experiments.pilot_recording import MOMENTS, Recording, record
-from dynoffload.experiments.pilot_scores import BASELINES, PARTS, agreement, chosen_kind, scores
+from dynoffload.experiments.pilot_scores import (
+    BASELINES,
+    PARTS,
+    agreement,
+    chosen_kind,
+    scores,
+    steering,
+)
 from dynoffload.experiments.pilot_transfer import (
     Course,
     common,
@@ -135,7 +142,21 @@ def test_scores_are_those_of_the_kinds_and_the_baselines(slim: Recording) -> Non
     assert len(found["curve"]) == len(PARTS) + 1
     assert found["curve"][-1]["samples"] == found["train_samples"]
     assert found["kinds"]["paths"]["artifact_bytes"] > 1000
+    assert found["kinds"]["paths"]["steering"]["block_order_accuracy"] > accuracy
     json.dumps(found, allow_nan=False)
+
+
+def test_a_pilot_that_steers_learns_from_every_step_what_has_changed(depths: Recording) -> None:
+    """Of a network that takes one path early and another late, a pilot of the early steps is
+    corrected by those between the held-out ones."""
+    short, long = ([0, 1, 3], [0, 1, 2, 3])
+    mixed = [replace(one, blocks=long if n % 4 else short) for n, one in enumerate(depths.examples)]
+    pilot = fit_pilot(depths.vocabulary, mixed, model="markov")
+    examples = [replace(one, blocks=short) for one in depths.examples] * 4
+    held = list(range(3 * SAMPLES, 4 * SAMPLES, 4))
+    drifted = replace(depths, examples=examples, held_out=held)
+    assert pilot.predict(examples[-1].sample).blocks == long
+    assert steering(pilot, drifted).whole_order == 1.0
 
 
 def test_the_chosen_kind_is_the_one_that_auto_takes(
@@ -207,34 +228,44 @@ def test_nothing_is_transferred_where_a_rule_says_all(depths: Recording) -> None
 # Verdicts and pages
 
 
-def _seed(order: float, ahead: float, kind: str = "mlp", other: float = 0.5) -> dict[str, Any]:
-    ends = {"block_order_accuracy": order, "whole_order": order, "one_ahead": ahead}
-    weak = {"block_order_accuracy": other, "whole_order": 0.0, "one_ahead": other}
-    more = {
+def _scored(order: float) -> dict[str, Any]:
+    return {
+        "block_order_accuracy": order,
+        "whole_order": order,
         "byte_weighted": order,
         "site_f1": None,
+    }
+
+
+def _seed(order: float, ahead: float, kind: str = "mlp", other: float = 0.5) -> dict[str, Any]:
+    """Return one seed's scores: alone every predictor is worse by 0.1."""
+    costs = {
         "latency_s": 5e-4,
         "latency_p95_s": 2e-3,
         "artifact_bytes": 10_000,
         "training_s": 2.0,
-        "following": {"block_order_accuracy": order},
-        "validation": 0.9,
     }
+
+    def ends(steering: float, ahead: float) -> dict[str, Any]:
+        alone = _scored(steering - 0.1)
+        return {**alone, "steering": _scored(steering), "one_ahead": ahead, **costs}
+
     agreed = {"steps_apart": 3.0, "block_order_accuracy": 0.97, "whole_order": 0.5}
     return {
         "paths": 9,
         "chosen": kind,
-        "kinds": {kind: {**ends, **more}, "markov": {**weak, **more, "validation": 0.1}},
-        "baselines": dict.fromkeys(BASELINES, weak),
-        "curve": [{"samples": count, **ends} for count in (45, 90, 180, 360)],
+        "kinds": {kind: ends(order, ahead), "markov": ends(other, other)},
+        "baselines": {name: {**_scored(other), "one_ahead": other} for name in BASELINES},
+        "curve": [{"samples": count, **ends(order, ahead)} for count in (45, 90, 180, 360)],
         "again": {"all": agreed, "near": agreed, "far": None},
     }
 
 
 def test_a_case_is_judged_by_its_mean_and_shows_its_spread() -> None:
     found = summary(DATA, [_seed(0.92, 0.98), _seed(0.90, 0.97), _seed(0.89, 0.97)])
-    order = found["pilot"]["block_order_accuracy"]
+    order = found["pilot"]["steering"]
     assert (order["min"], order["max"]) == (0.89, 0.92)
+    assert found["pilot"]["alone"]["max"] == pytest.approx(0.82)
     assert found["verdicts"]["reached"]
     assert found["verdicts"]["beats_baselines"]
     assert not summary(DATA, [_seed(0.92, 0.96)])["verdicts"]["reached"]

@@ -226,6 +226,22 @@ def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it() -> None
     assert with_hints > 0.99 > alone + 0.05
 
 
+def test_what_an_exit_says_of_itself_is_what_it_does() -> None:
+    torch.manual_seed(0)
+    model = zoo.build("exits", "tiny", sure=0.2)  # of ten classes: some images leave at once
+    traces: list[Trace] = []
+    with Recorder(model, on_step=traces.append):
+        for one in islice(zoo.samples("exits"), 24):
+            model(*one.args).loss.backward()
+    for trace in traces:
+        called = {call.path for call in trace.calls}
+        assert trace.hints
+        for hint in trace.hints:
+            for path, value in zip(hint.blocks, hint.values, strict=True):
+                assert (value > 0.5) == (path in called)
+    assert len({len(trace.hints) for trace in traces}) > 1
+
+
 def test_what_a_router_says_of_itself_is_what_it_does() -> None:
     for name, shape in (
         ("moe", {"length": 8}),

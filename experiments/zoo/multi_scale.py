@@ -173,22 +173,22 @@ class MultiScale(nn.Module):
         return batch.described()
 
     def deciders(self) -> list[Decider]:
-        """Return the exits: each tells whether the blocks up to the next one will run."""
+        """Return the exits but the last: each decides whether the block after it runs."""
         return [
             Decider(
                 f"exits.{number}",
-                tuple(f"blocks.{number}.{layer}" for layer in range(self.config.layers)),
-                partial(self._goes_on, max(number - 1, 0)),
+                tuple(f"blocks.{number + 1}.{layer}" for layer in range(self.config.layers)),
+                partial(self._goes_on, number),
             )
-            for number in range(self.config.blocks)
+            for number in range(self.config.blocks - 1)
         ]
 
-    def _goes_on(self, exit_before: int, pooled: Tensor) -> Tensor | None:
-        """Return how likely no image leaves the network at an exit, ``[layers]``; None if
-        ``pooled`` is not what that exit is given."""
-        leave = self.exits[exit_before]
-        if pooled.shape[1] != leave.weight.shape[1]:  # type: ignore[index]
-            return None  # of the exit itself, whose blocks have run
+    def _goes_on(self, number: int, pooled: Tensor) -> Tensor | None:
+        """Return how likely some image does not leave the network at an exit, ``[layers]``; None if
+        features of another width are given, which say nothing here."""
+        leave = self.exits[number]
+        if pooled.shape[1] != leave.in_features:
+            return None
         logits = F.linear(pooled, leave.weight, leave.bias)  # type: ignore[arg-type]
         surest = logits.softmax(dim=1).amax(dim=1).min()
         return torch.sigmoid(16 * (self.config.sure - surest)).expand(self.config.layers)
