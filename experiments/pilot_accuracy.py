@@ -30,7 +30,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import make_room, write_json
 from dynoffload.experiments.children import answer_of
 from dynoffload.experiments.pilot_accuracy_run import LEAST, Task
-from dynoffload.experiments.pilot_cases import CASES, Case, cases_named, chosen_cases
+from dynoffload.experiments.pilot_cases import CASES, Case, cases_named
 from dynoffload.experiments.pilot_verdicts import summary, verdicts
 from dynoffload.experiments.workers import WorkerError
 from dynoffload.pilot.models import KINDS
@@ -38,8 +38,6 @@ from dynoffload.pilot.progress import Report, progress_bar
 
 if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
-
-__all__ = ["KINDS", "Case", "chosen_cases", "recorded", "run"]
 
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 

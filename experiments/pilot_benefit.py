@@ -1,9 +1,9 @@
-"""What a prediction is worth: waiting and waste in real runs at a share of the footprint.
+"""What a prediction is worth: waiting, waste and time in real runs at an eighth of the footprint.
 
 What it is: dynamic networks trained on files that their pilot has not seen, plain and under one
-eighth of what they take (one half for the Tree-LSTM, whose largest update is a third), on demand,
-by the order recorded first, by the last order, by the pilot, and by a clairvoyant that knows what
-will run, in processes that take turns on the same samples.
+eighth of what they take (more where one update alone takes more), on demand, by the order recorded
+first, by the last order, by the pilot, and by a clairvoyant that knows what will run, in processes
+that take turns on the same samples.
 
 What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy` takes.
 """
@@ -18,7 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dynoffload.experiments.pilot_accuracy import Case, chosen_cases, recorded
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import make_room
+from dynoffload.experiments.pilot_accuracy import recorded
+from dynoffload.experiments.pilot_benefit_views import show, write_figure, write_page
+from dynoffload.experiments.pilot_cases import Case
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Worker,
@@ -30,7 +34,6 @@ from dynoffload.experiments.workers import (
     worker,
 )
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.units import format_bytes, format_seconds
 
 _LEAD = 1
 
@@ -53,43 +56,76 @@ POLICIES: dict[str, Policy] = {
 }
 """By the key of the JSON."""
 
+SHARE = 0.125
+"""Of the footprint, that a budget is."""
+
+
+def cases(size: str) -> dict[str, tuple[Case, float]]:
+    """Return the cases by key, each with its least share of the footprint.
+
+    Args:
+        size: preset of the networks: ``tiny`` or ``small``.
+    """
+    found = (
+        (Case("moe_8", "moe", f"{size}-wide", {"length": 8}, "top-2 of 64, 8 tokens"), SHARE),
+        (Case("moe_64", "moe", f"{size}-wide", {"length": 64}, "top-2 of 64, 64 tokens"), SHARE),
+        (Case("switch", "switch", size, {"length": 64}, "Switch, 32 experts, 64 tokens"), SHARE),
+        (Case("depths", "depths", size, {"length": 16}, "mixture of depths, 16 tokens"), SHARE),
+        (Case("tree_cnn", "tree-cnn", size, title="tree CNN"), SHARE),
+        (Case("slim", "slim", size, title="slimmable, 4 widths"), 0.2),
+        (Case("gan", "gan", size, title="unrolled GAN"), 0.2),
+        (Case("tree", "tree", size, title="Child-Sum Tree-LSTM"), 0.5),
+    )
+    return {case.key: (case, share) for case, share in found}
+
 
 def run(
     json_path: Path | None = None,
     *,
-    only: tuple[str, ...] = ("tree", "moe_8", "moe_64"),
+    only: tuple[str, ...] = (),
     size: str = "small",
-    samples: int = 320,
-    steps: int = 40,
+    samples: int = 240,
+    steps: int = 24,
     warmup: int = 6,
     per_turn: int = 4,
-    share: float = 0.125,
-    tree_share: float = 0.5,
+    share: float = SHARE,
     lr: float = 3e-4,
+    model: str = "lightgbm",
+    page: Path | None = None,
     spill_dir: Path | None = None,
 ) -> dict[str, Any]:
     """Record, train the pilots, and run each case.
 
     Args:
-        json_path: not used; the numbers are written by the caller.
-        only: which cases.
+        json_path: the figure is written beside it.
+        only: which cases; without it all.
         size: preset of the networks: ``tiny`` or ``small``.
         samples: recorded steps that a pilot learns from.
         steps: measured steps of each run, at least.
         warmup: steps before them.
         per_turn: measured steps of a turn.
-        share: of the footprint that the budget of an MoE is.
-        tree_share: the same of the Tree-LSTM, whose largest update alone takes two fifths.
+        share: of the footprint that a budget is, at least; some networks take more.
         lr: learning rate.
+        model: kind of pilot.
+        page: a Markdown file to write.
         spill_dir: where the spill files lie.
+
+    Raises:
+        ConfigError: there is no such case.
     """
-    result: dict[str, Any] = {"size": size}
+    known = cases(size)
+    if unknown := [name for name in only if name not in known]:
+        raise ConfigError(f"no case is named {unknown}; there are {', '.join(known)}")
+    if page is not None:
+        make_room(page, "--page")
+    result: dict[str, Any] = {"size": size, "samples": samples, "model": model, "cases": {}}
     with progress_bar(True) as report:
-        for case in chosen_cases(size, only):
-            part = tree_share if case.network == "tree" else share
+        for case, least in (known[name] for name in only or known):
+            part = max(share, least)
             with contextlib.ExitStack() as stack:
                 scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                footprint_bytes = _prepare(case, samples, lr, scratch / "case.pilot", report)
+                pilot = scratch / "case.pilot"
+                footprint_bytes = _prepare(case, samples, lr, model, pilot, report)
                 spec = Spec(
                     case.network,
                     case.preset,
@@ -101,19 +137,24 @@ def run(
                     spill_dir=None if spill_dir is None else str(spill_dir),
                 )
                 rounds = -(-steps // per_turn)
-                result[case.key] = {
+                found = _compare(case, spec, pilot, warmup, rounds, per_turn, report)
+                result["cases"][case.key] = {
+                    "title": case.title,
                     "share": part,
                     "footprint_bytes": footprint_bytes,
                     "budget_bytes": spec.budget,
-                    **_compare(
-                        case, spec, scratch / "case.pilot", warmup, rounds, per_turn, report
-                    ),
+                    **found,
+                    "ratios": _ratios(found),
                 }
-    _print(result, only)
+    show(result)
+    if json_path is not None:
+        write_figure(result, json_path.with_suffix(".svg"))
+    if page is not None:
+        write_page(result, page, json_path)
     return result
 
 
-def _prepare(case: Case, samples: int, lr: float, path: Path, report: Report) -> int:
+def _prepare(case: Case, samples: int, lr: float, model: str, path: Path, report: Report) -> int:
     """Train a pilot into ``path`` and return the footprint of a step, the largest recorded."""
     from dynoffload.pilot.train import train_pilot
     from dynoffload.planning.footprint import footprint
@@ -121,10 +162,23 @@ def _prepare(case: Case, samples: int, lr: float, path: Path, report: Report) ->
 
     with recorded(case, samples, lr, report) as traces:
         report(f"{case.key}: learning a pilot")
-        train_pilot(traces, progress=False).pilot.save(path)
+        train_pilot(traces, model=model, progress=False).pilot.save(path)
         found = sorted(traces.glob("*.parquet"))
         # The optimizer's state appears with a parameter's first gradient: late steps have most.
         return max(footprint(Trace.load(trace)).total for trace in found[-32:])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A worker that takes turns; before each step the clairvoyant is told what it will visit."""
+
+    worker: Worker
+    orders: Iterator[list[str]] | None = None
+
+    def step(self, *, measured: bool = True) -> None:
+        """Make one step."""
+        do = "step" if self.orders is None else f"step {json.dumps(next(self.orders))}"
+        self.worker.step(measured=measured, do=do)
 
 
 def _compare(
@@ -141,26 +195,20 @@ def _compare(
     orders = _orders(case, spec, each, report)
     with contextlib.ExitStack() as stack:
         report(f"{case.key}: starting", 0, None)
-        plain = stack.enter_context(worker("plain", spec))
-        runs = {
-            key: _Run(
-                stack.enter_context(
-                    worker(
-                        key,
-                        replace(
-                            spec,
-                            mode=BUDGETED,
-                            config=policy.config,
-                            pilot=str(pilot) if policy.piloted else None,
-                            clairvoyant=policy.clairvoyant,
-                        ),
-                    )
-                ),
-                iter(orders) if policy.clairvoyant else None,
+
+        def started(key: str, policy: Policy) -> _Run:
+            own = replace(
+                spec,
+                mode=BUDGETED,
+                config=policy.config,
+                pilot=str(pilot) if policy.piloted else None,
+                clairvoyant=policy.clairvoyant,
             )
-            for key, policy in POLICIES.items()
-        }
-        plain_run = _Run(plain)
+            one = stack.enter_context(worker(key, own))
+            return _Run(one, iter(orders) if policy.clairvoyant else None)
+
+        plain = _Run(stack.enter_context(worker("plain", spec)))
+        runs = {key: started(key, policy) for key, policy in POLICIES.items()}
         total = (1 + len(runs)) * each
         done = 0
 
@@ -170,39 +218,28 @@ def _compare(
             report(f"{case.key}: {stepped.worker.name}", done, total)
 
         alternate(
-            [plain_run, *runs.values()],
+            [plain, *runs.values()],
             warmup=warmup,
             rounds=rounds,
             per_turn=per_turn,
             lead=_LEAD,
             on_step=tell,
         )
-        numbers: dict[str, Any] = {"plain": {"step_s": median_seconds(plain.measured)}}
+        numbers: dict[str, Any] = {"plain": {"step_s": median_seconds(plain.worker.measured)}}
         for key, ran in runs.items():
-            numbers[key] = _numbers(plain, ran.worker)
-        return numbers
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A worker that takes turns; before each step the clairvoyant is told what it will visit."""
-
-    worker: Worker
-    orders: Iterator[list[str]] | None = None
-
-    def step(self, *, measured: bool = True) -> None:
-        do = "step" if self.orders is None else f"step {json.dumps(next(self.orders))}"
-        self.worker.step(measured=measured, do=do)
+            numbers[key] = _numbers(plain.worker, ran.worker)
+        paths = {tuple(order) for order in orders}
+        return {"paths": len(paths), "steps": each, "runs": numbers}
 
 
 def _orders(case: Case, spec: Spec, steps: int, report: Report) -> list[list[str]]:
     """Return what each step visits, from a plain run that nothing is measured of."""
+    orders = []
     with worker("watched", replace(spec, watched=True)) as watched:
-        orders = []
         for number in range(steps):
             report(f"{case.key}: looking ahead", number, steps)
             orders.append(watched.step()["visited"])
-        return orders
+    return orders
 
 
 def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
@@ -223,34 +260,21 @@ def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
     }
 
 
-def _print(result: dict[str, Any], names: tuple[str, ...]) -> None:
-    from rich.console import Console
+def _ratios(found: dict[str, Any]) -> dict[str, float | None]:
+    """Return what the pilot's run is compared by; None where there is nothing to divide by."""
+    runs = found["runs"]
+    pilot = runs["pilot"]
 
-    from dynoffload.reporting.tables import ComparisonRow, comparison_table
+    def waits(key: str) -> float | None:
+        waited: float = runs[key]["stall_total_s"]
+        return pilot["stall_total_s"] / waited if waited else None
 
-    for name in names:
-        found = result[name]
-        rows = [ComparisonRow("plain", found["plain"]["step_s"])]
-        for key in POLICIES:
-            numbers = found[key]
-            fetched = numbers["prefetched_bytes"]
-            rows.append(
-                ComparisonRow(
-                    key.replace("_", " "),
-                    step_s=numbers["step_s"],
-                    stall_s=numbers["stall_s"],
-                    stalls=numbers["stalls"],
-                    bytes_in=numbers["bytes_in"],
-                    bytes_out=numbers["bytes_out"],
-                    wasted_bytes=int(numbers["wasted_bytes"] / numbers["steps"]),
-                    wasted_share=numbers["wasted_bytes"] / fetched if fetched else None,
-                    accuracy=numbers["accuracy"],
-                    peak_fast_bytes=numbers["peak_fast_bytes"],
-                    losses_equal=numbers["losses_equal"],
-                )
-            )
-        title = f"{name}: footprint {format_bytes(found['footprint_bytes'])}"
-        budget = found["budget_bytes"]
-        Console().print(comparison_table(rows, title=title, budget=budget, upright=True))
-        waited = {key: format_seconds(found[key]["stall_total_s"]) for key in POLICIES}
-        Console().print(f"waited in all: {waited}", highlight=False)
+    fetched = pilot["prefetched_bytes"]
+    return {
+        "stall_over_on_demand": waits("on_demand"),
+        "stall_over_recorded": waits("recorded"),
+        "stall_over_repeat": waits("repeat"),
+        "step_over_on_demand": pilot["step_s"] / runs["on_demand"]["step_s"],
+        "step_over_clairvoyant": pilot["step_s"] / runs["clairvoyant"]["step_s"],
+        "wasted": pilot["wasted_bytes"] / fetched if fetched else None,
+    }

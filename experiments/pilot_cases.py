@@ -102,24 +102,3 @@ def cases_named(names: Sequence[str]) -> list[Case]:
     if unknown:
         raise ConfigError(f"no case is named {unknown}; there are {', '.join(CASES)}")
     return [CASES[name] for name in names or CASES]
-
-
-def chosen_cases(size: str, names: tuple[str, ...]) -> list[Case]:
-    """Return the cases of ``names`` that are there at every size, at one.
-
-    Args:
-        size: preset of the networks: ``tiny`` or ``small``.
-        names: of the cases: ``tree``, ``moe_8``, ``moe_64``.
-
-    Raises:
-        ConfigError: there is no such case.
-    """
-    sized = {
-        "tree": Case("tree", "tree", size),
-        "moe_8": Case("moe_8", "moe", f"{size}-wide", {"length": 8}),
-        "moe_64": Case("moe_64", "moe", f"{size}-wide", {"length": 64}),
-    }
-    unknown = [name for name in names if name not in sized]
-    if unknown or not names:
-        raise ConfigError(f"no case is named {unknown}; there are {', '.join(sized)}")
-    return [sized[name] for name in names]

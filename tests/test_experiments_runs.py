@@ -211,8 +211,9 @@ def test_resident(tmp_path: Path) -> None:
     json.dumps(result, allow_nan=False)
 
 
-def test_pilot_benefit() -> None:
+def test_pilot_benefit(tmp_path: Path) -> None:
     result = pilot_benefit.run(
+        tmp_path / "benefit.json",
         only=("moe_8",),
         size="tiny",
         samples=12,
@@ -220,20 +221,30 @@ def test_pilot_benefit() -> None:
         warmup=1,
         per_turn=2,
         share=0.5,
+        page=tmp_path / "benefit.md",
         spill_dir=DISK,
     )
-    found = result["moe_8"]
+    found = result["cases"]["moe_8"]
     assert found["budget_bytes"] == found["footprint_bytes"] // 2
+    runs = found["runs"]
     for policy in pilot_benefit.POLICIES:
-        numbers = found[policy]
+        numbers = runs[policy]
         assert numbers["losses_equal"] is True
         assert numbers["steps"] == 4
         assert 0 < numbers["peak_fast_bytes"] <= found["budget_bytes"]
-    assert found["on_demand"]["accuracy"] is None
-    assert found["on_demand"]["prefetched_bytes"] == 0
-    assert 0 <= found["repeat"]["accuracy"] <= 1
-    assert 0 <= found["pilot"]["accuracy"] <= 1
+    assert runs["on_demand"]["accuracy"] is None
+    assert runs["on_demand"]["prefetched_bytes"] == 0
+    assert 0 <= runs["repeat"]["accuracy"] <= 1
+    assert 0 <= runs["pilot"]["accuracy"] <= 1
+    assert runs["clairvoyant"]["accuracy"] == 1
+    assert found["ratios"]["wasted"] < 1
     json.dumps(result, allow_nan=False)
+    text = (tmp_path / "benefit.md").read_text()
+    assert "top-2 of 64, 8 tokens" in text
+    assert "(benefit.svg)" in text
+    assert (tmp_path / "benefit.svg").stat().st_size > 4000
+    with pytest.raises(ConfigError, match="moe_64"):
+        pilot_benefit.run(only=("moe_63",))
 
 
 def test_demo(tmp_path: Path) -> None:
