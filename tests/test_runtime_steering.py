@@ -24,6 +24,7 @@ from torch.optim import AdamW
 import dynoffload
 from dynoffload.experiments import zoo
 from dynoffload.pilot.features import BlockHint
+from dynoffload.pilot.online import OnlineLearner, Standing
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
 from dynoffload.planning import footprint
@@ -120,8 +121,8 @@ def test_whatever_is_hinted_changes_no_bit(
     assert session.stats["accuracy"].notna().all()
 
 
-def _anchored(profiled: tuple[int, Pilot], answer: Any = None, **config: Any) -> tuple[int, int]:
-    """Return how many visits the plans foresaw, and how many they did not."""
+def _trained(profiled: tuple[int, Pilot], answer: Any = None) -> tuple[int, int, str]:
+    """Return how many visits the plans foresaw, how many they did not, and what steered last."""
     total, pilot = profiled
     model = zoo.build("moe", "tiny-wide")
     if answer is not None:
@@ -129,14 +130,14 @@ def _anchored(profiled: tuple[int, Pilot], answer: Any = None, **config: Any) ->
     optimizer = AdamW(model.parameters(), lr=1e-3)
     drawn = _samples(12)
     with dynoffload.offload(
-        model, optimizer, budget=total // 4, pilot=pilot, config={**PAGES, **config}
+        model, optimizer, budget=total // 4, pilot=pilot, config=PAGES
     ) as session:
         for sample in drawn:
             _loss(model, sample).backward()
             optimizer.step()
             optimizer.zero_grad()
         migrator = session._paging.migrator  # type: ignore[union-attr]
-        return migrator.anchored, migrator.missed
+        return migrator.anchored, migrator.missed, session._forecast.source
 
 
 @needs_pager
@@ -144,10 +145,21 @@ def test_what_routers_say_is_planned(
     profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)  # whatever it takes
-    foreseen, missed = _anchored(profiled)
-    _, missed_mute = _anchored(profiled, lambda decider: lambda x: None)
+    foreseen, missed, _ = _trained(profiled)
+    _, missed_mute, _ = _trained(profiled, lambda decider: lambda x: None)
     assert missed < 0.25 * missed_mute
     assert missed < 0.06 * foreseen
+
+
+@needs_pager
+def test_a_pilot_that_comes_to_know_within_the_step_goes_on_steering(
+    profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)
+    worse = Standing(pilot=0.1, last_order=0.9, steps=9)  # before the first operator
+    monkeypatch.setattr(OnlineLearner, "standing", property(lambda self: worse))
+    assert _trained(profiled)[2] == "the pilot"
+    assert _trained(profiled, lambda decider: lambda x: None)[2] == "the last order"
 
 
 class _Told:

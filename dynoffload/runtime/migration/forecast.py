@@ -7,8 +7,9 @@ as the session: what was learned outlasts the times at which paging steps aside.
 While a pilot steers, what runs and what the network hints of its decisions correct it within the
 forward (`dynoffload.runtime.migration.steps`); backward meets what ran.
 
-A pilot steers while it has done better of late than repeating the last order would have; one that
-is learned on the way has to show that before it steers at all.
+A pilot steers while it has done better of late than repeating the last order would have, before the
+step or, corrected, within it; one that is learned on the way has to show that before it steers at
+all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from dynoffload.errors import TraceError
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint
-from dynoffload.pilot.online import OnlineLearner
+from dynoffload.pilot.online import AVERAGE, OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
 from dynoffload.profiler.hints import Decider, deciders_of, hinted
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _ZERO = Idioms(0, 0, 0, 0, 0, 0)
 _SHOWN = 4  # steps over which a pilot must have shown what it can
+_LISTEN = 4  # a pilot that does not steer is followed in one of so many steps
 _STEADY = 4  # steps of one and the same order after which there is nothing to learn
 
 
@@ -113,6 +115,8 @@ class Forecast:
         self._worth = Worth(self.vocabulary)
         self._chosen: list[int] = []  # what of the rest is fetched ahead
         self._planned = 0  # blocks that had begun as it was chosen
+        self._begun = 0  # samples
+        self._foretold = 0.0  # share of blocks foretold as the one before them ran, of late
         self._asked: dict[str, list[Unit]] = {}  # by decider: what it and the next may look at
         self._order: list[int] = []
         self._last: list[int] | None = None
@@ -167,20 +171,26 @@ class Forecast:
         self._sample, following = None, None
         follows = self._repeats if self.replay is None else self.replay.begin()
         self.predicted, self.source = self._last if follows else None, "the last order"
+        blocks: list[int] = []
         confidence = None
         predictor = self._learner if self._learner is not None else self._predictor
         if predictor is not None:
             self._sample = describe_sample(self._model, args, kwargs, self._features)
             prediction = predictor.predict(self._sample)
-            if prediction is not None and self._may_steer():
-                self.predicted, self.source = list(prediction.blocks), "the pilot"
-                following = None if self._learner is None else self._learner.following
-                confidence = prediction.confidence if following is not None else None
-        self._step = Step(following, self.predicted or ())
+            if prediction is not None:
+                blocks, confidence = list(prediction.blocks), prediction.confidence
+                if self._may_steer():
+                    self.predicted, self.source = blocks, "the pilot"
+                elif self._begun % _LISTEN:
+                    blocks = []  # it is followed now and then, to see whether it does better
+                if blocks and self._learner is not None:
+                    following = self._learner.following
+        self._begun += 1
+        self._step = Step(following, blocks)
         if self.predicted is None:
             return None
         self._chosen, self._planned = self.predicted, 0
-        if following is not None:
+        if following is not None and self.source == "the pilot":
             self._chosen = self._worth.begin(self.predicted, confidence)
         return self._units_of(self._chosen)
 
@@ -190,7 +200,7 @@ class Forecast:
         standing = self._learner.standing
         if standing.steps < _SHOWN:
             return not self._grows
-        return standing.pilot >= standing.last_order
+        return max(standing.pilot, self._foretold) >= standing.last_order
 
     def visit(self, unit: Unit) -> None:
         """Slices of a module are used, which no hook of a module tells."""
@@ -223,7 +233,7 @@ class Forecast:
         """Have the rest planned anew if it is another than was thought; ``begun`` runs first."""
         assert self._step is not None
         revised = self._step.revise()
-        if revised is None:
+        if revised is None or self.source != "the pilot":
             return
         start = perf_counter()
         chosen = self._worth.choose(*revised)
@@ -236,6 +246,9 @@ class Forecast:
         """The sample's forward is over: learn from what ran."""
         self.actual, self._order = self._order, []
         step, self._step = self._step, None
+        if step is not None and step.follows and self.actual:
+            share = step.foretold / len(self.actual)
+            self._foretold += (AVERAGE if self._foretold else 1.0) * (share - self._foretold)
         self._worth.end(self.actual)
         self.accuracy = math.nan
         if self.predicted is not None:

@@ -42,6 +42,11 @@ class Step:
         self._begun = perf_counter()
         self._spent = 0.0
 
+    @property
+    def follows(self) -> bool:
+        """Whether a pilot is told of what runs."""
+        return self._following is not None
+
     def ran(self, block: int) -> None:
         """A block began."""
         if self._following is None:
