@@ -3,21 +3,21 @@
 What it is: `save_trace` and `load_trace`. The rows of the table are the operators, so that any
 Parquet reader shows them; the rest of the trace (header, sample, regions, calls) is JSON in the
 file's metadata. What it is not: a place for anything that could be executed; nothing is unpickled,
-and pyarrow is imported only when a file is read or written.
+and pyarrow is imported only when a file is written.
 
 [Note: seals]
-Some damage to a Parquet file's footer ends the process of whoever reads it with pyarrow. So a trace
-carries a digest of all its bytes, which is compared before pyarrow sees any. It stands between the
-last column and the footer, where no Parquet reader looks. It tells damage, not malice: anybody can
-make one.
+A flipped bit in a column is a number like any other. So a trace carries a digest of all its bytes,
+which is compared before any is believed. It stands between the last column and the footer, where no
+Parquet reader looks. It tells damage, not malice: anybody can make one.
 
 [Note: what a trace can claim]
-Before a table is read, the file's size, its schema, its number of rows and, for each column, codec
-and declared sizes are compared with what this module writes. Files are written without compression,
-and columns of text or bytes are read as dictionaries: no byte in the file can stand for many in
-memory, other than by repetition that stays shared. Lists of regions are packed bytes, not Parquet
-lists, whose lengths a file could claim at will. What is decoded is checked again: every index in
-range, every number finite.
+A file from a stranger is read by `dynoffload.profiler.plain_parquet` alone, not by pyarrow, and its
+schema, number of rows and codec are compared with what this module writes. Repetition takes no
+bytes in Parquet, but takes memory and time here: so what a file may hold is in proportion to its
+size (operators, the regions they use), and so are the module calls' depths, as whoever reads a
+trace climbs from each call to the root. Real traces keep well within that: the time of every
+operator alone takes eight bytes. Lists of regions are packed bytes. What is decoded is checked
+again: every index in range, every number finite, every name text that can be written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -35,10 +34,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynoffload.errors import TraceError
-from dynoffload.profiler.hints import MAX_HINTED, Hint
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
-from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
+from dynoffload.profiler.plain_parquet import MAGIC, ParquetFile
+from dynoffload.profiler.storage_header import (
+    LARGEST,
+    header_of,
+    most_nesting,
+    nesting,
+    read_calls,
+    read_hints,
+    read_integer,
+    read_regions,
+    read_sample,
+    read_text,
+    require,
+)
+from dynoffload.profiler.trace import Operator, Phase, Trace
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
@@ -51,7 +62,6 @@ MAX_FILE_BYTES = 128 * 1024**2
 MAX_OPERATORS = 1_000_000
 """The most operators a file may hold."""
 
-_MAGIC = b"PAR1"
 _SEAL = b"dynoffload.seal\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _VERSIONS = {str(version).encode(): version for version in (1, 2, SCHEMA_VERSION)}  # that are read
@@ -59,14 +69,37 @@ _UNKNOWN = -1  # FLOPs in a column
 _VERSION_KEY = b"dynoffload.trace_version"
 _HEADER_KEY = b"dynoffload.trace"
 _PHASES = tuple(Phase)
-_KINDS = frozenset(("parameter", "gradient", "state", "activation", "buffer", "input"))
-_TEXT = ("name", "site", "reads", "writes", "dtype")
 _AGAIN = "record it again with `dynoffload profile`"
-_LARGEST = 2**62
-_MAX_VALUES = 100_000
-_MAX_CONTAINER = 1_000_000  # Items in one list of the file's metadata.
-_MAX_MODULE_CALLS = 1_000_000
+_LONGEST_S = 1e9  # of one operator
 _MAX_HEADER_BYTES = 64 * 1024**2
+_MAX_CONTAINERS = 1_000_000  # lists and objects in the header
+_FIELDS = (
+    ("name", "string"),
+    ("phase", "int8"),
+    ("site", "string"),
+    ("call", "int32"),
+    *((idiom, "int16") for idiom in Idioms._fields),
+    ("bytes_read", "int64"),
+    ("bytes_written", "int64"),
+    ("seconds", "double"),
+    ("reads", "binary"),
+    ("writes", "binary"),
+    ("memory", "int64"),
+    ("flops", "int64"),
+    ("dtype", "string"),
+)
+_OLD_FIELDS = len(_FIELDS) - 2  # that version 1 has
+_PHYSICAL = {"string": "binary", "int8": "int32", "int16": "int32"}  # where it is not the name
+
+
+def most_operators(nbytes: int) -> int:
+    """Return the most operators that a file of so many bytes may hold."""
+    return min(MAX_OPERATORS, 4096 + nbytes // 2)
+
+
+def most_uses(nbytes: int) -> int:
+    """Return how often operators may use regions in a file of so many bytes."""
+    return 65_536 + 8 * nbytes
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -83,16 +116,31 @@ def save_trace(trace: Trace, path: Path) -> None:
             f"{path}: a trace holds at most {MAX_OPERATORS} operators, this step has"
             f" {len(trace.operators)}; record a smaller batch"
         )
+    header = json.dumps(header_of(trace), separators=(",", ":")).encode()
+    depths = nesting(trace.calls)
+    if len(header) > _MAX_HEADER_BYTES or depths > most_nesting(len(trace.calls)):
+        raise TraceError(
+            f"{path}: the regions and module calls of this step take {len(header)} bytes, and the"
+            f" calls' depths add up to {depths}; a trace holds {_MAX_HEADER_BYTES} bytes and"
+            f" {most_nesting(len(trace.calls))}: record a smaller batch"
+        )
     columns = _columns(trace.operators)
     schema = _schema().with_metadata(
-        {
-            _VERSION_KEY: str(SCHEMA_VERSION).encode(),
-            _HEADER_KEY: json.dumps(_header(trace), separators=(",", ":")).encode(),
-        }
+        {_VERSION_KEY: str(SCHEMA_VERSION).encode(), _HEADER_KEY: header}
     )
     table = pa.table(columns, schema=schema)
     written = io.BytesIO()
-    pq.write_table(table, written, compression="NONE", use_dictionary=True)
+    # Times are all different: as words of a dictionary they would take more.
+    words = [name for name, _ in _FIELDS if name != "seconds"]
+    pq.write_table(table, written, compression="NONE", use_dictionary=words)
+    nbytes = len(written.getvalue())
+    uses = sum(len(op.reads) + len(op.writes) for op in trace.operators)
+    if nbytes > MAX_FILE_BYTES or uses > most_uses(nbytes):
+        raise TraceError(
+            f"{path}: a trace of {nbytes} bytes whose operators use regions {uses} times is larger"
+            f" than can be read again ({MAX_FILE_BYTES} bytes, {most_uses(nbytes)} times); record a"
+            " smaller batch"
+        )
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         partial.write_bytes(seal(written.getvalue()))
@@ -125,8 +173,15 @@ def load_trace(path: Path) -> Trace:
         return _read(path, path.read_bytes())
     except TraceError:
         raise
-    except Exception as error:
-        # pyarrow raises many kinds for a damaged file, OSError and ValueError among them.
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        OverflowError,
+        AttributeError,
+        RecursionError,
+        OSError,
+    ) as error:
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise TraceError(f"{path} is truncated or damaged ({what}); {_AGAIN}") from error
 
@@ -166,32 +221,23 @@ def _check_seal(path: Path, file: bytes) -> None:
     stop = _footer(file)
     start = max(0, stop - len(_SEAL) - _DIGEST_BYTES)
     found = file[start:stop]
-    _require(file[:4] == file[-4:] == _MAGIC, "it is no whole Parquet file")
+    require(file[:4] == file[-4:] == MAGIC, "it is no whole Parquet file")
     if not found.startswith(_SEAL):
         raise TraceError(f"{path} is not a dynoffload trace, or is truncated or damaged; {_AGAIN}")
     digest = hashlib.sha256(memoryview(file)[:start])
     digest.update(memoryview(file)[stop:])
-    _require(digest.digest() == found[len(_SEAL) :], "its bytes are not those that were written")
+    require(digest.digest() == found[len(_SEAL) :], "its bytes are not those that were written")
 
 
-def _schema(version: int = SCHEMA_VERSION) -> pa.Schema:
+def _fields(version: int) -> Sequence[tuple[str, str]]:
+    """Return name and type of each column of a version."""
+    return _FIELDS[:_OLD_FIELDS] if version == 1 else _FIELDS
+
+
+def _schema() -> pa.Schema:
     import pyarrow as pa
 
-    fields = [
-        ("name", pa.string()),
-        ("phase", pa.int8()),
-        ("site", pa.string()),
-        ("call", pa.int32()),
-        *[(idiom, pa.int16()) for idiom in Idioms._fields],
-        ("bytes_read", pa.int64()),
-        ("bytes_written", pa.int64()),
-        ("seconds", pa.float64()),
-        ("reads", pa.binary()),
-        ("writes", pa.binary()),
-        ("memory", pa.int64()),
-    ]
-    if version > 1:
-        fields += [("flops", pa.int64()), ("dtype", pa.string())]
+    fields = [(name, pa.type_for_alias(kind)) for name, kind in _FIELDS]
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
 
 
@@ -217,139 +263,69 @@ def _columns(operators: list[Operator]) -> dict[str, Any]:
     return {name: columns[name] for name in _schema().names}
 
 
-def _header(trace: Trace) -> dict[str, Any]:
-    regions, calls, elements = trace.regions, trace.calls, trace.sample.elements
-    hinted = [list(blocks) for blocks in dict.fromkeys(hint.blocks for hint in trace.hints)]
-    return {
-        "network": trace.network,
-        "model": trace.model,
-        "step": trace.step,
-        "source": trace.source,
-        "values": {k: v if math.isfinite(v) else str(v) for k, v in trace.sample.values.items()},
-        "elements": elements.reshape(-1).tolist(),
-        "width": elements.shape[1] if elements.ndim == 2 else 0,
-        "regions": [[getattr(r, f) for r in regions] for f in RegionInfo.__dataclass_fields__],
-        "calls": [[getattr(c, f) for c in calls] for f in ModuleCall.__dataclass_fields__],
-        "hinted": hinted,
-        "hints": [[h.call, hinted.index(list(h.blocks)), list(h.values)] for h in trace.hints],
-    }
-
-
 def _read(path: Path, data: bytes) -> Trace:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     _check_seal(path, data)
-    limits = {
-        "thrift_string_size_limit": MAX_FILE_BYTES,
-        "thrift_container_size_limit": _MAX_CONTAINER,
-    }
-    with pq.ParquetFile(pa.BufferReader(data), **limits) as file:
-        metadata = file.metadata.metadata or {}
-        version = metadata.get(_VERSION_KEY)
-        if version is None:
-            raise TraceError(f"{path}: is a Parquet file, but not a dynoffload trace; {_AGAIN}")
-        if version not in _VERSIONS:
-            raise TraceError(
-                f"{path}: is a trace of version {version[:16]!r}; this release reads versions"
-                f" 1 to {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
-            )
-        _require(len(metadata[_HEADER_KEY]) <= _MAX_HEADER_BYTES, "its header is too long")
-        _check_layout(file, path, _VERSIONS[version])
-        words = [name for name in _TEXT if name in file.schema.names]
-    columns = {"read_dictionary": words}
-    with pq.ParquetFile(pa.BufferReader(data), **columns, **limits) as file:
-        table = file.read(use_threads=False)
-    header = json.loads(metadata[_HEADER_KEY])
-    regions = _regions(header["regions"], table.num_rows)
-    calls = _calls(header["calls"], table.num_rows)
-    operators = _operators(table, len(regions), len(calls))
+    file = ParquetFile(data)
+    version = file.metadata.get(_VERSION_KEY)
+    if version is None:
+        raise TraceError(f"{path}: is a Parquet file, but not a dynoffload trace; {_AGAIN}")
+    if version not in _VERSIONS:
+        raise TraceError(
+            f"{path}: is a trace of version {version[:16]!r}; this release reads versions"
+            f" 1 to {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
+        )
+    _check_layout(file, path, _VERSIONS[version], len(data))
+    text = file.metadata[_HEADER_KEY]
+    require(len(text) <= _MAX_HEADER_BYTES, "its header is too long")
+    require(text.count(b"[") + text.count(b"{") <= _MAX_CONTAINERS, "its header is too intricate")
+    header = json.loads(text)
+    regions = read_regions(header["regions"], file.rows)
+    calls = read_calls(header["calls"], file.rows)
+    operators = _operators(file, len(regions), len(calls), most_uses(len(data)))
     return Trace(
-        network=_text(header["network"]),
-        model=_text(header["model"]),
-        step=_integer(header["step"]),
-        source=_text(header["source"]),
-        sample=_sample(header),
+        network=read_text(header["network"]),
+        model=read_text(header["model"]),
+        step=read_integer(header["step"]),
+        source=read_text(header["source"]),
+        sample=read_sample(header),
         regions=regions,
         calls=calls,
         operators=operators,
-        hints=_hints(header, len(calls)),
+        hints=read_hints(header, len(calls)),
     )
 
 
-def _check_layout(file: Any, path: Path, version: int) -> None:
+def _check_layout(file: ParquetFile, path: Path, version: int, nbytes: int) -> None:
     """Refuse a file whose layout is not the one this module writes, before any column is read."""
-    import pyarrow as pa
-
-    expected = _schema(version)
-    found = file.schema_arrow
-    _require(found.names == expected.names, "its columns are not those of a trace")
-    for field, wanted in zip(found, expected, strict=True):
-        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        _require(kind == wanted.type, f"column {field.name} has type {field.type}")
-    metadata = file.metadata
-    if metadata.num_rows > MAX_OPERATORS:
+    expected = _fields(version)
+    require(file.names == [name for name, _ in expected], "its columns are not those of a trace")
+    for found, (name, kind) in zip(file.types, expected, strict=True):
+        require(found == _PHYSICAL.get(kind, kind), f"column {name} has type {found}")
+    if file.rows > most_operators(nbytes):
         raise TraceError(
-            f"{path}: claims {metadata.num_rows} operators; a trace has at most {MAX_OPERATORS}"
+            f"{path}: claims {file.rows} operators; a trace of {nbytes} bytes has at most"
+            f" {most_operators(nbytes)}"
         )
-    for group in range(metadata.num_row_groups):
-        for position in range(metadata.num_columns):
-            column = metadata.row_group(group).column(position)
-            _require(column.compression == "UNCOMPRESSED", f"column {position} is compressed")
-            _require(
-                0 <= column.total_uncompressed_size <= MAX_FILE_BYTES
-                and 0 <= column.num_values <= MAX_OPERATORS,
-                f"column {position} claims more than the file can hold",
-            )
 
 
-def _regions(columns: Any, operators: int) -> list[RegionInfo]:
-    names, kinds, sizes, born, died = columns
-    _require(set(kinds) <= _KINDS, "a region is of no known kind")
-    _require(set(map(type, (*names, *kinds))) <= {str}, "a name is not text")
-    _require(set(map(type, (*sizes, *born, *died))) <= {int}, "a region is not told in numbers")
-    _require(
-        min(sizes, default=0) >= 0 and max(sizes, default=0) < _LARGEST,
-        "a region has an impossible size",
-    )
-    lives = (*born, *died)
-    _require(
-        min(lives, default=0) >= -1 and max(lives, default=0) <= operators,
-        "a region's life lies outside the step",
-    )
-    return [RegionInfo(*row) for row in zip(names, kinds, sizes, born, died, strict=True)]
-
-
-def _calls(columns: Any, operators: int) -> list[ModuleCall]:
-    calls = [ModuleCall(*row) for row in zip(*columns, strict=True)]
-    _require(len(calls) <= _MAX_MODULE_CALLS, "too many module calls")
-    for index, call in enumerate(calls):
-        _text(call.path)
-        _text(call.shape_key)
-        _require(-1 <= _integer(call.parent) < index, "a module call encloses itself")
-        _require(
-            0 <= _integer(call.start) <= _integer(call.stop) <= operators,
-            "a module call lies outside the step",
-        )
-    return calls
-
-
-def _operators(table: Any, regions: int, calls: int) -> list[Operator]:
-    names, sites = _strings(table["name"]), _strings(table["site"])
-    reads, writes = _indices(table["reads"], regions), _indices(table["writes"], regions)
-    phases = table["phase"].to_numpy()
-    call = table["call"].to_numpy()
-    seconds = table["seconds"].to_numpy()
-    counts = {name: table[name].to_numpy() for name in ("bytes_read", "bytes_written", "memory")}
-    vectors = [table[idiom].to_numpy() for idiom in Idioms._fields]
-    if table.num_rows:
-        _require(phases.min() >= 0 and phases.max() < len(_PHASES), "an operator has no phase")
-        _require(call.min() >= -1 and call.max() < calls, "an operator has no module call")
-        _require(bool(np.isfinite(seconds).all()) and seconds.min() >= 0, "a time is not a time")
+def _operators(file: ParquetFile, regions: int, calls: int, uses: int) -> list[Operator]:
+    names, sites = _strings(file, "name"), _strings(file, "site")
+    reads, used = _indices(file, "reads", regions, uses)
+    writes, _ = _indices(file, "writes", regions, uses - used)
+    phases = file.numbers("phase")
+    call = file.numbers("call")
+    seconds = file.numbers("seconds")
+    counts = {name: file.numbers(name) for name in ("bytes_read", "bytes_written", "memory")}
+    vectors = [file.numbers(idiom) for idiom in Idioms._fields]
+    if file.rows:
+        require(phases.min() >= 0 and phases.max() < len(_PHASES), "an operator has no phase")
+        require(call.min() >= -1 and call.max() < calls, "an operator has no module call")
+        require(bool(((seconds >= 0) & (seconds < _LONGEST_S)).all()), "a time is not a time")
         for name, column in counts.items():
-            _require(column.min() >= 0 and column.max() < _LARGEST, f"{name} is impossible")
-        _require(min(vector.min() for vector in vectors) >= 0, "an idiom is counted below zero")
-    flops, dtypes = _arithmetic(table)
+            require(column.min() >= 0 and column.max() < LARGEST, f"{name} is impossible")
+        require(min(vector.min() for vector in vectors) >= 0, "an idiom is counted below zero")
+        require(max(vector.max() for vector in vectors) < 2**15, "an idiom is counted too often")
+    flops, dtypes = _arithmetic(file)
     shared: dict[tuple[int, ...], Idioms] = {}
     rows = zip(*[vector.tolist() for vector in vectors], strict=True)
     idioms = [shared.setdefault(row, Idioms(*row)) for row in rows]
@@ -373,80 +349,40 @@ def _operators(table: Any, regions: int, calls: int) -> list[Operator]:
     return [Operator(*column) for column in columns]
 
 
-def _arithmetic(table: Any) -> tuple[list[int | None], list[str]]:
+def _arithmetic(file: ParquetFile) -> tuple[list[int | None], list[str]]:
     """Return FLOPs and dtype of each row; version 1 knows neither."""
-    rows = table.num_rows
-    if "flops" not in table.column_names:
+    rows = file.rows
+    if "flops" not in file.names:
         return [None] * rows, [""] * rows
-    counted = table["flops"].to_numpy()
+    counted = file.numbers("flops")
     if rows:
-        _require(counted.min() >= _UNKNOWN and counted.max() < _LARGEST, "flops is impossible")
+        require(counted.min() >= _UNKNOWN and counted.max() < LARGEST, "flops is impossible")
     flops = [None if count == _UNKNOWN else count for count in counted.tolist()]
-    return flops, _strings(table["dtype"])
+    return flops, _strings(file, "dtype")
 
 
-def _strings(column: Any) -> list[str]:
+def _strings(file: ParquetFile, name: str) -> list[str]:
     """Return the text of each row; equal text is one object, as it was in the dictionary."""
-    texts: list[str] = []
-    for chunk in column.chunks:
-        words = chunk.dictionary.to_pylist()
-        texts.extend([words[i] for i in chunk.indices.to_pylist()])
-    return texts
+    column = file.words(name)
+    shared: dict[bytes, str] = {}
+    texts = [shared.setdefault(word, word.decode()) for word in column.words]
+    return [texts[i] for i in column.indices.tolist()]
 
 
-def _indices(column: Any, regions: int) -> list[tuple[int, ...]]:
-    """Return the packed region indices of each row."""
-    lists: list[tuple[int, ...]] = []
-    for chunk in column.chunks:
-        packed = chunk.dictionary.to_pylist()
-        _require(all(len(data) % 4 == 0 for data in packed), "a list of regions is cut short")
-        indices = np.frombuffer(b"".join(packed), "<i4")
-        _require(
-            not len(indices) or (indices.min() >= 0 and indices.max() < regions),
-            "an operator uses a region that is not there",
-        )
-        flat = iter(indices.tolist())
-        rows = [tuple(islice(flat, len(data) // 4)) for data in packed]
-        lists.extend([rows[i] for i in chunk.indices.to_pylist()])
-    return lists
-
-
-def _sample(header: dict[str, Any]) -> Sample:
-    values = header["values"]
-    _require(isinstance(values, dict) and len(values) <= _MAX_VALUES, "the sample has no values")
-    width = _integer(header["width"])
-    elements = np.array([_integer(code) for code in header["elements"]], dtype=np.int64)
-    _require(0 <= width <= 1024, "the sample's elements have an impossible width")
-    _require(len(elements) <= MAX_ELEMENTS * max(width, 1), "the sample has too many elements")
-    if width:
-        elements = elements.reshape(-1, width)
-    return Sample({name: float(value) for name, value in values.items()}, elements)
-
-
-def _hints(header: dict[str, Any], calls: int) -> list[Hint]:
-    sets = [tuple(map(_text, blocks)) for blocks in header.get("hinted", [])]
-    hints: list[Hint] = []
-    for call, number, values in header.get("hints", []):
-        _require(0 <= _integer(call) < calls, "a hint belongs to no module call")
-        _require(0 <= _integer(number) < len(sets), "a hint is about nothing")
-        told = tuple(float(value) for value in values)
-        _require(len(told) == len(sets[number]) <= MAX_HINTED, "a hint is of the wrong length")
-        _require(all(0 <= value <= 1 for value in told), "a hint is no chance")
-        hints.append(Hint(call, sets[number], told))
-    return hints
-
-
-def _text(value: object) -> str:
-    _require(isinstance(value, str), "a name is not text")
-    return str(value)
-
-
-def _integer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"expected a whole number, found {str(value)[:40]!r}")
-    return value
-
-
-def _require(condition: bool, complaint: str) -> None:
-    if not condition:
-        raise ValueError(complaint)
+def _indices(
+    file: ParquetFile, name: str, regions: int, most: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """Return the packed region indices of each row, and how many they are."""
+    column = file.words(name)
+    lengths = np.array([len(word) // 4 for word in column.words], np.int64)
+    count = int(lengths[column.indices].sum())
+    require(count <= most, "operators use more regions than a file of this size can say")
+    require(all(len(word) % 4 == 0 for word in column.words), "a list of regions is cut short")
+    indices = np.frombuffer(b"".join(column.words), "<i4")
+    require(
+        not len(indices) or (indices.min() >= 0 and indices.max() < regions),
+        "an operator uses a region that is not there",
+    )
+    flat = iter(indices.tolist())
+    packed = [tuple(islice(flat, length)) for length in lengths.tolist()]
+    return [packed[i] for i in column.indices.tolist()], count

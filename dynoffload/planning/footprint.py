@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dynoffload.errors import BudgetError
+from dynoffload.errors import BudgetError, TraceError
 from dynoffload.profiler.trace import Phase, RegionInfo, Trace, owner_of
 from dynoffload.units import format_bytes
 
@@ -80,10 +80,12 @@ def footprint(trace: Trace) -> Footprint:
     all that the update of one parameter touches is held together.
 
     Raises:
-        ValueError: if the trace has no operators.
+        TraceError: if the trace has no operators.
     """
     if not trace.operators:
-        raise ValueError(f"the trace of step {trace.step} ({trace.source!r}) has no operators")
+        raise TraceError(
+            f"the trace of step {trace.step} ({trace.source!r}) has no operators; record it again"
+        )
     saved = saved_activations(trace)
     largest = WorkingSet("", "", Phase.FORWARD, -1)
     updated: dict[int, None] = {}
@@ -152,7 +154,7 @@ def _largest_update(regions: Iterable[RegionInfo]) -> tuple[str, int]:
 
 def _peak(trace: Trace, saved: set[int]) -> int:
     """Return the most bytes of ``saved`` alive at one moment."""
-    change = [0] * (len(trace.operators) + 1)
+    change = [0] * (len(trace.operators) + 2)  # a region may be born or freed after the last one
     for index in saved:
         region = trace.regions[index]
         died = region.died if region.died >= 0 else len(trace.operators) - 1

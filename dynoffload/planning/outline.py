@@ -96,6 +96,7 @@ class Outline:
         return [tuple(modules) for modules in found]
 
 
+_LARGEST = 2**62
 ARRAYS: dict[str, np.dtype[Any]] = {
     "call_path": np.dtype("<i4"),
     "call_key": np.dtype("<i4"),
@@ -125,7 +126,7 @@ def outline_of(program: Program) -> Outline:
 
     calls = program.calls
     seconds = np.zeros((len(calls), 2))
-    activations = np.zeros(len(calls), dtype=np.int64)
+    activations = [0] * len(calls)
     idioms = np.zeros((len(calls), len(Idioms._fields)), dtype=np.int64)
     calls_of: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
@@ -150,10 +151,13 @@ def outline_of(program: Program) -> Outline:
         seconds[index, 0] += visit.seconds
         activations[index] += visit.activation_bytes
         idioms[index] += visit.idioms
-    for (path, variant), spent in backward.items():
-        alike = [i for i in calls_of[path] if calls[i].shape_key == variant] or calls_of[path]
-        for index in alike:
-            seconds[index, 1] += spent / len(alike)
+    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, call in enumerate(calls):
+        alike[call.path, call.shape_key].append(index)
+    for key, spent in backward.items():
+        sharing = alike.get(key) or calls_of[key[0]]
+        for index in sharing:
+            seconds[index, 1] += spent / len(sharing)
     for name, region in program.regions.items():
         owner = owner_of(region)
         if owner is not None:
@@ -170,7 +174,8 @@ def outline_of(program: Program) -> Outline:
         call_key=small(number(call.shape_key) for call in calls),
         call_parent=small(call.parent for call in calls),
         call_seconds=seconds,
-        call_activations=activations,
+        # Of a trace that is not right, they may be more than a number holds.
+        call_activations=np.array([min(nbytes, _LARGEST) for nbytes in activations], np.int64),
         call_idioms=idioms,
         owners=small(number(path) for path in owners),
         region=small(number(name) for name in program.regions),
