@@ -5,9 +5,9 @@ opened anywhere and holds no code; its header's metadata says what it is, of whi
 SHA-256 of its arrays. The JSON document is the array ``document`` of bytes. What it is not: the
 meaning of the parts; see `dynoffload.pilot.pilot`.
 
-Nothing is compressed: arrays take the memory that they take on disk, and the document some thirty
-times as much at most. No file larger than `MAX_FILE` is read, and no document above
-`MAX_DOCUMENT`.
+Nothing is compressed: arrays take at most thrice the memory that they take on disk (those of half
+precision are widened), and the document some thirty times as much. No file larger than `MAX_FILE`
+is read, and no document above `MAX_DOCUMENT`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,13 +30,17 @@ from dynoffload.units import MiB, format_bytes
 
 FORMAT = "dynoffload.pilot"
 VERSION = 2
-MAX_FILE = 256 * MiB
+MAX_FILE = 128 * MiB
 MAX_HEADER = 1 * MiB
-MAX_DOCUMENT = 32 * MiB
+MAX_DOCUMENT = 16 * MiB
 MAX_ARRAYS = 64
 MAX_DEPTH = 32
+LARGEST_WEIGHT = 65_504.0
+"""The largest number of a model: what half precision holds, in which weights are stored."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
@@ -54,6 +59,12 @@ def write_artifact(path: Path, document: Mapping[str, Any], arrays: Arrays) -> N
     from safetensors.numpy import save
 
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    if len(text) > MAX_DOCUMENT:
+        raise PilotError(
+            f"{path}: the blocks and rules of this pilot take {format_bytes(len(text))}, more "
+            f"than the {format_bytes(MAX_DOCUMENT)} that are read again; train it on fewer kinds "
+            "of block"
+        )
     parts = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     parts["document"] = np.frombuffer(text.encode(), dtype=np.uint8)
     # One entry: safetensors writes several in no fixed order, and equal pilots are equal files.
@@ -105,7 +116,7 @@ def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
     version = seal.get("version") if isinstance(seal, dict) else None
     if version != VERSION:
         raise _refusal(path, f"it is of version {version!r:.20}, and this release reads {VERSION}")
-    arrays = _arrays(path, header, data[start:])
+    arrays = _arrays(path, header, memoryview(data)[start:])
     if seal.get("sha256") != _digest(arrays):
         raise _refusal(path, "its checksum does not match; it was damaged or changed")
     document = arrays.pop("document", None)
@@ -114,6 +125,18 @@ def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
     if document.size > MAX_DOCUMENT:
         raise _refusal(path, f"its document is larger than {format_bytes(MAX_DOCUMENT)}")
     return _json(path, document.tobytes()), arrays
+
+
+def checked_weights(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return an array as float32.
+
+    Raises:
+        ValueError: if it holds what is no number, or one that products of it could overflow by.
+    """
+    weights = np.asarray(array, dtype=np.float32)
+    if not (np.abs(weights) <= LARGEST_WEIGHT).all():
+        raise ValueError(f"{name} is not finite, or too large")
+    return weights
 
 
 def _header(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
@@ -129,7 +152,7 @@ def _header(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _arrays(path: Path, header: dict[str, Any], data: bytes) -> dict[str, npt.NDArray[Any]]:
+def _arrays(path: Path, header: dict[str, Any], data: memoryview) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays a header describes; they must lie one after the other and fill the file."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     spans: list[tuple[int, int]] = []
@@ -165,20 +188,40 @@ def _arrays(path: Path, header: dict[str, Any], data: bytes) -> dict[str, npt.ND
 
 
 def _json(path: Path, text: bytes) -> Any:
-    """Parse JSON without deep nesting, NaN or infinities."""
-    letters = np.frombuffer(text, dtype=np.uint8)
-    opens = np.isin(letters, np.frombuffer(b"[{", dtype=np.uint8)).astype(np.int64)
-    closes = np.isin(letters, np.frombuffer(b"]}", dtype=np.uint8)).astype(np.int64)
-    if letters.size and int(np.cumsum(opens - closes).max()) > MAX_DEPTH:
+    """Parse JSON without deep nesting, NaN, infinities, or half of a surrogate pair in a text."""
+    if _nesting(text) > MAX_DEPTH:
         raise _refusal(path, "its document is nested too deeply")
 
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        return json.loads(text.decode("utf-8"), parse_constant=refuse)
+        parsed = json.loads(text.decode("utf-8"), parse_constant=refuse, parse_float=_finite)
+        if _SURROGATE.search(text):
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
     except (ValueError, RecursionError) as error:
         raise _refusal(path, "it is not a pilot file, or it is damaged") from error
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return number
+
+
+def _nesting(text: bytes) -> int:
+    """Return how deep brackets nest, those within texts counted too."""
+    steps = np.zeros(256, dtype=np.int8)
+    steps[list(b"[{")] = 1
+    steps[list(b"]}")] = -1
+    deepest = depth = 0
+    for start in range(0, len(text), 1 << 16):
+        part = np.cumsum(steps[np.frombuffer(text[start : start + (1 << 16)], dtype=np.uint8)])
+        deepest = max(deepest, depth + int(part.max()))
+        depth += int(part[-1])
+    return deepest
 
 
 def _digest(arrays: Arrays) -> str:
@@ -188,7 +231,7 @@ def _digest(arrays: Arrays) -> str:
         array = arrays[name]
         described = f"{name}\0{array.dtype.str}\0{array.shape}\0"
         digest.update(described.encode("utf-8", "backslashreplace"))
-        digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 

@@ -54,8 +54,8 @@ class Association:
     table: Floats
 
     def rows(self, sample: Sample) -> Codes:
-        """Return the table row of each of a sample's elements."""
-        if not len(sample.elements):
+        """Return the table row of each of a sample's elements; none where no codes were learned."""
+        if not len(sample.elements) or not self.books:
             return np.zeros(0, dtype=np.int64)
         hashes = hash_prefixes(columns_of(sample.elements), len(self.books))
         rows = np.zeros(len(hashes[0]), dtype=np.int64)

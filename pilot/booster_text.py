@@ -11,8 +11,11 @@ from __future__ import annotations
 import re
 
 MAX_TEXT = 4 * 1024 * 1024
-MAX_TREES = 1024
-MAX_LEAVES = 256
+MAX_TREES = 256
+MAX_LEAVES = 64
+LARGEST = 1e30
+"""The largest number of a tree; of a leaf, whose numbers are summed, `LARGEST_LEAF`."""
+LARGEST_LEAF = 1e6
 
 _HEADER = {
     "version",
@@ -113,6 +116,10 @@ def _check_tree(fields: dict[str, str], features: int) -> None:
         form = _INTEGER if name in _INTEGERS else _NUMBER
         if not all(form.fullmatch(part) for part in parts):
             raise ValueError(f"a tree whose {name} are not numbers")
+    for name in ("leaf_value", "threshold"):
+        most = LARGEST_LEAF if name == "leaf_value" else LARGEST
+        if not all(abs(float(part)) <= most for part in values[name]):
+            raise ValueError(f"a tree whose {name} are too large")
     if leaves == 1 and len(values["leaf_value"]) == 1:
         # A constant: LightGBM writes its value and leaves the other parts empty.
         return

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.association import ORDERS, Association, learn_association
 from dynoffload.pilot.booster_text import check_booster_text
 from dynoffload.pilot.evaluate import source_folds
@@ -106,9 +107,9 @@ class BoostedTables:
         if not 0 <= count <= ORDERS:
             raise ValueError("the wrong number of code books")
         books = tuple(load_book(arrays[f"book{i}"]) for i in range(count))
-        table = np.asarray(arrays["table"], dtype=np.float32)
-        prior = np.asarray(arrays["prior"], dtype=np.float32)
-        described = np.asarray(arrays["described"], dtype=np.float32)
+        table = checked_weights("table", arrays["table"])
+        prior = checked_weights("prior", arrays["prior"])
+        described = checked_weights("described", arrays["described"])
         sites = np.asarray(arrays["sites"], dtype=np.int64)
         scaler = Scaler.from_json(document["scaler"])
         rows = 1 + sum(len(book) - 1 for book in books)
@@ -116,8 +117,6 @@ class BoostedTables:
             raise ValueError("tables of the wrong shape")
         if described.ndim != 2 or len(described) != blocks:
             raise ValueError("block features of the wrong shape")
-        if not all(np.isfinite(array).all() for array in (table, prior, described)):
-            raise ValueError("tables that are not finite")
         if (table > 0).any():
             raise ValueError("a table of chances above 1")
         if blocks and not (sites.min() >= 0 and sites.max() < blocks):

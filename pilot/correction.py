@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.features import Floats, sigmoid, site_stops
 
 Bools = npt.NDArray[np.bool_]
@@ -83,14 +84,12 @@ class Correction:
             ValueError, KeyError: if the parts are not those of a correction for so many blocks.
         """
         sites = np.asarray(arrays["correction_sites"], dtype=np.int64)
-        factor = np.asarray(arrays["correction_factor"], dtype=np.float32)
-        blend = np.asarray(arrays["correction_blend"], dtype=np.float32)
+        factor = checked_weights("correction_factor", arrays["correction_factor"])
+        blend = checked_weights("correction_blend", arrays["correction_blend"])
         if sites.shape != (blocks,) or factor.shape != (blocks, blocks):
             raise ValueError("a correction of the wrong shape")
         if blend.ndim != 3 or blend.shape[1:] != (SOURCES, COLUMNS):
             raise ValueError("a blend of the wrong shape")
-        if not np.isfinite(factor).all() or not np.isfinite(blend).all():
-            raise ValueError("a correction that is not finite")
         if (np.diagonal(factor) <= 0).any():
             raise ValueError("a factor that is none")
         if blocks and not (sites.min() >= 0 and sites.max() < len(blend)):

@@ -23,6 +23,8 @@ MAX_VALUES = 32
 """The most named numbers of a sample that the models look at."""
 MAX_SITES = 48
 """Sites that are passed one by one; of a deeper network, neighbours are passed together."""
+MAX_CENTRE, MIN_SCALE, MAX_SCALE = 100.0, 1e-7, 100.0
+"""What centres and scales of numbers on a logarithmic scale can be."""
 CLIP = 8.0
 """Scaled numbers farther out than this many deviations are brought back to it."""
 
@@ -101,7 +103,8 @@ class Scaler:
         centre = np.array(data["centre"], dtype=np.float32)
         scale = np.array(data["scale"], dtype=np.float32)
         good = centre.shape == scale.shape == (1 + len(names),) and len(names) <= MAX_VALUES
-        good = good and bool((np.isfinite(centre) & np.isfinite(scale) & (scale > 0)).all())
+        good = good and bool((np.abs(centre) <= MAX_CENTRE).all())
+        good = good and bool(((scale >= MIN_SCALE) & (scale <= MAX_SCALE)).all())
         if not good:
             raise ValueError("a scaler of the wrong shape")
         return cls(names, centre, scale)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.codes import CodeBook, Codes, columns_of, hash_prefixes
 from dynoffload.pilot.features import Floats, Scaler
 from dynoffload.profiler.sample import Sample
@@ -160,7 +161,7 @@ class NoisyOrNet:
         """
         fields = Fields.load(document, arrays)
         scaler = Scaler.from_json(document["scaler"])
-        weights = {name: np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS}
+        weights = {name: checked_weights(name, arrays[name]) for name in WEIGHTS}
         width, hidden = weights["hidden_weight"].shape
         shapes = {
             "embedding": (fields.rows, width),
@@ -176,8 +177,8 @@ class NoisyOrNet:
             "value_out_bias": (blocks,),
         }
         for name, shape in shapes.items():
-            if weights[name].shape != shape or not np.isfinite(weights[name]).all():
-                raise ValueError(f"{name} is not finite or not of shape {shape}")
+            if weights[name].shape != shape:
+                raise ValueError(f"{name} is not of shape {shape}")
         return cls(fields, scaler, weights)
 
 

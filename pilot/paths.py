@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.codes import columns_of, hash_prefixes
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
 from dynoffload.profiler.sample import Sample
@@ -96,8 +97,9 @@ class NearestPaths:
         good = good and points.shape == (len(packed), len(scaler) + FOLDED)
         good = good and packed.shape == (len(packed), -(-blocks // 8))
         good = good and neighbours >= 1 and 0 < len(packed) <= MAX_RECORDS
-        if not good or not np.isfinite(points).all() or not 0 <= codes < 1e6:
+        if not good or not 0 <= codes <= max(WEIGHTS):
             raise ValueError("records of the wrong shape")
+        points = checked_weights("points", points)
         return cls(scaler, codes, neighbours, points, packed, blocks)
 
 

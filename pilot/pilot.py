@@ -33,6 +33,10 @@ from dynoffload.profiler.sample import Sample
 
 Floats = npt.NDArray[np.float32]
 
+MAX_SLOTS = 1 << 16
+"""The most slots of a pilot's skeleton."""
+MAX_ORDER = 1 << 20
+"""The most blocks that one prediction lists: of a longer order it gives the beginning."""
 RULE = "rule"
 """The kind of a pilot whose network has no optional blocks: its skeleton says it all."""
 
@@ -145,6 +149,8 @@ class Pilot:
         for place, segment in zip(layout.segments, self.segments, strict=True):
             if place < start:
                 continue
+            if len(blocks) >= MAX_ORDER:
+                return blocks[:MAX_ORDER], np.concatenate(confidence)[:MAX_ORDER]
             part = taken[at:place]
             blocks += layout.blocks[at:place][part].tolist()
             confidence.append(surety[at:place][part])
@@ -154,7 +160,7 @@ class Pilot:
             at = place + 1
         blocks += layout.blocks[at:][taken[at:]].tolist()
         confidence.append(surety[at:][taken[at:]])
-        return blocks, np.concatenate(confidence)
+        return blocks[:MAX_ORDER], np.concatenate(confidence)[:MAX_ORDER]
 
     def check(self, fingerprint: str) -> None:
         """Refuse to steer a network that this pilot was not trained for.
@@ -216,6 +222,8 @@ class Pilot:
             questions = bundles[-1] + 1 if bundles else 0
             model = None
             if document["kind"] != RULE:
+                if not questions:
+                    raise ValueError("a model without optional blocks")
                 model = load_model(str(document["kind"]), document["model"], arrays, questions)
             elif optional:
                 raise ValueError("optional blocks without a model")
@@ -229,7 +237,10 @@ class Pilot:
             most_frequent = tuple(map(int, document["most_frequent"]))
             if not all(0 <= block < size for block in (*varying, *most_frequent)):
                 raise ValueError("a block outside the vocabulary")
-            correction = Correction.load(arrays, questions) if document["corrects"] else None
+            corrects = document["corrects"]
+            if not isinstance(corrects, bool) or (corrects and model is None):
+                raise ValueError("a correction of no model")
+            correction = Correction.load(arrays, questions) if corrects else None
             return cls(
                 vocabulary,
                 skeleton,
@@ -299,6 +310,10 @@ def _load_skeleton(document: Any, blocks: int) -> Skeleton:
     families = tuple(frozenset(map(int, family)) for family in document["families"])
     always = frozenset(map(int, document["always"]))
     first = SEGMENT - len(families) + 1
+    if len(slots) > MAX_SLOTS:
+        raise ValueError(f"more slots than {MAX_SLOTS}")
+    if sum(map(len, families)) != len(frozenset().union(*families)) or not all(families):
+        raise ValueError("families that share blocks, or have none")
     if len(set(slots)) != len(slots) or not all(
         first <= block < blocks and block != -1 and occurrence >= 0 for block, occurrence in slots
     ):

@@ -34,6 +34,8 @@ EXPLAINED = 0.98
 """The share of training samples whose stretch a rule must give the length of, to be believed."""
 MAX_LENGTH_CODES = 512
 """The most distinct codes for which lengths are solved."""
+MAX_RUN = 1 << 20
+"""The longest stretch that is foretold; what comes after that is foretold when it is near."""
 MAX_NEIGHBOURS = 512
 """The most recorded stretches kept where no rule explains them."""
 
@@ -66,6 +68,8 @@ class Rule:
                 best = int(np.lexsort((far.sum(axis=1), -agree))[0])
                 run = table[tuple(self.nearest[best].tolist())]
             result.extend(run)
+            if len(result) > MAX_RUN:
+                return result[:MAX_RUN]
         return result
 
 
@@ -156,6 +160,8 @@ class SegmentModel:
         """
         try:
             fidelity = float(data["fidelity"])
+            if not 0 <= fidelity <= 1:
+                raise ValueError("a fidelity that is no share")
             how: Rule | Neighbours
             if "columns" in data:
                 table = {_key(key): _run(run, blocks) for key, run in data["table"]}
@@ -174,8 +180,11 @@ class SegmentModel:
                 width = 1 + len(names)
                 if points.shape != (len(runs), width) or not runs:
                     raise ValueError("records of the wrong shape")
-                if centre.shape != (width,) or scale.shape != (width,) or not scale.all():
+                if centre.shape != (width,) or scale.shape != (width,):
                     raise ValueError("scales of the wrong shape")
+                numbers = np.concatenate((centre, scale, points.reshape(-1)))
+                if not (np.abs(numbers) <= _LARGEST**2).all() or not (scale >= _LEAST).all():
+                    raise ValueError("scales or records out of range")
                 how = Neighbours(names, centre, scale, points, runs)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise PilotError(f"a segment's model is damaged: {error}") from error
@@ -291,7 +300,12 @@ def _remember(samples: Sequence[Sample], runs: Sequence[Run]) -> Neighbours:
 
 def _numbers(sample: Sample, names: Sequence[str]) -> npt.NDArray[np.float64]:
     values = [float(len(sample.elements)), *(sample.values.get(name, 0.0) for name in names)]
-    return np.nan_to_num(np.array(values, dtype=np.float64))
+    numbers = np.nan_to_num(np.array(values, dtype=np.float64))
+    return np.clip(numbers, -_LARGEST, _LARGEST)
+
+
+_LARGEST = 1e30  # of a sample's number
+_LEAST = 1e-30
 
 
 def _key(values: Any) -> tuple[int, ...]:

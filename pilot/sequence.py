@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.features import Floats, Scaler, sigmoid
+from dynoffload.pilot.artifact import checked_weights
+from dynoffload.pilot.features import MAX_SITES, Floats, Scaler, sigmoid
 from dynoffload.pilot.mlp import Fields
 from dynoffload.profiler.sample import Sample
 
@@ -166,17 +167,19 @@ class SiteSequence:
         stops = tuple(int(stop) for stop in document["stops"])
         if list(stops) != sorted(set(stops)) or not stops or stops[0] < 1 or stops[-1] != blocks:
             raise ValueError("sites that are not of these blocks")
-        described = np.asarray(arrays["described"], dtype=np.float32)
-        if described.ndim != 2 or len(described) != blocks or not np.isfinite(described).all():
+        if len(stops) > MAX_SITES:
+            raise ValueError(f"more sites than the {MAX_SITES} that are told apart")
+        described = checked_weights("described", arrays["described"])
+        if described.ndim != 2 or len(described) != blocks:
             raise ValueError("block features of the wrong shape")
-        weights = {name: np.asarray(arrays[name], dtype=np.float32) for name in WEIGHTS}
+        weights = {name: checked_weights(name, arrays[name]) for name in WEIGHTS}
         if weights["embedding"].ndim != 2:
             raise ValueError("embedding is no matrix: of the wrong shape")
         width = weights["embedding"].shape[1]
         shapes = shapes_of(fields.rows, len(scaler), blocks, described.shape[1], width)
         for name, shape in shapes.items():
-            if weights[name].shape != shape or not np.isfinite(weights[name]).all():
-                raise ValueError(f"{name} is not finite or not of shape {shape}")
+            if weights[name].shape != shape:
+                raise ValueError(f"{name} is not of shape {shape}")
         return cls(fields, scaler, described, stops, weights)
 
 

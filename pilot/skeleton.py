@@ -22,8 +22,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from dynoffload.errors import PilotError
 from dynoffload.planning.blocks import Block
 
+MAX_SLOTS = 8192
+"""The most slots that are put in order: what runs before what takes four bytes for each pair."""
+_ROWS = 512  # slots whose followers are counted at once
 SEGMENT = -2
 """The first code that names a family of looping blocks, in place of a block's index."""
 
@@ -80,6 +84,9 @@ def learn_skeleton(
         orders: one list of block indices per sample; negative ones (unseen blocks) are skipped.
         blocks: the vocabulary's blocks, whose paths break ties.
         unrolled: looping blocks that get a slot for each time they run, and no segment.
+
+    Raises:
+        PilotError: if there are more than `MAX_SLOTS`.
     """
     families = tuple(f for f in _families(orders, blocks) if not f & unrolled)
     filled = [tokens(order, families) for order in orders]
@@ -169,14 +176,24 @@ def _canonical(
     of unplaced predecessors goes first. Slots that never met are ordered by path and number.
     """
     slots = sorted({slot for sequence in sequences for slot in sequence})
+    if len(slots) > MAX_SLOTS:
+        raise PilotError(
+            f"the recorded orders have {len(slots)} places for blocks, and a pilot takes at most "
+            f"{MAX_SLOTS}: name a larger budget, which cuts the network into fewer blocks, or "
+            "record shorter samples"
+        )
     number = {slot: i for i, slot in enumerate(slots)}
     before = np.zeros((len(slots), len(slots)), dtype=np.int32)
     for sequence in sequences:
         places = np.array([number[slot] for slot in sequence], dtype=np.int64)
-        upper = np.triu(np.ones((places.size, places.size), dtype=np.int32), 1)
-        before[np.ix_(places, places)] += upper
-    edges = before > before.T
-    weight = np.where(edges, before - before.T, 0)
+        for start in range(0, places.size, _ROWS):
+            rows = places[start : start + _ROWS]
+            later = np.triu(np.ones((rows.size, places.size), dtype=np.int32), start + 1)
+            before[np.ix_(rows, places)] += later
+    weight = before - before.T
+    del before
+    edges = weight > 0
+    np.maximum(weight, 0, out=weight)
 
     def rank(slot: Slot) -> tuple[object, ...]:
         block = slot[0] if slot[0] >= 0 else min(families[SEGMENT - slot[0]])
