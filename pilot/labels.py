@@ -52,11 +52,14 @@ _MAKERS = (
     "planning.outline",
     "planning.recorded",
     "planning.schedule",
+    "profiler.compact_thrift",
     "profiler.hints",
     "profiler.idioms",
+    "profiler.plain_parquet",
     "profiler.program",
     "profiler.sample",
     "profiler.storage",
+    "profiler.storage_header",
     "profiler.trace",
 )
 

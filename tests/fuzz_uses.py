@@ -16,6 +16,7 @@ import numpy as np
 from dynoffload.errors import DynOffloadError, PilotError
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.labels import Refused, make_label, makers_version, read_label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import encode_example
@@ -137,6 +138,11 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         pilot = _tried(lambda: fit_pilot(vocabulary, examples, model="markov"))
         if pilot is not None:
             _predict(pilot, program.sample)
+        made = make_label(str(path), "key", 1 << 16, makers_version())
+        if isinstance(made, Refused):
+            raise Malformed(f"a trace that loads, and gives no label: {made.reason}")
+        if read_label(made, "key").sample.values.keys() != trace.sample.values.keys():
+            raise Malformed("a label of another sample")
     sizes = _tried(lambda: footprint(trace))
     if sizes is not None and min(sizes.total, sizes.activations, temporaries(trace)) < 0:
         raise Malformed("a footprint below zero")
