@@ -39,7 +39,7 @@ MAX_VALIDATION = 256
 
 BUNDLED = 8
 """Steps in which slots must have run, and not run, to be taken for one."""
-MAX_UNROLLED = 512
+MAX_UNROLLED = 768
 """The longest loop that gets a slot for each block."""
 
 Progress = Callable[[str], None]
@@ -235,8 +235,9 @@ def _learn_shape(
 ) -> tuple[Skeleton, list[Filled], tuple[SegmentModel, ...]]:
     """Learn the skeleton and its segments.
 
-    A loop whose length no rule tells, and whose shorter runs are how the longest begins, is
-    unrolled: whether it goes on is asked of the models, round by round.
+    A loop whose length no rule tells, and whose shorter runs are the longest with parts left out
+    (its end, or of its last round the middle), is unrolled: what runs is asked of the models, round
+    by round.
     """
     orders = [example.blocks for example in examples]
     skeleton = learn_skeleton(orders, vocabulary.blocks)
@@ -247,7 +248,7 @@ def _learn_shape(
         slot = skeleton.slots[place]
         runs = {f.get(slot, ()) for f in filled}
         longest = max(runs, key=len)
-        nested = all(longest[: len(run)] == run for run in runs)
+        nested = all(_is_part(run, longest) for run in runs)
         nested = nested and sum(skeleton.slots[p][0] == slot[0] for p in skeleton.segments) == 1
         if not isinstance(segment.how, Rule) and nested and len(longest) <= MAX_UNROLLED:
             unrolled |= skeleton.families[SEGMENT - slot[0]]
@@ -256,6 +257,24 @@ def _learn_shape(
     skeleton = learn_skeleton(orders, vocabulary.blocks, frozenset(unrolled))
     filled = [tokens(order, skeleton.families) for order in orders]
     return skeleton, filled, _learn_segments(skeleton, examples, filled)
+
+
+def _is_part(run: Sequence[int], longest: Sequence[int]) -> bool:
+    """Return whether a run is another with some calls left out, where the n-th call of a block is
+    the n-th in both."""
+    ran = _calls(run)
+    there = set(ran)
+    return [call for call in _calls(longest) if call in there] == ran
+
+
+def _calls(run: Sequence[int]) -> list[tuple[int, int]]:
+    """Return each block of a run with how often it ran before."""
+    seen: Counter[int] = Counter()
+    calls = []
+    for block in run:
+        calls.append((block, seen[block]))
+        seen[block] += 1
+    return calls
 
 
 def _learn_segments(

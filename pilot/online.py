@@ -37,7 +37,7 @@ from dynoffload.profiler.sample import Sample
 
 logger = logging.getLogger(__name__)
 
-RATE = 0.3
+RATE = 0.8
 """How far one step moves a block's log-odds, times its surprise."""
 FORGET = 0.02
 """How much of the correction each step forgets."""

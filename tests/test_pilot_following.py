@@ -176,3 +176,25 @@ def test_after_a_stranger_nobody_is_in_a_segment() -> None:
     assert step.decided
     step.tell(example.blocks[3])
     assert step.rest() == [1]
+
+
+def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:
+    """A judge after every third cell, and after the last: of a short last round the middle is
+    missing, not the end."""
+    rng = np.random.default_rng(0)
+    names = vocabulary([("embedding", ""), ("cell", ""), ("judge", ""), ("head", "")])
+    examples = []
+    for step in range(160):
+        length = int(rng.integers(2, 12))
+        read = int(rng.choice([3, 6])) if length > 6 and rng.random() < 0.2 else length
+        order = [b for n in range(read) for b in ([1, 2] if n % 3 == 2 or n == read - 1 else [1])]
+        sample = Sample({"length": float(length)})
+        examples.append(Example(sample, [0, *order, 3], f"f{step % 8}"))
+    pilot = fit_pilot(names, examples, model="paths")
+    assert pilot.skeleton.segments == ()
+    order = [0, 1, 1, 1, 2, 1, 1, 2, 3]
+    assert pilot.predict(Sample({"length": 5.0})).blocks == order
+    step = pilot.follow(Sample({"length": 5.0}))
+    for place, block in enumerate(order):
+        step.tell(block)
+        assert step.rest() == order[place + 1 :]
