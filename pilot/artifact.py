@@ -76,17 +76,22 @@ def write_artifact(path: Path, document: Mapping[str, Any], arrays: Arrays) -> N
             "which no pilot needs; train it on fewer kinds of block"
         )
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, data)
     except OSError as error:
         raise PilotError(f"{path}: cannot be written ({error}); name another place") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there as a whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:

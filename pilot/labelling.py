@@ -16,14 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynoffload.errors import TraceError
+from dynoffload.pilot.artifact import write_whole
 from dynoffload.pilot.labels import (
     BadLabelError,
     Label,
@@ -129,8 +128,9 @@ def label_traces(
 
 
 def forget(keep: Path) -> None:
-    """Remove the labels in a directory, and the directory if nothing else is in it."""
-    for path in keep.glob(f"*{_SUFFIX}"):
+    """Remove the labels in a directory, also half of one that a kill has left, and the directory if
+    nothing else is in it."""
+    for path in keep.glob(f"*{_SUFFIX}*"):
         path.unlink(missing_ok=True)
     if keep.is_dir() and not any(keep.iterdir()):
         shutil.rmtree(keep, ignore_errors=True)
@@ -151,19 +151,6 @@ def _look_up(path: Path, key: str) -> Label | None:
         return read_label(path.read_bytes(), key)
     except (OSError, BadLabelError):
         return None
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _complaint(reasons: Sequence[str], total: int) -> str:

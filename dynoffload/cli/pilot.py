@@ -94,7 +94,8 @@ def train(
     $ dynoffload pilot train traces/ -o moe.pilot --cluster tcp://scheduler:8786
     ```
     """
-    from dynoffload.pilot.labelling import forget, write_whole
+    from dynoffload.pilot.artifact import write_whole
+    from dynoffload.pilot.labelling import forget
     from dynoffload.pilot.model_card import card_path, model_card
     from dynoffload.pilot.train import train_pilot
     from dynoffload.pilot.workers import Workers
