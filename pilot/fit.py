@@ -242,7 +242,7 @@ def _learn_shape(
     orders = [example.blocks for example in examples]
     skeleton = learn_skeleton(orders, vocabulary.blocks)
     filled = [tokens(order, skeleton.families) for order in orders]
-    segments = _learn_segments(skeleton, examples, filled)
+    segments = _learn_segments(skeleton, examples, filled, vocabulary)
     unrolled: set[int] = set()
     for place, segment in zip(skeleton.segments, segments, strict=True):
         slot = skeleton.slots[place]
@@ -256,7 +256,7 @@ def _learn_shape(
         return skeleton, filled, segments
     skeleton = learn_skeleton(orders, vocabulary.blocks, frozenset(unrolled))
     filled = [tokens(order, skeleton.families) for order in orders]
-    return skeleton, filled, _learn_segments(skeleton, examples, filled)
+    return skeleton, filled, _learn_segments(skeleton, examples, filled, vocabulary)
 
 
 def _is_part(run: Sequence[int], longest: Sequence[int]) -> bool:
@@ -281,10 +281,14 @@ def _learn_segments(
     skeleton: Skeleton,
     examples: Sequence[Example],
     filled: Sequence[Filled],
+    vocabulary: Vocabulary,
 ) -> tuple[SegmentModel, ...]:
     samples = [example.sample for example in examples]
     slots = [skeleton.slots[index] for index in skeleton.segments]
-    return tuple(learn_segment(samples, [f.get(slot, ()) for f in filled]) for slot in slots)
+    blocks = vocabulary.blocks
+    return tuple(
+        learn_segment(samples, [f.get(slot, ()) for f in filled], blocks) for slot in slots
+    )
 
 
 def _validate(vocabulary: Vocabulary, examples: Sequence[Example], kinds: Sequence[str]) -> None:

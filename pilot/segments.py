@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.codes import columns_of
+from dynoffload.planning.blocks import Block
 from dynoffload.profiler.sample import Sample
 
 Codes = npt.NDArray[np.int64]
@@ -36,6 +37,10 @@ MAX_LENGTH_CODES = 512
 """The most distinct codes for which lengths are solved."""
 MAX_RUN = 1 << 20
 """The longest stretch that is foretold; what comes after that is foretold when it is near."""
+CLEAR = 0.9
+"""The share of a column's codes that must say one thing for a rule to be completed by it."""
+MAX_KEYS = 4096
+"""The most pairs of codes that a completed rule names."""
 MAX_NEIGHBOURS = 512
 """The most recorded stretches kept where no rule explains them."""
 
@@ -191,18 +196,21 @@ class SegmentModel:
         return cls(how, fidelity)
 
 
-def learn_segment(samples: Sequence[Sample], runs: Sequence[Run]) -> SegmentModel:
+def learn_segment(
+    samples: Sequence[Sample], runs: Sequence[Run], blocks: Sequence[Block] = ()
+) -> SegmentModel:
     """Learn one segment from recorded samples.
 
     Args:
         samples: one per record.
         runs: the blocks that stood in the segment; an empty tuple where there was none.
+        blocks: the vocabulary's, by whose paths and variants a rule is completed.
     """
     codes = [columns_of(sample.elements) for sample in samples]
     if len({code.shape[1] for code in codes}) == 1 and sum(code.shape[0] for code in codes):
         lengths = _element_lengths(codes, np.array([len(run) for run in runs]))
         if lengths is not None:
-            rule = _learn_rule(codes, runs, lengths)
+            rule = _completed(_learn_rule(codes, runs, lengths), blocks)
             right = sum(rule.apply(c) == list(r) for c, r in zip(codes, runs, strict=True))
             return SegmentModel(rule, right / len(runs))
     return SegmentModel(_remember(samples, runs), 1.0)
@@ -259,6 +267,37 @@ def _learn_rule(codes: list[Codes], runs: Sequence[Run], lengths: list[Codes]) -
         votes[tuple(key[c] for c in columns)][run] += 1
     table = {key: max(count, key=lambda r: (count[r], r)) for key, count in sorted(votes.items())}
     return _rule(columns, table)
+
+
+def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
+    """Return a rule over two columns with what it makes of pairs of codes that never met.
+
+    Where one column says which modules run and the other in which variant (a node's kind its cell,
+    its arity the shapes), each pair follows from what is known of its two codes; one that is
+    ambiguous, or whose block there is not, is left out.
+    """
+    if len(rule.columns) != 2 or not blocks:
+        return rule
+    number = {(block.path, block.variant): block.index for block in blocks}
+    table = dict(rule.table)
+    for by_path, by_variant in ((0, 1), (1, 0)):
+        paths: dict[int, set[tuple[str, ...]]] = defaultdict(set)
+        variants: dict[int, set[tuple[str, ...]]] = defaultdict(set)
+        for key, run in rule.table.items():
+            paths[key[by_path]].add(tuple(blocks[b].path for b in run))
+            variants[key[by_variant]].add(tuple(blocks[b].variant for b in run))
+        told = {code: next(iter(seen)) for code, seen in paths.items() if len(seen) == 1}
+        shapes = {code: next(iter(seen)) for code, seen in variants.items() if len(seen) == 1}
+        if len(told) < CLEAR * len(paths) or len(shapes) < CLEAR * len(variants):
+            continue
+        for code, which in told.items():
+            for other, how in shapes.items():
+                key = (code, other) if by_path == 0 else (other, code)
+                made = [number.get(pair, -1) for pair in zip(which, how, strict=False)]
+                if len(which) == len(how) and min(made, default=-1) >= 0 and len(table) < MAX_KEYS:
+                    table.setdefault(key, tuple(made))
+        break
+    return _rule(rule.columns, table)
 
 
 def _left_out_accuracy(keys: list[tuple[int, ...]], made: list[Run]) -> float:

@@ -16,7 +16,7 @@ from dynoffload.pilot.segments import Neighbours, Rule, SegmentModel, learn_segm
 from dynoffload.profiler.sample import Sample
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
-trees = _synthetic["trees"]
+trees, vocabulary = _synthetic["trees"], _synthetic["vocabulary"]
 
 
 def sample(*rows: tuple[int, ...], **values: float) -> Sample:
@@ -80,6 +80,19 @@ def test_a_loop_that_follows_a_number_repeats_the_nearest_record() -> None:
     assert isinstance(model.how, Neighbours)
     wanted = Sample({"rounds": 3.0, "noise": 0.5}, rng.integers(50, size=15))
     assert model.predict(wanted) == [4, 5, 4, 5, 4, 5]
+
+
+def test_pairs_of_codes_that_never_met_follow_from_each() -> None:
+    """The kind says which cell, the arity in which shape: all pairs are foretold from some."""
+    names = vocabulary([(f"cells.{kind}", f"{arity}x8") for kind in range(4) for arity in range(5)])
+    met = [(kind, arity) for kind in range(4) for arity in range(5) if (kind + arity) % 3]
+    samples = [Sample({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
+    runs = [(5 * kind + arity,) * 3 for kind, arity in met * 2]
+    model = learn_segment(samples, runs, names.blocks)
+    for kind in range(4):
+        for arity in range(5):
+            sample = Sample({}, np.array([[arity, kind, 1]]))
+            assert model.predict(sample) == [5 * kind + arity], (kind, arity)
 
 
 @given(st.integers(0, 50))
