@@ -325,6 +325,7 @@ def _draw_curves(axes: Axes, color: Mapping[str, str], cases: Sequence[Mapping[s
             label=case["title"],
         )
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("samples that are learned from")
     axes.set_ylabel("order, at the start")
     if axes.get_legend_handles_labels()[0]:
