@@ -31,6 +31,7 @@ from dynoffload.planning import footprint
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler import Decider, Trace
 from dynoffload.profiler.idioms import Idioms
+from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.worth import SHOWN, Worth
 
@@ -145,6 +146,7 @@ def test_what_routers_say_is_planned(
     profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)  # whatever it takes
+    monkeypatch.setattr(Forecast, "pays", True)  # whatever it costs
     foreseen, missed, _ = _trained(profiled)
     _, missed_mute, _ = _trained(profiled, lambda decider: lambda x: None)
     assert missed < 0.25 * missed_mute

@@ -178,7 +178,8 @@ class Forecast:
             self._sample = describe_sample(self._model, args, kwargs, self._features)
             prediction = predictor.predict(self._sample)
             if prediction is not None:
-                blocks, confidence = list(prediction.blocks), prediction.confidence
+                blocks = list(prediction.blocks)
+                confidence = getattr(prediction, "confidence", None)
                 if self._may_steer():
                     self.predicted, self.source = blocks, "the pilot"
                 elif self._begun % _LISTEN:
