@@ -115,7 +115,7 @@ def test_nothing_grows_in_some_hundred_steps(backend: str) -> None:
     assert_level(rows[2:])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("mapped", marks=pytest.mark.slow)])
 def test_what_is_recorded_is_bounded(backend: str) -> None:
     """By the number of single records, which is reached early on; only totals are added then."""
     rows = soaked("small", backend, "200", "--records", "1500", *SMALL)

@@ -100,7 +100,12 @@ def _paths(model: nn.Module, samples: Sequence[ZooSample]) -> list[tuple[str, ..
     return paths
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"early-lstm", "tree-cnn"}  # to train
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in CASES]
+)
 def test_it_learns_and_takes_different_paths(name: str) -> None:
     case = CASES[name]
     model, losses = _trained(name, case.steps)
