@@ -4,7 +4,7 @@ What it is: the whole way in two to three minutes, with a language model of rout
 source text: record steps, learn a pilot from them, then train the same steps plain and under one
 eighth of what they take, on demand, by the last order and by the pilot; one table, one report. What
 it is not: a benchmark; the runs follow one another in one process. For figures see
-`dynoffload.experiments.paged` and `dynoffload.experiments.pilot_stalls`.
+`dynoffload.experiments.paged` and `dynoffload.experiments.pilot_benefit`.
 """
 
 from __future__ import annotations

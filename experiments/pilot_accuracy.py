@@ -6,7 +6,7 @@ three quarters of the sources and is scored on the rest beside the baselines it 
 network is foretold by a model that learned from the others alone. Accuracy is 1 - Levenshtein
 distance / longer order, mean over samples.
 
-What it is not: a measure of what a prediction is worth (`dynoffload.experiments.pilot_stalls`).
+What it is not: a measure of what a prediction is worth (`dynoffload.experiments.pilot_benefit`).
 
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``. Each
 case at each seed is a process of its own; with ``--keep DIR`` what it found stays, and a run that

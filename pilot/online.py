@@ -222,11 +222,13 @@ class OnlineLearner:
         """
         with self._lock:
             examples = list(self._examples)
-            seen = self._seen
+            seen, drifts = self._seen, self.drifts
         pilot = fit_pilot(self._vocabulary, examples, model=self._model, seed=self._seed)
-        self._next = seen + max(FIRST, int((GROWTH - 1) * len(examples)))
-        self._current = _Correction(pilot)
-        self._judged, self._level = 0, math.nan
+        with self._lock:
+            if self.drifts == drifts:  # else it was learned from steps of before
+                self._next = seen + max(FIRST, int((GROWTH - 1) * len(examples)))
+            self._current = _Correction(pilot)
+            self._judged, self._level = 0, math.nan
         return pilot
 
     def _judge(self, predicted: Sequence[int], order: Sequence[int]) -> None:
@@ -241,11 +243,12 @@ class OnlineLearner:
             pilot = old.pilot + weight * (pilot - old.pilot)
             last = old.last_order + weight * (last - old.last_order)
         self._standing = Standing(pilot, last, old.steps + 1)
-        self._judged += 1
-        if self._judged == SETTLED:
-            self._level = pilot
-        elif pilot < self._level - DRIFT:
-            self._forget()
+        with self._lock:  # `learn` begins anew with these
+            self._judged += 1
+            if self._judged == SETTLED:
+                self._level = pilot
+            elif pilot < self._level - DRIFT:
+                self._forget()
 
     def _forget(self) -> None:
         """What runs is no longer what was learned: keep the latest steps only."""
@@ -259,7 +262,6 @@ class OnlineLearner:
         )
         self.drifts += 1
         self._level = self._standing.pilot
-        with self._lock:
-            while len(self._examples) > FIRST:
-                self._examples.popleft()
+        while len(self._examples) > FIRST:
+            self._examples.popleft()
         self._next = min(self._next, self._seen + FIRST)

@@ -217,11 +217,12 @@ def evaluate_pilot(
         TraceError: if there is no trace, some cannot be read, or they are of several networks.
         PilotError: if the traces are of another network than the pilot's.
     """
-    with progress_bar(progress) as report:
+    with progress_bar(progress) as report, one_thread():
         labels = label_traces(traces, workers, report).labels
         pilot.check(labels[0].outline.network)
         report("scoring")
-        return evaluate(pilot, [encode_example(pilot.vocabulary, label) for label in labels])
+        examples = [encode_example(pilot.vocabulary, label) for label in labels]
+        return evaluate(pilot, examples, workers)
 
 
 def evaluate(pilot: Pilot, examples: Sequence[Example], workers: Workers = SERIAL) -> Evaluation:

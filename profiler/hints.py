@@ -40,8 +40,8 @@ class Decider:
         blocks: paths of the modules it decides about.
         foretell: given the positional arguments of its own module, or of the decider's before,
             returns how likely each of ``blocks`` is to run, 0 to 1, ``[blocks]``; None where it
-            cannot tell. It is called without gradients, must draw no random numbers, and change
-            nothing.
+            cannot tell. It is called without gradients, and must change nothing; random numbers
+            that it draws are drawn again.
     """
 
     path: str
@@ -100,7 +100,7 @@ def hints_of(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
     None where it cannot tell. What goes wrong in it is logged, and no hint: a hint is advice.
     """
     try:
-        with _uncached():
+        with torch.random.fork_rng(devices=[]), _uncached():
             values = decider.foretell(*args)
         if values is None:
             return None
@@ -133,8 +133,8 @@ def _uncached() -> Iterator[None]:
     """Let autocast keep no weight that it casts here: one that was cast without gradients would
     stand in for it in the forward itself."""
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     try:
+        torch.set_autocast_cache_enabled(False)
         yield
     finally:
         torch.set_autocast_cache_enabled(cached)

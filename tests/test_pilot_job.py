@@ -24,7 +24,7 @@ from dynoffload.errors import ClientError, ConfigError, PilotError, TraceError
 from dynoffload.experiments.zoo import tree_lstm
 from dynoffload.pilot import fit, labelling, labels
 from dynoffload.pilot.labelling import FEW, label_traces
-from dynoffload.pilot.labels import BadLabelError, make_label, makers_version, read_label
+from dynoffload.pilot.labels import BadLabelError, Refused, make_label, makers_version, read_label
 from dynoffload.pilot.train import encode_example, load_programs, train_pilot
 from dynoffload.pilot.workers import Workers
 from dynoffload.planning.cutting import build_vocabulary
@@ -359,3 +359,12 @@ def test_trial_fits_see_some_samples_and_the_pilot_errs_as_all_do(
     assert whole.correction is not None
     assert (some.correction.factor == whole.correction.factor).all()
     assert (some.correction.blend == whole.correction.blend).all()
+
+
+def test_what_is_larger_than_any_trace_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "huge.parquet"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a hole
+    made = make_label(str(path), "key", None, makers_version())
+    assert isinstance(made, Refused)
+    assert "larger than any trace" in made.reason

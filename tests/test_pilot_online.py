@@ -6,6 +6,7 @@ import math
 import runpy
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,3 +154,28 @@ def test_a_pilot_that_drifts_and_may_not_learn_is_only_told_of(
     assert learner.drifts >= 1
     assert not learner.due
     assert "accuracy has fallen" in caplog.text
+
+
+def test_a_drift_during_the_learning_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, examples = routed(200, noise=0.02)
+    learner = OnlineLearner(vocabulary, model="paths")
+    for example in examples[:40]:
+        learner.predict(example.sample)
+        learner.observe(example.sample, example.blocks)
+    learner.learn()
+    for example in examples[40:]:
+        learner.predict(example.sample)
+        learner.observe(example.sample, example.blocks)
+    before = learner.drifts
+
+    def drifting(*args: Any, **options: Any) -> Any:
+        made = fit_pilot(*args, **options)
+        for example in examples[:60]:
+            learner.predict(example.sample)
+            learner.observe(example.sample, [0])
+        return made
+
+    monkeypatch.setattr("dynoffload.pilot.online.fit_pilot", drifting)
+    learner.learn()
+    assert learner.drifts > before
+    assert learner.due  # what was learned is of steps of before

@@ -31,7 +31,9 @@ from dynoffload.planning import footprint
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler import Decider, Trace
 from dynoffload.profiler.idioms import Idioms
+from dynoffload.runtime import interrupts
 from dynoffload.runtime.migration.forecast import Forecast
+from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.worth import SHOWN, Worth
 
@@ -162,6 +164,84 @@ def test_a_pilot_that_comes_to_know_within_the_step_goes_on_steering(
     monkeypatch.setattr(OnlineLearner, "standing", property(lambda self: worse))
     assert _trained(profiled)[2] == "the pilot"
     assert _trained(profiled, lambda decider: lambda x: None)[2] == "the last order"
+
+
+class _Gated(nn.Module):
+    """Blocks behind gates, whose deciders call the gates, and draw, as none should."""
+
+    def __init__(self, gates: int = 8, width: int = 64) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(width, width) for _ in range(gates))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(gates))
+
+    def deciders(self) -> list[Decider]:
+        """Return one for each gate, which calls it."""
+
+        def told(gate: nn.Module) -> Any:
+            return lambda x: torch.sigmoid(nn.functional.dropout(gate(x), 0.5).mean().reshape(1))
+
+        return [
+            Decider(f"gates.{n}", (f"blocks.{n}",), told(gate)) for n, gate in enumerate(self.gates)
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a number."""
+        for gate, block in zip(self.gates, self.blocks, strict=True):
+            if float(gate(x).detach().mean()) > 0:
+                x = nn.functional.dropout(block(x), 0.1)
+        return x.sum()
+
+
+def test_deciders_that_call_modules_and_draw_are_no_part_of_the_forward() -> None:
+    losses: list[list[float]] = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        model = _Gated()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        drawn = torch.randn(6, 4, 64)
+        losses.append([])
+
+        def train(seen: list[float], net: Any = model, step: Any = optimizer) -> None:
+            for sample in drawn:  # noqa: B023
+                loss = net(sample)
+                loss.backward()
+                step.step()
+                step.zero_grad()
+                seen.append(float(loss.detach()))
+
+        if not paged:
+            train(losses[-1])
+            continue
+        config = {**PAGES, "step_aside": False}
+        with dynoffload.offload(
+            model, optimizer, budget=400 * 1024, pilot="auto", config=config
+        ) as session:
+            train(losses[-1])
+            forecast = session._forecast
+            ran = forecast.names(forecast.actual) or ()
+            assert [name for name in ran if "gates" in name] == [f"gates.{n}" for n in range(8)]
+            with torch.no_grad():
+                model(drawn[0])
+            assert forecast._order == []  # of what nobody asks for nothing is kept
+    assert losses[0] == losses[1]
+
+
+@needs_pager
+def test_signals_wait_while_the_rest_is_planned_anew(
+    profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)
+    held: list[bool] = []
+    revise = Migrator.revise
+
+    def noted(self: Migrator, rest: Any) -> None:
+        held.append(interrupts._are_held())
+        revise(self, rest)
+
+    monkeypatch.setattr(Migrator, "revise", noted)
+    _trained(profiled)
+    assert held
+    assert all(held)
 
 
 class _Told:

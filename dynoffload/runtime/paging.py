@@ -256,7 +256,7 @@ class Paging:
 
     def _watch(self) -> None:
         units = units_of(self.model, self.store.slots, self.store.fused)
-        self._forecast.watch(units, on_ask=self._make_ready, on_revise=self.migrator.revise)
+        self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
         self._hooks = Hooks(
             self.model,
             units,
@@ -442,7 +442,8 @@ class Paging:
         if self.loss:
             self.loss.check()
         self._on_progress()
-        self.migrator.visit(unit)
+        if not self._forecast.asks:
+            self.migrator.visit(unit)
         self._make_ready([unit])
 
     @uninterrupted
@@ -453,6 +454,10 @@ class Paging:
                 for slot in unit.slots:
                     self.updates.waiting.flush(slot)
         self.device.touch([region for unit in units for region in unit.regions])
+
+    @uninterrupted
+    def _revise(self, rest: Sequence[Unit]) -> None:
+        self.migrator.revise(rest)
 
     def _open_chunk(self, chunk: Chunk) -> None:
         self._on_chunk()

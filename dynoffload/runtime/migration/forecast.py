@@ -82,6 +82,7 @@ class Forecast:
         accuracy: of the one against the other; NaN without a prediction.
         source: what steers: ``"the pilot"`` or ``"the last order"``.
         replay: whether the last order is kept to the letter; None where nobody asks.
+        asks: whether a decider is being asked: the modules that it calls are none of the forward's.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Forecast:
         self._planned = 0  # blocks that had begun as it was chosen
         self._begun = 0  # samples
         self._foretold = 0.0  # share of blocks foretold as the one before them ran, of late
+        self.asks = False
         self._asked: dict[str, list[Unit]] = {}  # by decider: what it and the next may look at
         self._order: list[int] = []
         self._last: list[int] | None = None
@@ -211,19 +213,25 @@ class Forecast:
                 self._ran(index)
 
     def _ran(self, index: int) -> None:
-        """A block begins."""
+        """A block begins; of what runs outside of a sample's forward nothing is kept."""
+        if self._step is None or self.asks:
+            return
         self._order.append(index)
-        if self._step is not None:
-            self._step.ran(index)
-            self._revise([index])
+        self._step.ran(index)
+        self._revise([index])
 
     def _ask(self, deciders: Sequence[Decider], args: tuple[Any, ...]) -> None:
         """A decider is called: it tells, as does the one after it."""
         step = self._step
-        if step is None:
+        if step is None or self.asks:
             return
         self._on_ask(self._asked[deciders[0].path])
-        for hint in hinted({deciders[0].path: deciders}, deciders[0].path, args, 0):
+        self.asks = True
+        try:
+            hints = hinted({deciders[0].path: deciders}, deciders[0].path, args, 0)
+        finally:
+            self.asks = False
+        for hint in hints:
             told = zip(map(self.vocabulary.index_of, hint.blocks), hint.values, strict=True)
             known = [(block, value) for block, value in told if block >= 0]
             blocks, values = tuple(b for b, _ in known), tuple(v for _, v in known)
