@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -224,6 +225,45 @@ def test_deciders_that_call_modules_and_draw_are_no_part_of_the_forward() -> Non
                 model(drawn[0])
             assert forecast._order == []  # of what nobody asks for nothing is kept
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_forward_that_fails_teaches_nothing(inside: bool) -> None:
+    class Failing(_Gated):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks[:3]:
+                x = block(x)
+            if self.fails:
+                raise ArithmeticError("half way")
+            return self.blocks[3](x).sum()
+
+    model = Failing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    config = {**PAGES, "step_aside": False}
+    with dynoffload.offload(
+        model, optimizer, budget=400 * 1024, pilot="auto", config=config
+    ) as session:
+        for fails in (False, True, False):
+            model.fails = fails
+            try:
+                if inside:
+                    raise KeyError("handled while the forward runs")
+                model(torch.randn(4, 64)).backward()
+            except KeyError:
+                with contextlib.suppress(ArithmeticError):
+                    model(torch.randn(4, 64)).backward()
+            except ArithmeticError:
+                pass
+            optimizer.step()
+            optimizer.zero_grad()
+        learner = session._forecast._learner
+        assert learner is not None
+        orders = [example.blocks for example in learner._examples]
+        assert len(orders) == 2
+        assert len(orders[0]) == 4
+        assert orders[0] == orders[1]
 
 
 @needs_pager

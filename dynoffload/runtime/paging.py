@@ -403,11 +403,11 @@ class Paging:
         self.migrator.begin_forward(order)
 
     @uninterrupted
-    def end_forward(self) -> None:
-        """It has ended."""
+    def end_forward(self, *, whole: bool = True) -> None:
+        """It has ended; not ``whole``: by an error."""
         self.activations.end_forward()
         self.migrator.end_forward()
-        self._forecast.end()
+        self._forecast.end(whole=whole)
         if self.updates is not None:
             self.updates.restore_groups()
 

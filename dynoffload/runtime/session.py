@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -136,6 +137,7 @@ class Session:
         self._pid = os.getpid()
         self._calls = Calls()
         self._in_sample = False
+        self._around: BaseException | None = None  # being handled as the forward began
         enter = Hook(self._before_forward, self._settle, compiled=True)
         leave = Hook(self._after_forward, compiled=True)
         self._hooks = enter, leave
@@ -222,7 +224,7 @@ class Session:
                     self._come_back()
             if self._paging is not None:
                 self._largest = max(self._largest, size)
-        self._in_sample = True
+        self._in_sample, self._around = True, sys.exception()
         if self._paging is None:
             self._growth.begin()
             return
@@ -248,8 +250,9 @@ class Session:
             self._paging.loss.check()  # what was computed may be of a value that lacks its update
 
     def _end_sample(self, output: Any) -> None:
+        around, self._around = self._around, None
         if self._paging is not None:
-            self._paging.end_forward()
+            self._paging.end_forward(whole=sys.exception() is around)
         else:
             peak = self._recording.grew(self._growth.finish(output))
             self._outgrown = peak > self.sizing.budget

@@ -251,10 +251,14 @@ class Forecast:
             self._on_revise(self._units_of([*begun, *chosen]))
         self._step.account(start)
 
-    def end(self) -> None:
-        """The sample's forward is over: learn from what ran."""
+    def end(self, *, whole: bool = True) -> None:
+        """The sample's forward is over: learn from what ran, unless an error has ended it."""
         self.actual, self._order = self._order, []
         step, self._step = self._step, None
+        if not whole:
+            self.accuracy = math.nan
+            self._worth.end(None)
+            return
         if step is not None and step.follows and self.actual:
             share = step.foretold / len(self.actual)
             self._foretold += (AVERAGE if self._foretold else 1.0) * (share - self._foretold)

@@ -79,11 +79,11 @@ class Worth:
         """
         return self._on(_likely(blocks, confidence))
 
-    def end(self, ran: Sequence[int]) -> None:
-        """The step ran these blocks."""
+    def end(self, ran: Sequence[int] | None) -> None:
+        """The step ran these blocks; None: nobody knows what it would have run."""
         seen: dict[str, list[float]] = {}
-        happened = set(ran)
-        for block in self._foretold:
+        happened = set(ran or ())
+        for block in () if ran is None else self._foretold:
             sums = seen.setdefault(self._names[block], [0.0, 0.0])
             sums[block not in happened] += max(self._blocks[block].nbytes, 1)
         self._foretold = []
