@@ -255,6 +255,10 @@ def _label(document: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Lab
     hinted = [tuple(intern(path) for path in blocks) for blocks in document["hinted"]]
     _within(arrays["hints"][:, 0], 0, calls)
     _within(arrays["hints"][:, 1], 0, len(hinted))
+    if arrays["hint_values"].size != sum(
+        len(hinted[place]) for _, place in arrays["hints"].tolist()
+    ):
+        raise BadLabelError("hints of another number of values")
     values = iter(arrays["hint_values"].tolist())
     told = tuple(
         Hint(call, hinted[place], tuple(islice(values, len(hinted[place]))))

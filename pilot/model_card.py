@@ -175,7 +175,7 @@ def _choice(result: TrainResult) -> Iterator[str]:
         yield "No block is optional, so there is no model: the order follows by rule."
         return
     yield (
-        f"`{result.pilot.kind}`, by cross-validation over whole sources on "
+        f"`{result.pilot.kind}`, by cross-validation (of whole sources, if there are enough) on "
         f"{card['validation_samples']} samples in {card['folds']} parts:"
     )
     yield ""
@@ -206,7 +206,8 @@ def _limits(result: TrainResult) -> Iterator[str]:
     if not beats(evaluation.pilot, evaluation.last_order):
         yield (
             "**It is no better than repeating the last order on what was held out**: record more "
-            "steps, or leave it out. A session lets it steer only while it does better."
+            "steps, or leave it out. A session lets it steer its first steps, and then while it "
+            "does no worse."
         )
     if not beats(evaluation.pilot, evaluation.most_frequent):
         yield "**It is no better than always naming the most frequent order.**"

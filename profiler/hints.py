@@ -13,7 +13,6 @@ traces (`Trace.hints`), from which pilots learn how far to believe them.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,8 @@ from torch import Tensor, nn
 from dynoffload.errors import TraceError
 
 logger = logging.getLogger(__name__)
+
+_said: set[tuple[str, str]] = set()  # deciders and complaints, since deciders were last looked up
 
 MAX_HINTED = 4096
 """The most blocks that one decider decides about."""
@@ -80,6 +81,7 @@ def deciders_of(model: nn.Module) -> dict[str, tuple[Decider, ...]]:
     found: Sequence[Decider] = made
     if len({decider.path for decider in found}) != len(found):
         raise TraceError(f"{name} names one decider twice: each decides in one place")
+    _said.clear()
     paths = {path for path, _ in model.named_modules()}
     for decider in found:
         strangers = {decider.path, *decider.blocks} - paths
@@ -98,7 +100,22 @@ def hints_of(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
     """Return what a decider foretells from arguments, its own or of the decider before it.
 
     None where it cannot tell. What goes wrong in it is logged, and no hint: a hint is advice.
+
+    Raises:
+        TraceError: it wrote into an argument: the forward would go on with other values.
     """
+    tensors = [one for one in args if isinstance(one, Tensor) and not one.is_inference()]
+    versions = [one._version for one in tensors]
+    told = _told_by(decider, args)
+    if [one._version for one in tensors] != versions:
+        raise TraceError(
+            f"the decider of {decider.path!r} writes into what its module is given, and changes "
+            "what the network computes: have it work on copies"
+        )
+    return told
+
+
+def _told_by(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
     try:
         with torch.random.fork_rng(devices=[]), _uncached():
             values = decider.foretell(*args)
@@ -107,10 +124,10 @@ def hints_of(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
         flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
         told = tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
     except Exception as error:
-        _say_once(decider.path, f"{type(error).__name__}: {error}")
+        _say_once(decider.path, type(error).__name__, str(error))
         return None
     if len(told) != len(decider.blocks):
-        _say_once(decider.path, f"{len(told)} values for {len(decider.blocks)} blocks")
+        _say_once(decider.path, "length", f"{len(told)} values for {len(decider.blocks)} blocks")
         return None
     return told
 
@@ -123,9 +140,10 @@ def hinted(
     return [Hint(call, decider.blocks, values) for decider, values in told if values is not None]
 
 
-@functools.lru_cache(256)
-def _say_once(path: str, what: str) -> None:
-    logger.warning("no hint for %s: %s", path, what)
+def _say_once(path: str, kind: str, what: str) -> None:
+    if (path, kind) not in _said:
+        _said.add((path, kind))
+        logger.warning("no hint for %s: %s: %s", path, kind, what)
 
 
 @contextmanager

@@ -240,8 +240,8 @@ def _runs(body: bytes, count: int, words: int) -> Indices:
             packed = np.frombuffer(body[at : at + size], np.uint8)
             if not head >> 1 or packed.size * 8 < min(left, (head >> 1) * 8) * width:
                 raise ValueError("a packed run cut short")
-            bits = np.unpackbits(packed, bitorder="little")
             taken = min(left, (head >> 1) * 8)
+            bits = np.unpackbits(packed[: -(-taken * width // 8)], bitorder="little")
             unpacked = np.zeros(taken, np.int64)
             for place in range(width):
                 unpacked |= bits[place : taken * width : width].astype(np.int64) << place

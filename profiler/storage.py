@@ -17,7 +17,8 @@ bytes in Parquet, but takes memory and time here: so what a file may hold is in 
 size (operators, the regions they use), and so are the module calls' depths, as whoever reads a
 trace climbs from each call to the root. Real traces keep well within that: the time of every
 operator alone takes eight bytes. Lists of regions are packed bytes. What is decoded is checked
-again: every index in range, every number finite, every name text that can be written.
+again: every index in range, every number finite but for those of the sample, every name text that
+can be written.
 """
 
 from __future__ import annotations

@@ -274,3 +274,22 @@ def test_a_weight_cast_for_a_hint_is_not_what_forward_uses() -> None:
         found = recorded[name]
         assert (gradient is None) == (found is None), name
         assert gradient is None or found is None or torch.equal(gradient, found), name
+
+
+def test_a_decider_that_writes_into_what_it_is_given_is_refused() -> None:
+    decider = Decider("first", ("second",), lambda x: x.mul_(0.5).sum().reshape(1))
+    table = deciders_of(_Two(lambda: [decider]))
+    with pytest.raises(TraceError, match="decider of 'first' writes into"):
+        hinted(table, "first", (torch.ones(1),), 0)
+
+
+def test_what_a_decider_cannot_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    numbers = iter(range(9))
+
+    def foretell(x: Tensor) -> Tensor:
+        raise ValueError(f"number {next(numbers)}")
+
+    table = deciders_of(_Two(lambda: [Decider("first", ("second",), foretell)]))
+    for _ in range(3):
+        hinted(table, "first", (torch.ones(1),), 0)
+    assert caplog.text.count("no hint for first") == 1

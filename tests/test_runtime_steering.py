@@ -34,7 +34,7 @@ from dynoffload.profiler import Decider, Trace
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.migration.forecast import Forecast
-from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.migration.migrator import Migrator, Phase
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.worth import SHOWN, Worth
 
@@ -387,3 +387,49 @@ def test_a_site_that_loses_is_off_and_comes_back(caplog: pytest.LogCaptureFixtur
         worth.end([0, 1, 2])
         assert next(steps) < 100
     assert "they are fetched ahead again" in caplog.text
+
+
+@needs_pager
+def test_deciders_that_cannot_be_had_stop_nothing(
+    profiled: tuple[int, Pilot], caplog: pytest.LogCaptureFixture
+) -> None:
+    total, pilot = profiled
+    model = zoo.build("moe", "tiny-wide")
+
+    def broken() -> list[Decider]:
+        raise ArithmeticError("not yet")
+
+    model.deciders = broken  # type: ignore[assignment]
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    with dynoffload.offload(model, optimizer, budget=total // 4, pilot=pilot, config=PAGES):
+        for sample in _samples(2):
+            _loss(model, sample).backward()
+            optimizer.step()
+    assert "nothing is hinted: ArithmeticError: not yet" in caplog.text
+
+
+@needs_pager
+def test_a_forward_that_was_interrupted_is_over_by_the_next(profiled: tuple[int, Pilot]) -> None:
+    total, pilot = profiled
+    model = zoo.build("moe", "tiny-wide")
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    first, second = _samples(2)
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with dynoffload.offload(
+        model, optimizer, budget=total // 4, pilot=pilot, config=PAGES
+    ) as session:
+        handle = model.head.register_forward_pre_hook(interrupt)  # type: ignore[union-attr]
+        with pytest.raises(KeyboardInterrupt):
+            _loss(model, first)
+        handle.remove()
+        migrator = session._paging.migrator  # type: ignore[union-attr]
+        with torch.no_grad():
+            _loss(model, second)
+        assert migrator.phase is Phase.IDLE
+        assert session._forecast._step is None
+        assert session._forecast._order == []
+        _loss(model, second).backward()
+        optimizer.step()

@@ -403,6 +403,12 @@ class Paging:
         self.migrator.begin_forward(order)
 
     @uninterrupted
+    def drop_forward(self) -> None:
+        """A forward that was interrupted will not go on."""
+        self._forecast.drop()
+        self.migrator.drop_forward()
+
+    @uninterrupted
     def end_forward(self, *, whole: bool = True) -> None:
         """It has ended; not ``whole``: by an error."""
         self.activations.end_forward()

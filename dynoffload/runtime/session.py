@@ -211,6 +211,8 @@ class Session:
             self._step_aside()
         if torch.is_grad_enabled():
             self._begin_sample(args, kwargs)
+        elif self._paging is not None:
+            self._paging.drop_forward()
 
     def _begin_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._paging is not None:

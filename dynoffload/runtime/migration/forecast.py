@@ -26,7 +26,6 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from dynoffload.errors import TraceError
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import AVERAGE, OnlineLearner
@@ -98,6 +97,7 @@ class Forecast:
         self._predictor: Predictor | None = None
         self._learner: OnlineLearner | None = None
         self._grows = policy == "pilot" and pilot == "auto"
+        self._learns = self._grows
         if policy == "pilot" and pilot is not None and not isinstance(pilot, str):
             pilot.check(self._network)
             self.vocabulary = pilot.vocabulary
@@ -161,6 +161,7 @@ class Forecast:
         for handle in self._handles:
             handle.remove()
         self._hooks, self._handles = [], []
+        self._asked.clear()
 
     def close(self) -> None:
         """Wait for a learner under way."""
@@ -186,7 +187,7 @@ class Forecast:
                     self.predicted, self.source = blocks, "the pilot"
                 elif self._begun % _LISTEN:
                     blocks = []  # it is followed now and then, to see whether it does better
-                if blocks and self._learner is not None:
+                if blocks and self._learner is not None and self._trial("the pilot").prefetch:
                     following = self._learner.following
         self._begun += 1
         self._step = Step(following, blocks)
@@ -223,7 +224,7 @@ class Forecast:
     def _ask(self, deciders: Sequence[Decider], args: tuple[Any, ...]) -> None:
         """A decider is called: it tells, as does the one after it."""
         step = self._step
-        if step is None or self.asks:
+        if step is None or self.asks or not (step.follows or self._grows):
             return
         self._on_ask(self._asked[deciders[0].path])
         self.asks = True
@@ -251,6 +252,11 @@ class Forecast:
             self._on_revise(self._units_of([*begun, *chosen]))
         self._step.account(start)
 
+    def drop(self) -> None:
+        """The forward under way, if there is one, will not go on."""
+        if self._step is not None:
+            self.end(whole=False)
+
     def end(self, *, whole: bool = True) -> None:
         """The sample's forward is over: learn from what ran, unless an error has ended it."""
         self.actual, self._order = self._order, []
@@ -270,7 +276,7 @@ class Forecast:
             hints = () if step is None else step.hints
             self._learner.observe(self._sample, self.actual, hints=hints)
             self._steady = self._steady + 1 if self.actual == self._last else 0
-            if self._grows and self._learner.due and self._steady < _STEADY:
+            if self._learns and self._learner.due and self._steady < _STEADY:
                 self._learn()
         self._last = self.actual
 
@@ -279,15 +285,15 @@ class Forecast:
         """Whether to prefetch by what steers the sample; see `Trial`, and `Replay`."""
         if self.replay is not None:
             return self.replay.trust is Trust.FOLLOWING
-        return self._repeats and self._trial().prefetch
+        return self._repeats and self._trial(self.source).prefetch
 
     def judge(self, step: StepStats) -> None:
         """Take note of what the step cost that this order steered."""
         if self._repeats and self.replay is None:
-            self._trial().observe(step)
+            self._trial(self.source).observe(step)
 
-    def _trial(self) -> Trial:
-        return self._trials.setdefault(self.source, Trial(self.source))
+    def _trial(self, source: str) -> Trial:
+        return self._trials.setdefault(source, Trial(source))
 
     def names(self, blocks: Sequence[int] | None) -> tuple[str, ...] | None:
         """Return the names of ``blocks`` as reports show them."""
@@ -306,7 +312,7 @@ class Forecast:
             try:
                 pilot = learner.learn()
             except Exception:
-                self._grows = False  # once is enough: training goes on by the last order
+                self._learns = False  # once is enough: training goes on with what there is
                 logger.exception("no pilot can be learned from the steps so far")
             else:
                 logger.info("a pilot (%s) was learned from the steps so far", pilot.kind)
@@ -341,8 +347,8 @@ class Forecast:
     def _install_deciders(self, modules: Mapping[str, nn.Module]) -> None:
         try:
             table = deciders_of(self._model)
-        except TraceError as error:
-            logger.warning("nothing is hinted: %s", error)
+        except Exception as error:  # of code of the user's: a hint is advice
+            logger.warning("nothing is hinted: %s: %s", type(error).__name__, error)
             return
         for path, deciders in table.items():
             decided = {block for decider in deciders for block in decider.blocks}

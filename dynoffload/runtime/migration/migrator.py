@@ -134,6 +134,11 @@ class Migrator:
         self._outstanding += visits_made(self._visits)
         self.phase = Phase.IDLE
 
+    def drop_forward(self) -> None:
+        """The forward under way, if there is one, will not go on."""
+        if self.phase is Phase.FORWARD:
+            self.phase, self._visits = Phase.IDLE, []
+
     def backward_use(self, region: int) -> bool:
         """Backward is about to use a parameter's region; return whether it begins here."""
         if self.phase is Phase.FORWARD:
