@@ -170,7 +170,9 @@ def _draw(figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -
     _bars(left, color, result, "stall_total_s", "seconds waited, over on demand")
     _bars(right, color, result, "step_s", "seconds of a step, over on demand")
     left.axvline(ASKED["stall_over_on_demand"][0], color=color["budget"], linewidth=1, zorder=0)
-    left.legend(loc="lower center", bbox_to_anchor=(1.0, 1.0), ncols=len(_SHADES), frameon=False)
+    right.tick_params(labelleft=False)
+    handles, names = left.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(_SHADES), frameon=False)
 
 
 def _bars(

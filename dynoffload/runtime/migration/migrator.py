@@ -97,14 +97,15 @@ class Migrator:
     def revise(self, rest: Sequence[Unit]) -> None:
         """The forward under way will go on with ``rest``, otherwise than was foretold.
 
-        The plan ends with this sample's backward: the one made as that begins looks further.
+        The plan ends with this sample's backward, and holds no drafts: the one made as backward
+        begins looks further.
         """
         if self.phase is Phase.FORWARD and self.prefetch:
             under_way = [Visit(unit) for unit, _ in self._visits[-1:]]
             coming = self._with_chunks(rest)
             reference: Reference[Slot] = Reference()
             reference.add_forward([*under_way, *coming], self._is_pending)
-            self._add_backward(reference, [*visits_made(self._visits), *coming], ())
+            reference.add_backward([*visits_made(self._visits), *coming])
             self._follow(reference)
             for visit in under_way:  # the next visit of this unit is another one
                 del reference.forward[visit.unit.index][0]
