@@ -32,7 +32,12 @@ _SHADES = {
 }
 _WIDTH = 150  # of the table, where the output is no terminal
 _HEADS = ("network", "paths", "budget", "run", "step", "waiting", "in vain", "order", "losses")
-_ASKED_HEADS = ("network", *(title for _, title in ASKED.values()), "step, over on demand")
+_ASKED_HEADS = (
+    "network",
+    *(title for _, title in ASKED.values()),
+    "step, over on demand",
+    "clairvoyant's waiting, over on demand",
+)
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -68,10 +73,16 @@ def _rows(result: Mapping[str, Any]) -> list[list[str]]:
                     format_seconds(run["stall_total_s"] / run["steps"]),
                     f"{run['wasted_bytes'] / fetched:.1%}" if fetched else "–",
                     "–" if run["accuracy"] is None else f"{run['accuracy']:.1%}",
-                    "equal" if run["losses_equal"] else "NOT EQUAL",
+                    _losses(case, run),
                 ]
             )
     return rows
+
+
+def _losses(case: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    if not case["repeatable"]:
+        return "plain differs from plain"
+    return "equal" if run["losses_equal"] else "NOT EQUAL"
 
 
 def _asked(result: Mapping[str, Any]) -> list[list[str]]:
@@ -84,7 +95,9 @@ def _asked(result: Mapping[str, Any]) -> list[list[str]]:
             else f"{ratios[key]:.2f}{'' if ratios[key] <= most else ' (missed)'}"
             for key, (most, _) in ASKED.items()
         ]
-        rows.append([case["title"], *cells, f"{ratios['step_over_on_demand']:.2f}"])
+        best = ratios["clairvoyant_stall_over_on_demand"]
+        known = [f"{ratios['step_over_on_demand']:.2f}", "–" if best is None else f"{best:.2f}"]
+        rows.append([case["title"], *cells, *known])
     return rows
 
 

@@ -237,6 +237,7 @@ def test_pilot_benefit(tmp_path: Path) -> None:
     assert 0 <= runs["repeat"]["accuracy"] <= 1
     assert 0 <= runs["pilot"]["accuracy"] <= 1
     assert runs["clairvoyant"]["accuracy"] == 1
+    assert found["repeatable"] is True
     assert found["ratios"]["wasted"] < 1
     json.dumps(result, allow_nan=False)
     text = (tmp_path / "benefit.md").read_text()
