@@ -135,6 +135,11 @@ class Course:
         self._hints[places] = values
         self._sources[places] = 2 if at_hand else 1
 
+    @property
+    def hinted(self) -> Bools:
+        """Which blocks the network hinted at."""
+        return ~np.isnan(self._hints)
+
     def replace(self, chances: Floats) -> None:
         """The model itself foretells the rest anew: from here on by these ``chances``."""
         rest = slice(self.known, None)

@@ -141,7 +141,13 @@ class Following:
         """P(runs) of each optional slot, from what is known."""
         chances = self._start if self._course is None else self._course.chances
         slots = chances[self._layout.bundles]
-        return slots if self._adjust is None else self._adjust(slots)
+        if self._adjust is None:
+            return slots
+        adjusted = self._adjust(slots)
+        if self._course is None:
+            return adjusted
+        # What ran of late tells of the model, not of what the network says of this very step.
+        return np.where(self._course.hinted[self._layout.bundles], slots, adjusted)
 
     def _leave(self) -> None:
         """Another block, that is not of the segment under way."""
