@@ -178,4 +178,4 @@ def site_stops(sites: npt.NDArray[np.int64]) -> tuple[int, ...]:
 
 def sigmoid(x: Floats) -> Floats:
     """Return 1 / (1 + exp(-x))."""
-    return np.asarray(1 / (1 + np.exp(-np.clip(x, -30, 30))), dtype=np.float32)
+    return np.asarray(1 / (1 + np.exp(-np.maximum(x, -30))), dtype=np.float32)

@@ -66,6 +66,7 @@ class SiteSequence:
     stops: tuple[int, ...]
     weights: Mapping[str, Floats]
     _vectors: Floats = field(init=False, repr=False, compare=False)
+    _entering: Floats = field(init=False, repr=False, compare=False)
     _odds: Floats = field(init=False, repr=False, compare=False)
 
     kind = "sequence"
@@ -73,7 +74,11 @@ class SiteSequence:
     def __post_init__(self) -> None:
         """Encode the blocks, once."""
         w = self.weights
-        object.__setattr__(self, "_vectors", self.described @ w["block_weight"] + w["own"])
+        vectors = self.described @ w["block_weight"] + w["own"]
+        sizes = np.diff((0, *self.stops))
+        weighted = vectors / np.sqrt(np.repeat(sizes, sizes))[:, None].astype(np.float32)
+        object.__setattr__(self, "_vectors", vectors)
+        object.__setattr__(self, "_entering", weighted @ w["input_weight"])
         object.__setattr__(self, "_odds", self.described @ w["odds_weight"] + w["odds"])
 
     def probabilities(self, sample: Sample) -> Floats:
@@ -101,13 +106,12 @@ class SiteSequence:
         known = len(ran)
         begin = 0
         for stop in self.stops:
-            vectors = self._vectors[begin:stop]
-            chance = sigmoid(vectors @ state + self._odds[begin:stop])
+            chance = sigmoid(self._vectors[begin:stop] @ state + self._odds[begin:stop])
             if begin < known:
                 told = min(known, stop)
                 chance[: told - begin] = ran[begin:told]
             chances[begin:stop] = chance
-            state = self._pass(state, chance @ vectors / np.float32(np.sqrt(stop - begin)))
+            state = self._pass(state, chance @ self._entering[begin:stop])
             begin = stop
         return chances
 
@@ -127,7 +131,7 @@ class SiteSequence:
     def _pass(self, state: Floats, entered: Floats) -> Floats:
         """Return the state after a site."""
         w, width = self.weights, len(state)
-        given = entered @ w["input_weight"] + w["gate_bias"]
+        given = entered + w["gate_bias"]
         kept = state @ w["state_weight"]
         gates = sigmoid(given[: 2 * width] + kept[: 2 * width])
         new = np.tanh(given[2 * width :] + gates[:width] * (kept[2 * width :] + w["new_bias"]))

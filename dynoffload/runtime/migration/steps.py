@@ -16,7 +16,7 @@ from time import perf_counter
 from dynoffload.pilot.features import BlockHint, Floats
 from dynoffload.pilot.following import Following
 
-SHARE = 0.05
+SHARE = 0.2
 """Share of a forward's time so far that foretelling its rest anew may have taken."""
 
 
