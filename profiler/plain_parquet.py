@@ -223,7 +223,9 @@ def _runs(body: bytes, count: int, words: int) -> Indices:
     if width > 32:
         raise ValueError("indices of an impossible width")
     each = (width + 7) // 8
-    parts: list[Indices] = []
+    taken: list[int] = []  # values of each run
+    repeated: list[int] = []  # the value of each run; negative: packed
+    packed: list[bytes] = []  # the bytes of the packed runs: whole ones, as groups are of eight
     at, left = 1, count
     while left:
         head = shift = 0
@@ -237,23 +239,28 @@ def _runs(body: bytes, count: int, words: int) -> Indices:
             shift += 7
         if head & 1:
             size = (head >> 1) * width  # groups of eight
-            packed = np.frombuffer(body[at : at + size], np.uint8)
-            if not head >> 1 or packed.size * 8 < min(left, (head >> 1) * 8) * width:
+            taken.append(min(left, (head >> 1) * 8))
+            packed.append(body[at : min(at + size, at + -(-taken[-1] * width // 8))])
+            repeated.append(-1)
+            if not head >> 1 or len(packed[-1]) * 8 < taken[-1] * width:
                 raise ValueError("a packed run cut short")
-            taken = min(left, (head >> 1) * 8)
-            bits = np.unpackbits(packed[: -(-taken * width // 8)], bitorder="little")
-            unpacked = np.zeros(taken, np.int64)
-            for place in range(width):
-                unpacked |= bits[place : taken * width : width].astype(np.int64) << place
-            parts.append(unpacked)
         else:
-            size, taken = each, min(left, head >> 1)
-            if not taken or at + each > len(body):
+            size = each
+            taken.append(min(left, head >> 1))
+            repeated.append(int.from_bytes(body[at : at + each], "little"))
+            if not taken[-1] or at + each > len(body):
                 raise ValueError("a run of nothing, or cut short")
-            parts.append(np.full(taken, int.from_bytes(body[at : at + each], "little"), np.int64))
         at += size
-        left -= taken
-    indices = np.concatenate(parts)
+        left -= taken[-1]
+    indices = np.repeat(np.array(repeated, np.int64), taken)
+    inside = indices < 0
+    values = int(inside.sum())
+    if values and width:
+        bits = np.unpackbits(np.frombuffer(b"".join(packed), np.uint8), bitorder="little")
+        powers = np.int64(1) << np.arange(width, dtype=np.int64)
+        indices[inside] = bits[: values * width].reshape(values, width) @ powers
+    else:
+        indices[inside] = 0
     if int(indices.max()) >= words:
         raise ValueError("an index beyond its dictionary")
     return indices

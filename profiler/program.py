@@ -139,13 +139,10 @@ def _visit(
     named: Sequence[bool],
 ) -> Visit:
     work: list[Work] = []
-    seconds = 0.0
-    used: dict[int, None] = {}
     operators = trace.operators[start:stop]
-    for operator in operators:
-        seconds += operator.seconds
-        used.update(dict.fromkeys(operator.reads + operator.writes))
-        if keep_work:
+    used = dict.fromkeys(i for op in operators for i in (*op.reads, *op.writes))
+    if keep_work:
+        for operator in operators:
             done = work_of(operator)
             work.append(shared.setdefault(done, done))
     idioms = Idioms(*map(sum, zip(*(operator.idioms for operator in operators), strict=True)))
@@ -163,7 +160,7 @@ def _visit(
         variant=variant,
         phase=phase,
         idioms=idioms,
-        seconds=seconds,
+        seconds=sum(operator.seconds for operator in operators),
         regions=tuple(names),
         activation_bytes=sum(region.nbytes for region in alive),
         operators=(start, stop),

@@ -328,8 +328,12 @@ def _operators(file: ParquetFile, regions: int, calls: int, uses: int) -> list[O
         require(max(vector.max() for vector in vectors) < 2**15, "an idiom is counted too often")
     flops, dtypes = _arithmetic(file)
     shared: dict[tuple[int, ...], Idioms] = {}
-    rows = zip(*[vector.tolist() for vector in vectors], strict=True)
-    idioms = [shared.setdefault(row, Idioms(*row)) for row in rows]
+    idioms = []
+    for row in zip(*[vector.tolist() for vector in vectors], strict=True):
+        known = shared.get(row)
+        if known is None:
+            known = shared[row] = Idioms(*row)
+        idioms.append(known)
     phase = [_PHASES[p] for p in phases.tolist()]
     columns = zip(
         names,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -292,13 +293,14 @@ class Pager(Places):
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """See `Device.follow`."""
         actions = schedule.actions
-        position = np.fromiter((a.position for a in actions), np.int64, len(actions))
-        kind = np.fromiter((a.kind for a in actions), np.uint8, len(actions))
-        region = np.fromiter((a.region for a in actions), np.uint32, len(actions))
-        pairs = [(at, r) for at, use in enumerate(uses) for r in (*use.regions, *use.creates)]
-        table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        use_position = np.ascontiguousarray(table[:, 0])
-        use_region = np.ascontiguousarray(table[:, 1], dtype=np.uint32)
+        table = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions))
+        position, kind, region = (table[column::3] for column in range(3))
+        position = np.ascontiguousarray(position)
+        kind, region = kind.astype(np.uint8), region.astype(np.uint32)
+        touched = [use.regions + use.creates for use in uses]
+        places = np.arange(len(touched), dtype=np.int64)
+        use_position = np.repeat(places, [len(regions) for regions in touched])
+        use_region = np.fromiter(chain.from_iterable(touched), np.uint32, len(use_position))
         error = self._native.pager_plan(
             self._handle,
             position.ctypes.data,
