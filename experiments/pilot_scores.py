@@ -130,11 +130,11 @@ def _point(recording: Recording, seed: int, kind: str, share: float) -> dict[str
     pilot = fit_pilot(recording.vocabulary, part, model=kind, seed=seed)
     blocks, scored = recording.vocabulary.blocks, recording.scored
     made = score(lambda one: pilot.predict(one.sample).blocks, scored, blocks, pilot.varying)
-    steered = steering(pilot, recording).to_json()
+    steered = _numbers(steering(pilot, recording).to_json())
     ahead = float(np.mean([one_ahead(pilot, example) for example in scored]))
     return {
         "samples": count,
-        **_ends({**made.to_json(), "steering": steered, "one_ahead": ahead}),
+        **_ends({**_numbers(made.to_json()), "steering": steered, "one_ahead": ahead}),
     }
 
 

@@ -241,11 +241,19 @@ def _carry(owned: Sequence[int]) -> list[int]:
 
 def _optimizer_paths(trace: Trace, operators: Sequence[Operator]) -> list[str]:
     """Return the owner of each operator of one stretch of the optimizer."""
-    owners = [owner_of(region) for region in trace.regions]
+    owners: dict[int, str | None] = {}  # of the regions that were looked at
     direct: list[str | None] = []
     for operator in operators:
-        found = {owners[i] for i in operator.reads + operator.writes} - {None}
-        direct.append(None if not found else found.pop() if len(found) == 1 else "")
+        found: str | None = None
+        for index in (*operator.reads, *operator.writes):
+            if index not in owners:
+                owners[index] = owner_of(trace.regions[index])
+            owner = owners[index]
+            if owner is not None and found is not None and owner != found:
+                found = ""
+                break
+            found = found if owner is None else owner
+        direct.append(found)
     return _filled(direct)
 
 
