@@ -4,13 +4,14 @@ What it is: `fit_pilot`, from a list of `Example` to a `Pilot`, without files. W
 reading traces or scoring on held-out sources; that is `dynoffload.pilot.train`.
 
 Cross-validation over whole sources chooses the length of training, the threshold and, for
-``"auto"``, the kind of model; the final model then learns from all of them.
+``"auto"``, the kind of model; the final model then learns from all of them. A kind that is far
+behind the best where one part is left out is not tried on the others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,15 @@ from dynoffload.pilot.models import KINDS, Lesson, PresenceModel
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.segments import Rule, SegmentModel, learn_segment
 from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot, learn_skeleton, tokens
-from dynoffload.pilot.trials import LeftOut, Taught, judge, learn_or_teach, teach
+from dynoffload.pilot.trials import (
+    LeftOut,
+    Taught,
+    at_first,
+    is_behind,
+    judge,
+    learn_or_teach,
+    teach,
+)
 from dynoffload.pilot.workers import SERIAL, Workers
 from dynoffload.planning.blocks import Vocabulary
 
@@ -128,13 +137,25 @@ def _fit_models(
     some = lesson.part(chosen)
     folds = source_folds(some.groups, FOLDS, seed)
     parts = [int(part) for part in np.unique(folds)]
-    questions = [(kind, part) for kind in reversed(kinds) for part in parts]  # the longest first
-    tasks = [(kind, some, folds, part, seed) for kind, part in questions]
-    taught: dict[tuple[str, int], Taught] = {}
-    for number, made in workers.run(teach, tasks):
-        taught[questions[number]] = made
-        on_progress(f"choosing a model: {len(taught)} of {len(tasks)} trial fits")
     shown = np.linspace(0, len(chosen) - 1, min(len(chosen), MAX_VALIDATION)).astype(int)
+    taught: dict[tuple[str, int], Taught] = {}
+
+    def try_on(parts: Sequence[int]) -> None:
+        questions = [(kind, part) for kind in reversed(kinds) for part in parts]  # longest first
+        tasks = [(kind, some, folds, part, seed) for kind, part in questions]
+        expected = len(taught) + len(tasks)
+        for number, made in workers.run(teach, tasks):
+            taught[questions[number]] = made
+            on_progress(f"choosing a model: {len(taught)} of {expected} trial fits")
+
+    try_on(parts[:1])
+    behind: dict[str, float] = {}
+    if len(kinds) > 1:
+        steps = shown[folds[shown] == parts[0]]
+        seen = [examples[i] for i in chosen[steps]]
+        behind = _behind(bare, seen, steps, {k: taught[k, parts[0]] for k in kinds}, workers)
+        kinds = [kind for kind in kinds if kind not in behind]
+    try_on(parts[1:])
     trials = [(kind, some, folds, [taught[kind, part] for part in parts]) for kind in kinds]
     judged = [(bare, [examples[i] for i in chosen[shown]], shown, *trial) for trial in trials]
     tried: dict[str, LeftOut] = {}
@@ -148,10 +169,31 @@ def _fit_models(
         "validation_accuracy": {kind: round(tried[kind].accuracy, 4) for kind in kinds},
         "validation_samples": len(chosen),
         "folds": len(parts),
+        "behind": {kind: round(gap, 4) for kind, gap in behind.items()},
     }
     return replace(
         bare, model=model, threshold=told.threshold, card=card, correction=told.correction
     )
+
+
+def _behind(
+    bare: Pilot,
+    examples: Sequence[Example],
+    steps: npt.NDArray[np.int64],
+    told: Mapping[str, Taught],
+    workers: Workers,
+) -> dict[str, float]:
+    """Return the kinds that do worse than the best on the first part, each with how much less of
+    the order they have right."""
+    kinds = list(told)
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    tasks = [(bare, examples, steps, told[kind]) for kind in kinds]
+    for number, accuracies in workers.run(at_first, tasks):
+        found[kinds[number]] = accuracies
+    best = found[max(kinds, key=lambda kind: found[kind].mean())]
+    return {
+        kind: float((best - found[kind]).mean()) for kind in kinds if is_behind(found[kind], best)
+    }
 
 
 def _train(

@@ -1,8 +1,9 @@
 """Trial fits: what a kind of model foretells of steps that were left out, and how it errs.
 
 What it is: the tasks that `dynoffload.pilot.fit` has workers do: `teach`, one model on all but
-one part of the steps; `judge`, what all parts say of a kind; `learn_or_teach`, the same beside the
-final model. What it is not: the choice among kinds.
+one part of the steps; `at_first`, what the first part says of a kind, and `is_behind`, whether that
+is enough to give it up; `judge`, what all parts say; `learn_or_teach`, the same beside the final
+model. What it is not: the choice among kinds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from dynoffload.pilot.pilot import Pilot
 
 MAX_WATCHED = 96
 """Samples of the part left out that the length of training is chosen by at most."""
+
+LEAST_COMPARED = 24
+"""Steps that kinds are compared on before some are given up."""
+FAR = 3.0
+"""Standard errors that a kind is behind the best by when it is given up."""
 
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(2, 17))
 
@@ -134,22 +140,48 @@ def judge(
         again=None if rests[0] is None else again,
     )
     bundles = bare.layout.bundles
-    threshold, accuracy = _best_threshold(bare, examples, [calibrated[i][bundles] for i in shown])
+    threshold, accuracies = _best_threshold(bare, examples, [calibrated[i][bundles] for i in shown])
     shares = [told.share for told in taught if told.share is not None]
     share = float(np.median(shares)) if shares else None
-    return LeftOut(kind, accuracy, threshold, share, correction)
+    return LeftOut(kind, float(accuracies.mean()), threshold, share, correction)
+
+
+def at_first(
+    bare: Pilot, examples: Sequence[Example], steps: npt.NDArray[np.int64], told: Taught
+) -> npt.NDArray[np.float64]:
+    """Return how well a kind foretold steps of the one part it was tried on, ``[steps]``.
+
+    Args:
+        bare: the pilot, as yet without a model.
+        examples: those steps.
+        steps: their numbers, as they are in ``told``.
+        told: what was foretold, as yet not calibrated.
+    """
+    place = {step: row for row, step in enumerate(told.steps.tolist())}
+    bundles = bare.layout.bundles
+    chances = [told.chances[place[step]][bundles] for step in steps.tolist()]
+    return _best_threshold(bare, examples, chances)[1]
+
+
+def is_behind(accuracies: npt.NDArray[np.float64], best: npt.NDArray[np.float64]) -> bool:
+    """Return whether a kind does worse than the best on the same steps, and not by chance."""
+    less = best - accuracies
+    if len(less) < LEAST_COMPARED:
+        return False
+    return bool(less.mean() > FAR * less.std(ddof=1) / np.sqrt(len(less)))
 
 
 def _best_threshold(
     pilot: Pilot, examples: Sequence[Example], chances: Sequence[Floats]
-) -> tuple[float, float]:
+) -> tuple[float, npt.NDArray[np.float64]]:
     """Return the threshold with the best block-order accuracy on some samples, the nearest to a
-    half of equals (what drifts later must be able to pass it), and that accuracy."""
-    totals = np.zeros(len(THRESHOLDS))
-    for example, told in zip(examples, chances, strict=True):
+    half of equals (what drifts later must be able to pass it), and the accuracy on each."""
+    found = np.zeros((len(THRESHOLDS), len(examples)))
+    for row, (example, told) in enumerate(zip(examples, chances, strict=True)):
         for number, threshold in enumerate(THRESHOLDS):
             order, _ = pilot.decode(example.sample, told, threshold)
-            totals[number] += block_order_accuracy(order, example.blocks)
+            found[number, row] = block_order_accuracy(order, example.blocks)
+    totals = found.sum(axis=1)
     good = np.flatnonzero(totals >= totals.max() - 1e-9)
     best = int(min(good, key=lambda number: abs(THRESHOLDS[number] - 0.5)))
-    return THRESHOLDS[best], float(totals[best]) / len(examples)
+    return THRESHOLDS[best], found[best]

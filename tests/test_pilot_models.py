@@ -176,8 +176,9 @@ def test_the_booster_does_not_trust_what_tables_memorised() -> None:
 def test_auto_takes_the_model_that_does_better_aside() -> None:
     vocabulary, examples = routed(120, noise=0.1)
     pilot = fit_pilot(vocabulary, examples)
-    tried = pilot.card["validation_accuracy"]
-    assert set(tried) == set(KINDS)
+    tried, behind = pilot.card["validation_accuracy"], pilot.card["behind"]
+    assert {*tried, *behind} == set(KINDS)
+    assert not tried.keys() & behind.keys()
     assert tried[pilot.kind] == max(tried.values())
 
 
