@@ -341,7 +341,12 @@ def test_training_shows_scores_and_saves_the_pilot(
         kind = "mlp"
         model = None
         vocabulary = Vocabulary("n" * 64, ())
-        card: ClassVar = {"validation_accuracy": {"mlp": 0.8}, "validation_samples": 30, "folds": 3}
+        card: ClassVar = {
+            "validation_accuracy": {"mlp": 0.8},
+            "validation_samples": 30,
+            "folds": 3,
+            "behind": {"paths": 0.123},
+        }
 
         def save(self, path: Path) -> None:
             path.write_text("pilot")
@@ -365,7 +370,9 @@ def test_training_shows_scores_and_saves_the_pilot(
         "workers": Workers(2, "tcp://host:8786"),
         "keep": tmp_path / "kept",
     }
-    assert "| mlp | 80.0% |" in (tmp_path / "deep" / "x.pilot.card.md").read_text()
+    told = (tmp_path / "deep" / "x.pilot.card.md").read_text()
+    assert "| mlp | 80.0% |" in told
+    assert "| paths | 12.3 points behind on the first part" in told
     assert out.read_text() == "pilot"
     for expected in ("pilot, following", "95.0%", "last order", "mlp; one prediction takes 200 µs"):
         assert expected in result.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.mlp_training import Batch, Weights, loss_and_gradients
 from dynoffload.pilot.models import KINDS
+from dynoffload.pilot.trials import LEAST_COMPARED, is_behind, teach
+from dynoffload.pilot.workers import Workers
 from dynoffload.profiler.sample import Sample
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
@@ -180,6 +183,39 @@ def test_auto_takes_the_model_that_does_better_aside() -> None:
     assert {*tried, *behind} == set(KINDS)
     assert not tried.keys() & behind.keys()
     assert tried[pilot.kind] == max(tried.values())
+
+
+def test_a_kind_that_is_far_behind_is_given_up_after_one_part() -> None:
+    vocabulary, examples = routed(160, noise=0.0)  # what runs follows from the sample alone
+    tried: list[tuple[str, int]] = []
+
+    class Counting(Workers):
+        def run(self, task: Any, given: Any) -> Any:
+            tasks = list(given)
+            if task is teach:
+                tried.extend((kind, part) for kind, _, _, part, _ in tasks)
+            return super().run(task, tasks)
+
+    pilot = fit_pilot(vocabulary, examples, workers=Counting(1))
+    behind = pilot.card["behind"]
+    assert "markov" in behind  # it knows nothing of the sample
+    assert all(gap > 0 for gap in behind.values())
+    parts = {kind: sum(k == kind for k, _ in tried) for kind in KINDS}
+    assert parts == {kind: 1 if kind in behind else pilot.card["folds"] for kind in KINDS}
+    alone = fit_pilot(vocabulary, examples, model=pilot.kind)
+    assert alone.card["validation_accuracy"][pilot.kind] == max(
+        pilot.card["validation_accuracy"].values()
+    )
+
+
+def test_who_is_behind_by_chance_is_not_given_up() -> None:
+    rng = np.random.default_rng(0)
+    best = rng.random(80)
+    assert not is_behind(best, best)
+    assert not is_behind(best + rng.normal(0, 0.1, 80) - 0.01, best)
+    assert is_behind(best - 0.1 + rng.normal(0, 0.1, 80), best)
+    few = slice(0, LEAST_COMPARED - 1)
+    assert not is_behind(best[few] - 0.1, best[few])
 
 
 def test_a_network_without_optional_blocks_needs_no_model() -> None:
