@@ -131,7 +131,7 @@ def write_page(result: Mapping[str, Any], page: Path, json_path: Path | None) ->
     page.write_text(
         f"""# What a prediction is worth
 
-    dynoffload experiment pilot-benefit --json PATH --page PATH.md
+    dynoffload experiment pilot-benefit --samples {result["samples"]} --json PATH --page PATH.md
 
 wrote this page.
 

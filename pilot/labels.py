@@ -52,6 +52,7 @@ _MAKERS = (
     "planning.outline",
     "planning.recorded",
     "planning.schedule",
+    "profiler.columns",
     "profiler.compact_thrift",
     "profiler.hints",
     "profiler.idioms",

@@ -16,6 +16,7 @@ Source: https://parquet.apache.org/docs/file-format/ (metadata, data pages, enco
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ MAX_PAGE_VALUES = 64
 MAX_PAGES = 10_000
 """The most pages of a file."""
 
+_SIZE = struct.Struct("<I")
 _DATA_PAGE, _DICTIONARY_PAGE = 0, 2
 _PLAIN, _PLAIN_DICTIONARY, _RLE_DICTIONARY = 0, 2, 8
 _BYTE_ARRAY = 6
@@ -205,15 +207,15 @@ def _plain(body: bytes, count: int, kind: str) -> Any:
     if count > len(body) // 4:
         raise ValueError("a page of more words than its bytes")
     words: list[bytes] = []
-    at = 0
+    at, length = 0, len(body)
     for _ in range(count):
-        size = int.from_bytes(body[at : at + 4], "little")
-        if at + 4 + size > len(body):
+        start = at + 4
+        if start > length:
             raise ValueError("a word beyond the end of its page")
-        words.append(body[at + 4 : at + 4 + size])
-        at += 4 + size
-    if at != len(body):
-        raise ValueError("a page that goes on after its last word")
+        at = start + _SIZE.unpack_from(body, start - 4)[0]
+        words.append(body[start:at])
+    if at != length:
+        raise ValueError("a page whose last word ends elsewhere than it does")
     return words
 
 

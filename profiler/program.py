@@ -25,12 +25,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby, pairwise
 
+import numpy as np
+import numpy.typing as npt
+
+from dynoffload.profiler.columns import PHASES, Columns
 from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.sample import Sample
-from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace, owner_of
+from dynoffload.profiler.trace import ModuleCall, Phase, RegionInfo, Trace, owner_of
 from dynoffload.profiler.work import Work, work_of
 
 
@@ -96,21 +100,22 @@ def resolve(trace: Trace, *, work: bool = True) -> Program:
         trace: one step.
         work: whether the visits shall say what their operators do, which few readers need.
     """
-    owners = _owners(trace)
+    columns = Columns.of(trace.operators)
     times_called = Counter(call.path for call in trace.calls)
+    make = _Visits(trace, columns)
     visits = []
-    named = [_is_named(region) for region in trace.regions]
     shared: dict[Work, Work] = {}  # Operators repeat: equal work is one object.
-    start = 0
-    for (phase, path, call), group in groupby(_keys(trace, owners)):
-        stop = start + len(list(group))
+    for phase, path, call, start, stop in _stretches(trace, columns):
         variant = trace.calls[call].shape_key if call >= 0 and times_called[path] > 1 else ""
-        visits.append(_visit(trace, path, variant, phase, start, stop, shared, work, named))
-        start = stop
+        done: list[Work] = []
+        if work:
+            works = map(work_of, trace.operators[start:stop])
+            done = [shared.setdefault(each, each) for each in works]
+        visits.append(make(phase, path, variant, start, stop, tuple(done)))
     return Program(
         network=trace.network,
         visits=tuple(visits),
-        regions={r.name: r for r in trace.regions if _is_named(r)},
+        regions={r.name: r for r in compress(trace.regions, make.named)},
         calls=tuple(trace.calls),
         sample=trace.sample,
         source=trace.source,
@@ -119,133 +124,134 @@ def resolve(trace: Trace, *, work: bool = True) -> Program:
     )
 
 
-_Key = tuple[Phase, str, int]
-"""Phase, owner's path and owning call (-1 for the optimizer, and where nothing owns)."""
+_Ints = npt.NDArray[np.int64]
+_UNNAMED = ("activation", "input")
+_FORWARD, _OPTIMIZER = PHASES.index(Phase.FORWARD), PHASES.index(Phase.OPTIMIZER)
 
 
-def _is_named(region: RegionInfo) -> bool:
-    return region.kind not in ("activation", "input")
+class _Visits:
+    """Makes the visits of one trace, each from a stretch of its operators."""
+
+    def __init__(self, trace: Trace, columns: Columns) -> None:
+        self._regions = trace.regions
+        self.named = [region.kind not in _UNNAMED for region in trace.regions]
+        self._seconds: list[float] = columns.seconds.tolist()
+        self._sums = np.concatenate(
+            (np.zeros((1, columns.idioms.shape[1]), np.int64), columns.idioms)
+        )
+        np.cumsum(self._sums, axis=0, out=self._sums)
+        self._used: list[int] = columns.used.tolist()
+        self._stops: list[int] = columns.stops.tolist()
+
+    def __call__(
+        self, phase: Phase, path: str, variant: str, start: int, stop: int, work: tuple[Work, ...]
+    ) -> Visit:
+        regions, named = self._regions, self.named
+        used = dict.fromkeys(self._used[self._stops[start] : self._stops[stop]])
+        names: dict[str, None] = {}
+        alive = 0
+        for index in used:
+            if named[index]:
+                names[regions[index].name] = None
+                continue
+            region = regions[index]
+            if region.born >= start and region.kind == "activation":
+                alive += 0 if 0 <= region.died < stop else region.nbytes
+        return Visit(
+            path=path,
+            variant=variant,
+            phase=phase,
+            idioms=Idioms(*(self._sums[stop] - self._sums[start]).tolist()),
+            seconds=sum(self._seconds[start:stop]),
+            regions=tuple(names),
+            activation_bytes=alive,
+            operators=(start, stop),
+            work=work,
+        )
 
 
-def _visit(
-    trace: Trace,
-    path: str,
-    variant: str,
-    phase: Phase,
-    start: int,
-    stop: int,
-    shared: dict[Work, Work],
-    keep_work: bool,
-    named: Sequence[bool],
-) -> Visit:
-    work: list[Work] = []
-    operators = trace.operators[start:stop]
-    used = dict.fromkeys(i for op in operators for i in (*op.reads, *op.writes))
-    if keep_work:
-        for operator in operators:
-            done = work_of(operator)
-            work.append(shared.setdefault(done, done))
-    idioms = Idioms(*map(sum, zip(*(operator.idioms for operator in operators), strict=True)))
-    names: dict[str, None] = {}
-    made: list[int] = []
-    for index in used:
-        region = trace.regions[index]
-        if named[index]:
-            names[region.name] = None
-        elif region.kind == "activation" and region.born >= start:
-            made.append(index)
-    alive = [trace.regions[i] for i in made if not 0 <= trace.regions[i].died < stop]
-    return Visit(
-        path=path,
-        variant=variant,
-        phase=phase,
-        idioms=idioms,
-        seconds=sum(operator.seconds for operator in operators),
-        regions=tuple(names),
-        activation_bytes=sum(region.nbytes for region in alive),
-        operators=(start, stop),
-        work=tuple(work),
-    )
+def _stretches(trace: Trace, columns: Columns) -> Iterator[tuple[Phase, str, int, int, int]]:
+    """Yield each visit's phase, its owner's path, the owning call (-1 for the optimizer, and where
+    nothing owns), and its first and one past its last operator, in order."""
+    owners = _owners(trace, columns)
+    phases = columns.phase
+    for begin, end in _runs(phases):
+        code = int(phases[begin])
+        if code == _OPTIMIZER:
+            paths = _optimizer_paths(trace, columns, begin, end)
+            at = begin
+            for path, group in groupby(paths):
+                after = at + len(list(group))
+                yield PHASES[code], path, -1, at, after
+                at = after
+            continue
+        owning = _owning_calls(trace, columns, owners, begin, end)
+        for first, last in _runs(owning):
+            call = int(owning[first])
+            path = trace.calls[call].path if call >= 0 else ""
+            yield PHASES[code], path, call, begin + first, begin + last
 
 
-def _owners(trace: Trace) -> list[int]:
+def _runs(values: _Ints) -> Iterator[tuple[int, int]]:
+    """Yield first and one past last of each run of equal values."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return ((first, last) for first, last in pairwise(edges) if last > first)
+
+
+def _owners(trace: Trace, columns: Columns) -> _Ints:
     """Return for each call the owning call its direct operators belong to, -1 if they are glue."""
     count = len(trace.calls)
+    parameter = np.array([region.kind == "parameter" for region in trace.regions], dtype=np.bool_)
+    uses = np.zeros(len(columns.phase), dtype=np.bool_)  # whether an operator uses a parameter
+    if len(columns.used):
+        operator = np.repeat(np.arange(len(uses)), np.diff(columns.stops))
+        uses[operator[parameter[columns.used]]] = True
+    direct = columns.call[uses & (columns.phase == _FORWARD) & (columns.call >= 0)]
     owns = [False] * count
-    for operator in trace.operators:
-        if operator.phase is Phase.FORWARD and operator.call >= 0 and not owns[operator.call]:
-            used = operator.reads + operator.writes
-            owns[operator.call] = any(trace.regions[i].kind == "parameter" for i in used)
+    for call in np.unique(direct).tolist():
+        owns[call] = True
     contains = [False] * count  # Whether a call encloses an owning one.
     for index in range(count - 1, -1, -1):
         parent = trace.calls[index].parent
         if parent >= 0 and (owns[index] or contains[index]):
             contains[parent] = True
     owners = [-1] * count
-    for index, call in enumerate(trace.calls):
+    for index, each in enumerate(trace.calls):
         if owns[index]:
             owners[index] = index
-        elif not contains[index] and call.parent >= 0:
-            owners[index] = owners[call.parent]
-    return owners
+        elif not contains[index] and each.parent >= 0:
+            owners[index] = owners[each.parent]
+    return np.array(owners, dtype=np.int64)
 
 
-def _keys(trace: Trace, owners: Sequence[int]) -> Iterator[_Key]:
-    """Yield the visit of each operator, in order."""
-    operators = trace.operators
-    for phase, group in groupby(range(len(operators)), key=lambda i: operators[i].phase):
-        stretch = list(group)
-        if phase is Phase.OPTIMIZER:
-            for path in _optimizer_paths(trace, [operators[i] for i in stretch]):
-                yield phase, path, -1
-        else:
-            for call in _owning_calls(trace, owners, stretch):
-                yield phase, trace.calls[call].path if call >= 0 else "", call
-
-
-def _owning_calls(trace: Trace, owners: Sequence[int], stretch: Sequence[int]) -> list[int]:
+def _owning_calls(trace: Trace, columns: Columns, owners: _Ints, begin: int, end: int) -> _Ints:
     """Return the owning call of each operator of one stretch of forward or backward."""
-    direct = [
-        owners[trace.operators[i].call] if trace.operators[i].call >= 0 else -1 for i in stretch
-    ]
-    preceding = _carry(direct)  # Position of the last owned operator, or -1.
-    mirrored = _carry(direct[::-1])[::-1]
-    following = [len(direct) - 1 - p if p >= 0 else -1 for p in mirrored]  # The next, or -1.
-    resolved = []
-    for position, index in enumerate(stretch):
-        operator = trace.operators[index]
-        after, before = following[position], preceding[position]
-        if after == position:
-            resolved.append(direct[position])
-            continue
-        chosen = after if after >= 0 else before
-        if operator.phase is Phase.FORWARD and operator.call >= 0 and before >= 0:
-            glue_of = trace.calls[operator.call]
-            outside = after < 0 or stretch[after] >= glue_of.stop
-            if outside and stretch[before] >= glue_of.start:
-                chosen = before
-        resolved.append(direct[chosen] if chosen >= 0 else -1)
-    return resolved
+    call = columns.call[begin:end]
+    place = np.arange(end - begin)
+    # The last entry is what an operator outside of any call finds.
+    direct = np.append(owners, -1)[call]
+    owned = direct >= 0
+    before = np.maximum.accumulate(np.where(owned, place, -1))  # the last owned operator, or -1
+    far = end - begin
+    after = np.minimum.accumulate(np.where(owned, place, far)[::-1])[::-1]  # the next, or beyond
+    chosen = np.where(after < far, after, before)
+    if columns.phase[begin] == _FORWARD:
+        starts = np.array([*(each.start for each in trace.calls), 0])[call]
+        stops = np.array([*(each.stop for each in trace.calls), 0])[call]
+        outside = (after == far) | (begin + after >= stops)
+        inside_before = (before >= 0) & (begin + before >= starts)
+        back = ~owned & (call >= 0) & outside & inside_before
+        chosen = np.where(back, before, chosen)
+    return np.where(chosen >= 0, direct[chosen], -1)
 
 
-def _carry(owned: Sequence[int]) -> list[int]:
-    """Return for each position the last one up to it that is owned, or -1."""
-    last = -1
-    positions = []
-    for position, call in enumerate(owned):
-        if call >= 0:
-            last = position
-        positions.append(last)
-    return positions
-
-
-def _optimizer_paths(trace: Trace, operators: Sequence[Operator]) -> list[str]:
+def _optimizer_paths(trace: Trace, columns: Columns, begin: int, end: int) -> list[str]:
     """Return the owner of each operator of one stretch of the optimizer."""
     owners: dict[int, str | None] = {}  # of the regions that were looked at
     direct: list[str | None] = []
-    for operator in operators:
+    for operator in range(begin, end):
         found: str | None = None
-        for index in (*operator.reads, *operator.writes):
+        for index in columns.used[columns.stops[operator] : columns.stops[operator + 1]].tolist():
             if index not in owners:
                 owners[index] = owner_of(trace.regions[index])
             owner = owners[index]

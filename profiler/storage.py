@@ -33,8 +33,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dynoffload.errors import TraceError
+from dynoffload.profiler.columns import PHASES, Columns, Operators
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.plain_parquet import MAGIC, ParquetFile
 from dynoffload.profiler.storage_header import (
@@ -50,7 +52,7 @@ from dynoffload.profiler.storage_header import (
     read_text,
     require,
 )
-from dynoffload.profiler.trace import Operator, Phase, Trace
+from dynoffload.profiler.trace import Operator, Trace
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
@@ -69,7 +71,6 @@ _VERSIONS = {str(version).encode(): version for version in (1, 2, SCHEMA_VERSION
 _UNKNOWN = -1  # FLOPs in a column
 _VERSION_KEY = b"dynoffload.trace_version"
 _HEADER_KEY = b"dynoffload.trace"
-_PHASES = tuple(Phase)
 _AGAIN = "record it again with `dynoffload profile`"
 _LONGEST_S = 1e9  # of one operator
 _MAX_HEADER_BYTES = 64 * 1024**2
@@ -242,10 +243,10 @@ def _schema() -> pa.Schema:
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
 
 
-def _columns(operators: list[Operator]) -> dict[str, Any]:
+def _columns(operators: Sequence[Operator]) -> dict[str, Any]:
     columns: dict[str, Any] = {
         "name": [op.name for op in operators],
-        "phase": np.array([_PHASES.index(op.phase) for op in operators], np.int8),
+        "phase": np.array([PHASES.index(op.phase) for op in operators], np.int8),
         "site": [op.site for op in operators],
         "call": np.array([op.call for op in operators], np.int32),
         "bytes_read": np.array([op.bytes_read for op in operators], np.int64),
@@ -309,17 +310,18 @@ def _check_layout(file: ParquetFile, path: Path, version: int, nbytes: int) -> N
         )
 
 
-def _operators(file: ParquetFile, regions: int, calls: int, uses: int) -> list[Operator]:
-    names, sites = _strings(file, "name"), _strings(file, "site")
-    reads, used = _indices(file, "reads", regions, uses)
-    writes, _ = _indices(file, "writes", regions, uses - used)
+def _operators(file: ParquetFile, regions: int, calls: int, uses: int) -> Operators:
+    """Return the operators: checked now, made when they are asked for."""
+    names, sites = _Texts(file, "name"), _Texts(file, "site")
+    reads = _Lists(file, "reads", regions, uses)
+    writes = _Lists(file, "writes", regions, uses - reads.count)
     phases = file.numbers("phase")
     call = file.numbers("call")
     seconds = file.numbers("seconds")
     counts = {name: file.numbers(name) for name in ("bytes_read", "bytes_written", "memory")}
     vectors = [file.numbers(idiom) for idiom in Idioms._fields]
     if file.rows:
-        require(phases.min() >= 0 and phases.max() < len(_PHASES), "an operator has no phase")
+        require(phases.min() >= 0 and phases.max() < len(PHASES), "an operator has no phase")
         require(call.min() >= -1 and call.max() < calls, "an operator has no module call")
         require(bool(((seconds >= 0) & (seconds < _LONGEST_S)).all()), "a time is not a time")
         for name, column in counts.items():
@@ -327,67 +329,112 @@ def _operators(file: ParquetFile, regions: int, calls: int, uses: int) -> list[O
         require(min(vector.min() for vector in vectors) >= 0, "an idiom is counted below zero")
         require(max(vector.max() for vector in vectors) < 2**15, "an idiom is counted too often")
     flops, dtypes = _arithmetic(file)
-    shared: dict[tuple[int, ...], Idioms] = {}
-    idioms = []
-    for row in zip(*[vector.tolist() for vector in vectors], strict=True):
-        known = shared.get(row)
-        if known is None:
-            known = shared[row] = Idioms(*row)
-        idioms.append(known)
-    phase = [_PHASES[p] for p in phases.tolist()]
-    columns = zip(
-        names,
-        phase,
-        sites,
-        call.tolist(),
-        idioms,
-        counts["bytes_read"].tolist(),
-        counts["bytes_written"].tolist(),
-        seconds.tolist(),
-        reads,
-        writes,
-        counts["memory"].tolist(),
-        flops,
-        dtypes,
-        strict=True,
+    used, stops = _joined(reads, writes)
+    columns = Columns(
+        phases.astype(np.int64),
+        call.astype(np.int64),
+        seconds,
+        np.stack(vectors, axis=1).astype(np.int64),
+        used,
+        stops,
     )
-    return [Operator(*column) for column in columns]
+
+    def make() -> list[Operator]:
+        shared: dict[tuple[int, ...], Idioms] = {}
+        idioms = []
+        for row in map(tuple, columns.idioms.tolist()):
+            known = shared.get(row)
+            if known is None:
+                known = shared[row] = Idioms(*row)
+            idioms.append(known)
+        rows = zip(
+            names.rows(),
+            [PHASES[code] for code in columns.phase.tolist()],
+            sites.rows(),
+            columns.call.tolist(),
+            idioms,
+            counts["bytes_read"].tolist(),
+            counts["bytes_written"].tolist(),
+            columns.seconds.tolist(),
+            reads.rows(),
+            writes.rows(),
+            counts["memory"].tolist(),
+            [None if count == _UNKNOWN else count for count in flops.tolist()],
+            [""] * file.rows if dtypes is None else dtypes.rows(),
+            strict=True,
+        )
+        return [Operator(*row) for row in rows]
+
+    return Operators(columns, make)
 
 
-def _arithmetic(file: ParquetFile) -> tuple[list[int | None], list[str]]:
+def _arithmetic(file: ParquetFile) -> tuple[npt.NDArray[np.int64], _Texts | None]:
     """Return FLOPs and dtype of each row; version 1 knows neither."""
-    rows = file.rows
     if "flops" not in file.names:
-        return [None] * rows, [""] * rows
-    counted = file.numbers("flops")
-    if rows:
-        require(counted.min() >= _UNKNOWN and counted.max() < LARGEST, "flops is impossible")
-    flops = [None if count == _UNKNOWN else count for count in counted.tolist()]
-    return flops, _strings(file, "dtype")
+        return np.full(file.rows, _UNKNOWN, dtype=np.int64), None
+    flops = file.numbers("flops")
+    if file.rows:
+        require(flops.min() >= _UNKNOWN and flops.max() < LARGEST, "flops is impossible")
+    return flops, _Texts(file, "dtype")
 
 
-def _strings(file: ParquetFile, name: str) -> list[str]:
-    """Return the text of each row; equal text is one object, as it was in the dictionary."""
-    column = file.words(name)
-    shared: dict[bytes, str] = {}
-    texts = [shared.setdefault(word, word.decode()) for word in column.words]
-    return [texts[i] for i in column.indices.tolist()]
+class _Texts:
+    """A column of text; equal text is one object, as it was in the dictionary."""
+
+    def __init__(self, file: ParquetFile, name: str) -> None:
+        column = file.words(name)
+        shared: dict[bytes, str] = {}
+        self._texts = [shared.setdefault(word, word.decode()) for word in column.words]
+        self._indices = column.indices
+
+    def rows(self) -> list[str]:
+        """Return the text of each row."""
+        return [self._texts[i] for i in self._indices.tolist()]
 
 
-def _indices(
-    file: ParquetFile, name: str, regions: int, most: int
-) -> tuple[list[tuple[int, ...]], int]:
-    """Return the packed region indices of each row, and how many they are."""
-    column = file.words(name)
-    lengths = np.array([len(word) // 4 for word in column.words], np.int64)
-    count = int(lengths[column.indices].sum())
-    require(count <= most, "operators use more regions than a file of this size can say")
-    require(all(len(word) % 4 == 0 for word in column.words), "a list of regions is cut short")
-    indices = np.frombuffer(b"".join(column.words), "<i4")
-    require(
-        not len(indices) or (indices.min() >= 0 and indices.max() < regions),
-        "an operator uses a region that is not there",
-    )
-    flat = iter(indices.tolist())
-    packed = [tuple(islice(flat, length)) for length in lengths.tolist()]
-    return [packed[i] for i in column.indices.tolist()], count
+class _Lists:
+    """A column of packed region indices.
+
+    Args:
+        file: the trace.
+        name: of the column.
+        regions: how many there are.
+        most: indices that all rows may have together.
+
+    Attributes:
+        flat: the indices of each distinct list, one after the other.
+        lengths: of the distinct lists.
+        indices: the distinct list of each row, ``[rows]``.
+        count: of the indices of all rows.
+    """
+
+    def __init__(self, file: ParquetFile, name: str, regions: int, most: int) -> None:
+        column = file.words(name)
+        self.indices = column.indices
+        self.lengths = np.array([len(word) // 4 for word in column.words], np.int64)
+        self.count = int(self.lengths[self.indices].sum())
+        require(self.count <= most, "operators use more regions than a file of this size can say")
+        require(all(len(word) % 4 == 0 for word in column.words), "a list of regions is cut short")
+        self.flat = np.frombuffer(b"".join(column.words), "<i4").astype(np.int64)
+        require(
+            not len(self.flat) or (self.flat.min() >= 0 and self.flat.max() < regions),
+            "an operator uses a region that is not there",
+        )
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """Return the indices of each row; equal lists are one object."""
+        flat = iter(self.flat.tolist())
+        distinct = [tuple(islice(flat, length)) for length in self.lengths.tolist()]
+        return [distinct[i] for i in self.indices.tolist()]
+
+
+def _joined(reads: _Lists, writes: _Lists) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return what each row reads, then writes, one row after the other, and where rows begin."""
+    flat = np.concatenate((reads.flat, writes.flat))
+    lengths = np.concatenate((reads.lengths, writes.lengths))
+    starts = np.cumsum(lengths) - lengths
+    chosen = np.stack((reads.indices, writes.indices + len(reads.lengths)), axis=1).reshape(-1)
+    taken = lengths[chosen]
+    ends = np.cumsum(taken)
+    places = np.repeat(starts[chosen] - (ends - taken), taken) + np.arange(int(taken.sum()))
+    return flat[places], np.concatenate((np.zeros(1, np.int64), ends[1::2]))

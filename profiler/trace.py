@@ -10,6 +10,7 @@ and everything above (planning, pilot) reads programs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -147,7 +148,7 @@ class Trace:
     sample: Sample
     regions: list[RegionInfo] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
+    operators: Sequence[Operator] = field(default_factory=list)
     hints: list[Hint] = field(default_factory=list)
 
     def save(self, path: Path) -> None:

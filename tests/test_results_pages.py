@@ -13,6 +13,8 @@ import pytest
 from dynoffload.experiments import capacity, max_batch, whatif
 from dynoffload.experiments.estimates_views import write_table as write_estimates
 from dynoffload.experiments.largest import _within
+from dynoffload.experiments.pilot_accuracy_views import page_of as pilot_accuracy_page
+from dynoffload.experiments.pilot_benefit_views import write_page as write_pilot_benefit
 from dynoffload.experiments.simulation_views import write_table as write_simulation
 from dynoffload.experiments.step_time_views import page_of as step_time_page
 
@@ -42,6 +44,17 @@ def test_the_table_of_a_page_is_that_of_its_numbers(name: str, tmp_path: Path) -
 def test_the_page_of_step_times_is_that_of_its_numbers() -> None:
     page = step_time_page(result_of("step-time"), "step-time.svg")
     assert page == (RESULTS / "step-time.md").read_text("utf-8")
+
+
+def test_the_page_of_pilots_is_that_of_its_numbers() -> None:
+    page = pilot_accuracy_page(result_of("pilot-accuracy"), "pilot-accuracy.svg")
+    assert page == (RESULTS / "pilot-accuracy.md").read_text("utf-8")
+
+
+def test_the_page_of_what_pilots_are_worth_is_that_of_its_numbers(tmp_path: Path) -> None:
+    page = tmp_path / "pilot-benefit.md"
+    write_pilot_benefit(result_of("pilot-benefit"), page, tmp_path / "pilot-benefit.json")
+    assert page.read_text("utf-8") == (RESULTS / "pilot-benefit.md").read_text("utf-8")
 
 
 def equalities(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -119,10 +120,8 @@ def outline_of(program: Program) -> Outline:
     Visits of backward do not say to which call they belong; those of one module and variant are
     shared out evenly.
     """
-    numbers: dict[str, int] = {}
-
-    def number(name: str) -> int:
-        return numbers.setdefault(name, len(numbers))
+    numbers: dict[str, int] = defaultdict(count().__next__)
+    number = numbers.__getitem__
 
     calls = program.calls
     seconds = np.zeros((len(calls), 2))
