@@ -104,8 +104,6 @@ class Operators(Sequence[Operator]):
             return NotImplemented
         return self._list == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel as a plain list."""
         return list, (self._list,)
