@@ -8,8 +8,10 @@ against repeating the last order, and notices when they do worse than they did: 
 before is forgotten then, and a new pilot due soon. What it is not: a thread; `learn` takes seconds
 and the caller says when and where.
 
-The correction is online gradient descent on one bias per optional block, with forgetting: with p
-the corrected chance and y whether the block ran, bias <- (1 - FORGET) * (bias + RATE * (y - p)).
+The correction is online gradient descent on two numbers per optional block: what is added to its
+log-odds, with forgetting, and how far it goes on as it went last. With p the corrected chance, y
+whether the block ran and l whether it did in the step before (1 or -1),
+bias <- (1 - FORGET) * (bias + RATE * (y - p)) and habit <- habit + HABIT_RATE * (y - p) * l.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 RATE = 0.8
 """How far one step moves a block's log-odds, times its surprise."""
+HABIT_RATE = 0.05
+"""How far one step moves what the step before adds to a block's log-odds, times its surprise."""
 FORGET = 0.02
 """How much of the correction each step forgets."""
 FIRST = 16
@@ -78,18 +82,23 @@ class _Correction:
         self.pilot = pilot
         self.slots = [pilot.skeleton.slots[index] for index in pilot.skeleton.optional]
         self.bias = np.zeros(len(self.slots), dtype=np.float32)
+        self.habit = np.zeros(len(self.slots), dtype=np.float32)
+        self.last = np.zeros(len(self.slots), dtype=np.float32)  # 1 ran, -1 did not, 0 not known
 
     def corrected(self, chances: Floats) -> Floats:
-        """Return the chances with the bias on their log-odds."""
+        """Return the chances, their log-odds moved by what ran of late."""
         clipped = np.clip(chances, 1e-6, 1 - 1e-6)
-        odds = np.log(clipped / (1 - clipped)) + self.bias
+        odds = np.log(clipped / (1 - clipped)) + self.bias + self.habit * self.last
         return np.asarray(1 / (1 + np.exp(-odds)), dtype=np.float32)
 
     def follow(self, corrected: Floats, blocks: Sequence[int]) -> None:
-        """Move the bias towards what ran."""
+        """Move the correction towards what ran."""
         filled = tokens(blocks, self.pilot.skeleton.families)
         ran: npt.NDArray[np.float32] = np.array([slot in filled for slot in self.slots], np.float32)
-        self.bias = np.asarray((1 - FORGET) * (self.bias + RATE * (ran - corrected)), np.float32)
+        surprise = ran - corrected
+        self.bias = np.asarray((1 - FORGET) * (self.bias + RATE * surprise), np.float32)
+        self.habit = np.asarray(self.habit + HABIT_RATE * surprise * self.last, np.float32)
+        self.last = 2 * ran - 1
 
 
 class _Asked(NamedTuple):

@@ -274,7 +274,8 @@ def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
 
     Where one column says which modules run and the other in which variant (a node's kind its cell,
     its arity the shapes), each pair follows from what is known of its two codes; one that is
-    ambiguous, or whose block there is not, is left out.
+    ambiguous, or whose block there is not, is left out. A call in shapes that its module was never
+    called with is the block of the variant ``""``.
     """
     if len(rule.columns) != 2 or not blocks:
         return rule
@@ -293,7 +294,10 @@ def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
         for code, which in told.items():
             for other, how in shapes.items():
                 key = (code, other) if by_path == 0 else (other, code)
-                made = [number.get(pair, -1) for pair in zip(which, how, strict=False)]
+                made = [
+                    number.get((path, variant), number.get((path, ""), -1))
+                    for path, variant in zip(which, how, strict=False)
+                ]
                 if len(which) == len(how) and min(made, default=-1) >= 0 and len(table) < MAX_KEYS:
                     table.setdefault(key, tuple(made))
         break

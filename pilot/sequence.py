@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import expit
 
 from dynoffload.pilot.artifact import checked_weights
-from dynoffload.pilot.features import MAX_SITES, Floats, Scaler, sigmoid
+from dynoffload.pilot.features import MAX_SITES, Floats, Scaler
 from dynoffload.pilot.mlp import Fields
 from dynoffload.profiler.sample import Sample
 
@@ -42,6 +43,25 @@ WEIGHTS = (
     "new_bias",
 )
 """The arrays of a net; see `SiteSequence`."""
+
+
+class _Site(NamedTuple):
+    """What one site does to the state, encoded once. With n blocks and the state's width D:
+
+    Attributes:
+        begin: its first block.
+        stop: after its last.
+        leaving: times the state, its blocks' log-odds and what of the state goes on,
+            ``[D, n + 3 D]``.
+        offset: is added to that, ``[n + 3 D]``.
+        entering: times the blocks' chances, what of them goes on, ``[n, 3 D]``.
+    """
+
+    begin: int
+    stop: int
+    leaving: Floats
+    offset: Floats
+    entering: Floats
 
 
 @dataclass(frozen=True)
@@ -65,21 +85,25 @@ class SiteSequence:
     described: Floats
     stops: tuple[int, ...]
     weights: Mapping[str, Floats]
-    _vectors: Floats = field(init=False, repr=False, compare=False)
-    _entering: Floats = field(init=False, repr=False, compare=False)
-    _odds: Floats = field(init=False, repr=False, compare=False)
+    _sites: tuple[_Site, ...] = field(init=False, repr=False, compare=False)
 
     kind = "sequence"
 
     def __post_init__(self) -> None:
-        """Encode the blocks, once."""
+        """Encode the sites, once: a prediction passes dozens of them."""
         w = self.weights
         vectors = self.described @ w["block_weight"] + w["own"]
-        sizes = np.diff((0, *self.stops))
-        weighted = vectors / np.sqrt(np.repeat(sizes, sizes))[:, None].astype(np.float32)
-        object.__setattr__(self, "_vectors", vectors)
-        object.__setattr__(self, "_entering", weighted @ w["input_weight"])
-        object.__setattr__(self, "_odds", self.described @ w["odds_weight"] + w["odds"])
+        odds = self.described @ w["odds_weight"] + w["odds"]
+        # Of the state, the update of the gates has its bias here; the new state's is scaled first.
+        kept = np.concatenate((w["gate_bias"][: 2 * len(w["new_bias"])], w["new_bias"]))
+        sites = []
+        for begin, stop in zip((0, *self.stops), self.stops, strict=False):
+            of_site = vectors[begin:stop]
+            leaving = np.concatenate((of_site.T, w["state_weight"]), axis=1)
+            offset = np.concatenate((odds[begin:stop], kept))
+            entering = of_site @ w["input_weight"] / np.sqrt(np.float32(stop - begin))
+            sites.append(_Site(begin, stop, leaving, offset, entering))
+        object.__setattr__(self, "_sites", tuple(sites))
 
     def probabilities(self, sample: Sample) -> Floats:
         """Return P(the block runs) for each optional block, float32 ``[blocks]``."""
@@ -102,17 +126,21 @@ class SiteSequence:
             state: what `start` returned for the sample.
             ran: whether each of the first blocks ran.
         """
-        chances = np.empty(len(self._odds), dtype=np.float32)
-        known = len(ran)
-        begin = 0
-        for stop in self.stops:
-            chance = sigmoid(self._vectors[begin:stop] @ state + self._odds[begin:stop])
+        chances = np.empty(len(self.described), dtype=np.float32)
+        known, width = len(ran), len(state)
+        new_bias = self.weights["gate_bias"][2 * width :]
+        for begin, stop, leaving, offset, entering in self._sites:
+            left = state @ leaving
+            left += offset
+            chance, kept = chances[begin:stop], left[stop - begin :]
+            expit(left[: stop - begin], out=chance)
             if begin < known:
                 told = min(known, stop)
                 chance[: told - begin] = ran[begin:told]
-            chances[begin:stop] = chance
-            state = self._pass(state, chance @ self._entering[begin:stop])
-            begin = stop
+            entered = chance @ entering
+            gates = expit(entered[: 2 * width] + kept[: 2 * width])
+            new = np.tanh(entered[2 * width :] + new_bias + gates[:width] * kept[2 * width :])
+            state = new + gates[width:] * (state - new)
         return chances
 
     def transferred(self, described: Floats, stops: Sequence[int]) -> SiteSequence:
@@ -122,21 +150,11 @@ class SiteSequence:
             described: the features of that network's blocks, ``[blocks, features]``.
             stops: where each of its sites ends.
         """
-        blocks, width = len(described), self._vectors.shape[1]
+        blocks, width = len(described), self.weights["own"].shape[1]
         weights = dict(self.weights)
         weights["own"] = np.zeros((blocks, width), dtype=np.float32)
         weights["odds"] = np.full(blocks, float(self.weights["odds"].mean()), dtype=np.float32)
         return replace(self, described=described, stops=tuple(stops), weights=weights)
-
-    def _pass(self, state: Floats, entered: Floats) -> Floats:
-        """Return the state after a site."""
-        w, width = self.weights, len(state)
-        given = entered + w["gate_bias"]
-        kept = state @ w["state_weight"]
-        gates = sigmoid(given[: 2 * width] + kept[: 2 * width])
-        new = np.tanh(given[2 * width :] + gates[:width] * (kept[2 * width :] + w["new_bias"]))
-        update = gates[width:]
-        return np.asarray(update * state + (1 - update) * new, dtype=np.float32)
 
     def rest(self, sample: Sample) -> Callable[[Sequence[bool]], Floats]:
         """Return how the rest of a step is foretold: `given`, from the sample's state."""

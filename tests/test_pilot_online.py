@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import runpy
 import threading
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,30 @@ def test_it_follows_a_drift_that_the_pilot_was_not_trained_on() -> None:
         alone.append(block_order_accuracy(pilot.predict(example.sample).blocks, order))
         following.append(block_order_accuracy(prediction.blocks, order))
     assert sum(following[20:]) / 100 > sum(alone[20:]) / 100 + 0.2
+
+
+def test_it_learns_that_a_block_goes_on_as_it_went_last() -> None:
+    """A gate that holds for some steps, whatever the samples are: its last state foretells it."""
+    vocabulary, examples = routed(260, codes=4, noise=0.02)
+    gate = len(vocabulary)
+    names = [*((b.path, b.variant) for b in vocabulary.blocks), ("gate", "")]
+    held = [
+        replace(example, blocks=[*example.blocks, gate] if step // 5 % 2 else example.blocks)
+        for step, example in enumerate(examples)
+    ]
+    pilot = fit_pilot(vocabulary_of(names), held[:140], model="lightgbm")
+    learner = OnlineLearner(pilot.vocabulary, pilot=pilot, grow=False)
+    alone = following = last = 0
+    for before, example in pairwise(held[139:]):
+        prediction = learner.predict(example.sample)
+        assert prediction is not None
+        learner.observe(example.sample, example.blocks)
+        ran = gate in example.blocks
+        following += (gate in prediction.blocks) == ran
+        alone += (gate in pilot.predict(example.sample).blocks) == ran
+        last += (gate in before.blocks) == ran
+    assert last == 96  # of 120: it turns every five steps
+    assert following > alone + 15
 
 
 def test_correction_does_no_harm_where_nothing_drifts() -> None:

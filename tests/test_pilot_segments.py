@@ -95,6 +95,20 @@ def test_pairs_of_codes_that_never_met_follow_from_each() -> None:
             assert model.predict(sample) == [5 * kind + arity], (kind, arity)
 
 
+def test_pairs_of_codes_without_a_block_are_the_module_s_block_for_any_shape() -> None:
+    every = [(kind, arity) for kind in range(4) for arity in range(5)]
+    met = [pair for pair in every if sum(pair) % 3]
+    names = [(f"cells.{kind}", f"{arity}x8") for kind, arity in met]
+    known = vocabulary([*names, *((f"cells.{kind}", "") for kind in range(4))])
+    samples = [Sample({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
+    runs = [(known.index_of(f"cells.{kind}", f"{arity}x8"),) * 3 for kind, arity in met * 2]
+    model = learn_segment(samples, runs, known.blocks)
+    for kind, arity in every:
+        right = known.index_of(f"cells.{kind}", f"{arity}x8")
+        assert (known.blocks[right].variant == "") == ((kind, arity) not in met)
+        assert model.predict(Sample({}, np.array([[arity, kind, 1]]))) == [right], (kind, arity)
+
+
 @given(st.integers(0, 50))
 def test_a_model_is_the_same_after_json(seed: int) -> None:
     _, examples = trees(8, seed=seed)

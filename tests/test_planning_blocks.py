@@ -150,10 +150,33 @@ def test_cells_are_blocks_by_variant() -> None:
     vocabulary = build_vocabulary([tree(0, 0, 2), tree(0, 1)])
     assert vocabulary.repeated == {"cell"}
     order = vocabulary.encode(tree(0, 1, 2, 9))
-    assert names(vocabulary, order) == ["embed", "cell[0x4]", "cell[1x4]", "cell[2x4]", "?", "head"]
-    assert order[4] == UNSEEN
+    cells = ["cell[0x4]", "cell[1x4]", "cell[2x4]", "cell"]
+    assert names(vocabulary, order) == ["embed", *cells, "head"]
     assert vocabulary.index_of("cell", "2x4") == order[3]
     assert vocabulary.index_of("head", "any") == order[5]
+
+
+def test_a_cell_in_shapes_that_nobody_saw_uses_what_the_others_used() -> None:
+    vocabulary = build_vocabulary([tree(0, 0, 2), tree(0, 1)])
+    cells = [block for block in vocabulary.blocks if block.path == "cell"]
+    seen, other = cells[:-1], cells[-1]
+    assert (other.variant, other.optional) == ("", True)
+    assert vocabulary.index_of("cell", "9x4") == other.index == len(vocabulary) - 1
+    assert all(block.regions == other.regions and other.regions for block in seen)
+    assert all(block.visits == other.visits for block in seen)
+    assert other.activation_bytes == max(block.activation_bytes for block in seen)
+    assert min(b.forward_s for b in seen) <= other.forward_s <= max(b.forward_s for b in seen)
+    assert vocabulary == vocabulary.from_json(vocabulary.to_json())
+
+
+def test_shapes_that_run_other_modules_say_nothing_of_those_nobody_saw() -> None:
+    def node(key: str, *inner: Call) -> Call:
+        return Call("node", key, inner=list(inner))
+
+    one = program([Call("", inner=[node("1", linear("node.a")), node("2", linear("node.b"))])])
+    vocabulary = build_vocabulary([one])
+    assert vocabulary.index_of("node", "1") >= 0
+    assert vocabulary.index_of("node", "3") == UNSEEN
 
 
 def test_shapes_that_differ_between_samples_only_are_no_variants() -> None:

@@ -9,7 +9,8 @@ The outline of a call is the sequence of modules with parameters that it runs. A
 
 * all its calls have one outline; where one sample calls it with several shapes, all calls of one
   variant. A variant is the shape key of the call; of more than `MAX_VARIANTS` the rarest share one,
-  ``""``. Shapes that differ from sample to sample only are no variants, however often each calls;
+  ``""``, which stands for all shapes that no program had, too. Shapes that differ from sample to
+  sample only are no variants, however often each calls;
 * what it uses (parameters, gradients, optimizer state, buffers) fits in an eighth of the budget,
   so that a block can be worked on while the ones after it arrive; in half of it if one forward
   calls the module many times, as then the next block most likely uses the same regions;
@@ -130,6 +131,7 @@ def build_vocabulary(
     seen: dict[tuple[str, str], _Seen] = {}
     for number, outline in enumerate(shown):
         _look(outline, number, atomic, variants, seen)
+    _await_other_shapes(seen, modules)
     blocks = []
     for index, ((path, variant), block) in enumerate(seen.items()):
         regions = dict.fromkeys(name for owner in block.visits for name in owned[owner])
@@ -150,6 +152,27 @@ def build_vocabulary(
         )
     repeated = {path for path, _ in seen if modules[path].mixed}
     return Vocabulary(network, tuple(blocks), frozenset(repeated))
+
+
+def _await_other_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str, _Module]) -> None:
+    """Add a block for what a module may be called with that it was not, where all shapes that it
+    was called with ran the same: such a call uses what those used."""
+    by_path: dict[str, list[_Seen]] = defaultdict(list)
+    for path, variant in seen:
+        if modules[path].mixed and (path, "") not in seen:
+            by_path[path].append(seen[path, variant])
+    for path, known in by_path.items():
+        if len({block.visits for block in known}) > 1:
+            continue
+        seen[path, ""] = _Seen(
+            known[0].visits,
+            set(),
+            sum(block.calls for block in known),
+            sum(block.forward_s for block in known),
+            sum(block.backward_s for block in known),
+            max(block.activation_bytes for block in known),
+            sum((block.idioms for block in known), Counter()),
+        )
 
 
 def _modules(outlines: Iterable[Outline]) -> dict[str, _Module]:
