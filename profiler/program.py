@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, groupby, pairwise
+from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -102,20 +103,36 @@ def resolve(trace: Trace, *, work: bool = True) -> Program:
     """
     columns = Columns.of(trace.operators)
     times_called = Counter(call.path for call in trace.calls)
-    make = _Visits(trace, columns)
+    stretches = list(_stretches(trace, columns))
+    bounds = np.array([each[3:] for each in stretches], dtype=np.int64).reshape(-1, 2)
+    used = _Used(trace, columns, bounds)
+    seconds: list[float] = columns.seconds.tolist()
+    sums = np.zeros((len(seconds) + 1, columns.idioms.shape[1]), dtype=np.int64)
+    np.cumsum(columns.idioms, axis=0, out=sums[1:])
+    idioms: list[list[int]] = np.diff(sums[bounds], axis=1)[:, 0].tolist()
     visits = []
     shared: dict[Work, Work] = {}  # Operators repeat: equal work is one object.
-    for phase, path, call, start, stop in _stretches(trace, columns):
-        variant = trace.calls[call].shape_key if call >= 0 and times_called[path] > 1 else ""
+    for number, (phase, path, call, start, stop) in enumerate(stretches):
         done: list[Work] = []
         if work:
             works = map(work_of, trace.operators[start:stop])
             done = [shared.setdefault(each, each) for each in works]
-        visits.append(make(phase, path, variant, start, stop, tuple(done)))
+        visit = Visit(
+            path=path,
+            variant=trace.calls[call].shape_key if call >= 0 and times_called[path] > 1 else "",
+            phase=phase,
+            idioms=Idioms(*idioms[number]),
+            seconds=sum(seconds[start:stop]),
+            regions=used.names(number),
+            activation_bytes=used.activations[number],
+            operators=(start, stop),
+            work=tuple(done),
+        )
+        visits.append(visit)
     return Program(
         network=trace.network,
         visits=tuple(visits),
-        regions={r.name: r for r in compress(trace.regions, make.named)},
+        regions={r.name: r for r in trace.regions if r.kind not in _UNNAMED},
         calls=tuple(trace.calls),
         sample=trace.sample,
         source=trace.source,
@@ -126,48 +143,45 @@ def resolve(trace: Trace, *, work: bool = True) -> Program:
 
 _Ints = npt.NDArray[np.int64]
 _UNNAMED = ("activation", "input")
+_NONE: tuple[tuple[Any, ...], ...] = ((),) * len(RegionInfo._fields)
 _FORWARD, _OPTIMIZER = PHASES.index(Phase.FORWARD), PHASES.index(Phase.OPTIMIZER)
 
 
-class _Visits:
-    """Makes the visits of one trace, each from a stretch of its operators."""
+class _Used:
+    """Which regions each of a trace's stretches used.
 
-    def __init__(self, trace: Trace, columns: Columns) -> None:
-        self._regions = trace.regions
-        self.named = [region.kind not in _UNNAMED for region in trace.regions]
-        self._seconds: list[float] = columns.seconds.tolist()
-        self._sums = np.concatenate(
-            (np.zeros((1, columns.idioms.shape[1]), np.int64), columns.idioms)
-        )
-        np.cumsum(self._sums, axis=0, out=self._sums)
-        self._used: list[int] = columns.used.tolist()
-        self._stops: list[int] = columns.stops.tolist()
+    Args:
+        trace: one step.
+        columns: of its operators.
+        bounds: first and one past last operator of each stretch, ``[stretches, 2]``; every
+            operator is in one.
 
-    def __call__(
-        self, phase: Phase, path: str, variant: str, start: int, stop: int, work: tuple[Work, ...]
-    ) -> Visit:
-        regions, named = self._regions, self.named
-        used = dict.fromkeys(self._used[self._stops[start] : self._stops[stop]])
-        names: dict[str, None] = {}
-        alive = 0
-        for index in used:
-            if named[index]:
-                names[regions[index].name] = None
-                continue
-            region = regions[index]
-            if region.born >= start and region.kind == "activation":
-                alive += 0 if 0 <= region.died < stop else region.nbytes
-        return Visit(
-            path=path,
-            variant=variant,
-            phase=phase,
-            idioms=Idioms(*(self._sums[stop] - self._sums[start]).tolist()),
-            seconds=sum(self._seconds[start:stop]),
-            regions=tuple(names),
-            activation_bytes=alive,
-            operators=(start, stop),
-            work=work,
-        )
+    Attributes:
+        activations: bytes of those that each stretch made and that were alive at its end.
+    """
+
+    def __init__(self, trace: Trace, columns: Columns, bounds: _Ints) -> None:
+        self._names, kinds, *numbers = zip(*trace.regions, strict=True) if trace.regions else _NONE
+        stretch = np.repeat(np.arange(len(bounds)), np.diff(columns.stops[bounds], axis=1)[:, 0])
+        both = stretch * len(self._names) + columns.used
+        first = np.sort(np.unique(both, return_index=True)[1])  # uses of a region new to a stretch
+        stretch, region = stretch[first], columns.used[first]
+        named = np.array([kind not in _UNNAMED for kind in kinds], dtype=np.bool_)[region]
+        self._named = region[named].tolist()
+        self._stops = [0, *np.cumsum(np.bincount(stretch[named], minlength=len(bounds))).tolist()]
+        made = np.array([kind == "activation" for kind in kinds], dtype=np.bool_)[region]
+        stretch, region = stretch[made], region[made]
+        begin, end = bounds[stretch].T
+        nbytes, born, died = (np.array(column, dtype=np.int64)[region] for column in numbers)
+        alive = (born >= begin) & ((died < 0) | (died >= end))
+        totals = np.zeros(len(bounds), dtype=np.int64)
+        np.add.at(totals, stretch[alive], nbytes[alive])
+        self.activations: list[int] = totals.tolist()
+
+    def names(self, stretch: int) -> tuple[str, ...]:
+        """Return the named regions that a stretch used, in order of first use."""
+        begin, end = self._stops[stretch], self._stops[stretch + 1]
+        return tuple(dict.fromkeys(self._names[each] for each in self._named[begin:end]))
 
 
 def _stretches(trace: Trace, columns: Columns) -> Iterator[tuple[Phase, str, int, int, int]]:

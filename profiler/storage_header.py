@@ -45,8 +45,8 @@ def header_of(trace: Trace) -> dict[str, Any]:
         "values": {k: v if math.isfinite(v) else str(v) for k, v in trace.sample.values.items()},
         "elements": elements.reshape(-1).tolist(),
         "width": elements.shape[1] if elements.ndim == 2 else 0,
-        "regions": [[getattr(r, f) for r in regions] for f in RegionInfo.__dataclass_fields__],
-        "calls": [[getattr(c, f) for c in calls] for f in ModuleCall.__dataclass_fields__],
+        "regions": [[getattr(r, f) for r in regions] for f in RegionInfo._fields],
+        "calls": [[getattr(c, f) for c in calls] for f in ModuleCall._fields],
         "hinted": [list(blocks) for blocks in hinted],
         "hints": [[h.call, hinted[h.blocks], list(h.values)] for h in trace.hints],
     }
@@ -55,6 +55,7 @@ def header_of(trace: Trace) -> dict[str, Any]:
 def read_regions(columns: Any, operators: int) -> list[RegionInfo]:
     """Return the regions of a step of so many operators."""
     names, kinds, sizes, born, died = columns
+    require(len({*map(len, columns)}) == 1, "regions are not told in columns")
     require(set(kinds) <= _KINDS, "a region is of no known kind")
     require(set(map(type, (*names, *kinds))) <= {str}, "a name is not text")
     require(set(map(type, (*sizes, *born, *died))) <= {int}, "a region is not told in numbers")
@@ -65,7 +66,7 @@ def read_regions(columns: Any, operators: int) -> list[RegionInfo]:
         min(lives, default=0) >= -1 and max(lives, default=0) <= operators,
         "a region's life lies outside the step",
     )
-    return [RegionInfo(*row) for row in zip(names, kinds, sizes, born, died, strict=True)]
+    return list(map(RegionInfo, names, kinds, sizes, born, died))
 
 
 def read_calls(columns: Any, operators: int) -> list[ModuleCall]:

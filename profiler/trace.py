@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.idioms import Idioms
@@ -32,8 +33,7 @@ class Phase(str, Enum):
     OPTIMIZER = "optimizer"
 
 
-@dataclass(frozen=True)
-class RegionInfo:
+class RegionInfo(NamedTuple):
     """Bytes that live and move as one.
 
     Attributes:
@@ -105,8 +105,7 @@ class Operator:
     dtype: str = ""
 
 
-@dataclass(frozen=True)
-class ModuleCall:
+class ModuleCall(NamedTuple):
     """One call of one module in forward.
 
     Attributes:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
@@ -191,8 +192,8 @@ def _modules(outlines: Iterable[Outline]) -> dict[str, _Module]:
             module.keys[key] += 1
             module.outlines[key].add(ran)
             module.inner.update(ran)
-        for (_, path), count in times.items():
-            modules[path].repeated |= count > 1
+        for (_, path), called in times.items():
+            modules[path].repeated |= called > 1
     return modules
 
 
@@ -202,17 +203,23 @@ def _regions(outlines: Iterable[Outline]) -> tuple[dict[str, int], dict[str, dic
     To a module belong its parameters with their gradients and state, and what its visits used:
     buffers, and parameters of others that it is tied to.
     """
-    sizes: dict[str, int] = {}
+    numbers: dict[str, int] = defaultdict(count().__next__)  # of names, in all outlines alike
+    largest = np.zeros(0, dtype=np.int64)
+    pairs: set[int] = set()
     owned: dict[str, dict[str, None]] = defaultdict(dict)
     for outline in outlines:
         names = outline.names
+        alike = np.array([numbers[name] for name in names], dtype=np.int64)
+        largest = np.append(largest, np.full(len(numbers) - len(largest), -1))
+        np.maximum.at(largest, alike[outline.region], outline.region_bytes)
+        told = (alike[outline.owned] @ np.array([2**32, 1])).tolist()
+        if pairs.issuperset(told):
+            continue
+        pairs.update(told)
         for path, region in outline.owned.tolist():
             owned[names[path]][names[region]] = None
-        for region, nbytes in zip(
-            outline.region.tolist(), outline.region_bytes.tolist(), strict=True
-        ):
-            sizes[names[region]] = max(nbytes, sizes.get(names[region], 0))
-    return sizes, owned
+    sizes = zip(numbers, largest.tolist(), strict=True)
+    return {name: nbytes for name, nbytes in sizes if nbytes >= 0}, owned
 
 
 def _bytes(
