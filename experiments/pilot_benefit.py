@@ -3,7 +3,8 @@
 What it is: dynamic networks trained on files that their pilot has not seen, plain and under one
 eighth of what they take (more where one update alone takes more), on demand, by the order recorded
 first, by the last order, by the pilot, and by a clairvoyant that knows what will run, in processes
-that take turns on the same samples.
+that take turns on the same samples. Steps are measured once the session has made up its mind
+whether prefetch pays (`dynoffload.runtime.migration.trial`), for which it runs some on demand.
 
 What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy` takes.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from dynoffload.experiments.workers import (
     worker,
 )
 from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.runtime.migration.trial import SETTLING, TRIED, WATCHED
 
 _LEAD = 1
 
@@ -56,6 +58,8 @@ POLICIES: dict[str, Policy] = {
 }
 """By the key of the JSON."""
 
+WARMUP = SETTLING + WATCHED + SETTLING + TRIED + SETTLING
+"""Steps until the first trial of prefetch is over."""
 SHARE = 0.125
 """Of the footprint, that a budget is."""
 
@@ -89,7 +93,7 @@ def run(
     size: str = "small",
     samples: int = 240,
     steps: int = 24,
-    warmup: int = 6,
+    warmup: int = WARMUP,
     per_turn: int = 4,
     share: float = SHARE,
     lr: float = 3e-4,
@@ -121,7 +125,8 @@ def run(
         raise ConfigError(f"no case is named {unknown}; there are {', '.join(known)}")
     if page is not None:
         make_room(page, "--page")
-    result: dict[str, Any] = {"size": size, "samples": samples, "model": model, "cases": {}}
+    told = {"size": size, "samples": samples, "model": model, "warmup": warmup}
+    result: dict[str, Any] = {**told, "cases": {}}
     with progress_bar(True) as report:
         for case, least, threads in (known[name] for name in only or known):
             part = max(share, least)
@@ -232,9 +237,24 @@ def _compare(
         numbers: dict[str, Any] = {"plain": {"step_s": median_seconds(plain.worker.measured)}}
         for key, ran in runs.items():
             numbers[key] = _numbers(plain.worker, ran.worker)
-        paths = {tuple(order) for order in orders}
-        repeatable = losses_equal(plain.worker, watched)
-        return {"paths": len(paths), "steps": each, "repeatable": repeatable, "runs": numbers}
+        return {
+            "paths": len({tuple(order) for order in orders}),
+            "steps": each,
+            "largest_update_bytes": _largest_update(case, orders),
+            "repeatable": losses_equal(plain.worker, watched),
+            "runs": numbers,
+        }
+
+
+def _largest_update(case: Case, orders: Iterable[Iterable[str]]) -> int:
+    """Return what the largest update of one visited module uses at once, in bytes: weights,
+    gradients and the two moments of AdamW."""
+    from dynoffload.experiments import zoo
+
+    modules = dict(zoo.build(case.network, case.preset, device="meta").named_modules())
+    visited = {path for order in orders for path in order}
+    weights = (modules[path].parameters(recurse=False) for path in visited)
+    return 4 * max(sum(int(p.nbytes) for p in own) for own in weights)
 
 
 def _looked_ahead(

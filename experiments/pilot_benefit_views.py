@@ -37,6 +37,7 @@ _ASKED_HEADS = (
     *(title for _, title in ASKED.values()),
     "step, over on demand",
     "clairvoyant's waiting, over on demand",
+    "largest update, over the budget",
 )
 
 
@@ -97,6 +98,7 @@ def _asked(result: Mapping[str, Any]) -> list[list[str]]:
         ]
         best = ratios["clairvoyant_stall_over_on_demand"]
         known = [f"{ratios['step_over_on_demand']:.2f}", "–" if best is None else f"{best:.2f}"]
+        known.append(f"{case['largest_update_bytes'] / case['budget_bytes']:.2f}")
         rows.append([case["title"], *cells, *known])
     return rows
 
@@ -128,6 +130,7 @@ def write_page(result: Mapping[str, Any], page: Path, json_path: Path | None) ->
     budgets = ", ".join(
         f"{case['title']} {format_bytes(case['budget_bytes'])}" for case in result["cases"].values()
     )
+    warmup = result["warmup"]
     page.write_text(
         f"""# What a prediction is worth
 
@@ -150,6 +153,11 @@ bit with plain PyTorch's.
 - *paths*: how many of the steps differed from each other in what they visited.
 - *waiting*: seconds of a step spent waiting for bytes, mean. *in vain*: share of the bytes fetched
   ahead that nobody used. *order*: block-order accuracy before the first operator.
+- *largest update*: the weights, gradients and two moments of one module, which its update uses at
+  once. While it is made, no more than the rest of the budget can be fetched ahead, whoever
+  foretells what comes.
+- The first {warmup} steps of each run are not measured: in them the session tries once whether
+  prefetch pays, with some steps on demand.
 
 ## What was asked
 

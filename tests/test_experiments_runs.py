@@ -238,10 +238,13 @@ def test_pilot_benefit(tmp_path: Path) -> None:
     assert 0 <= runs["pilot"]["accuracy"] <= 1
     assert runs["clairvoyant"]["accuracy"] == 1
     assert found["repeatable"] is True
+    assert found["largest_update_bytes"] % 16 == 0
+    assert 0 < found["largest_update_bytes"] < found["budget_bytes"]
     assert found["ratios"]["wasted"] < 1
     json.dumps(result, allow_nan=False)
     text = (tmp_path / "benefit.md").read_text()
     assert "top-2 of 64, 8 tokens" in text
+    assert "The first 1 steps of each run are not measured" in text
     assert "(benefit.svg)" in text
     assert (tmp_path / "benefit.svg").stat().st_size > 4000
     with pytest.raises(ConfigError, match="moe_64"):
