@@ -3,8 +3,9 @@
 What it is: dynamic networks trained on files that their pilot has not seen, plain and under one
 eighth of what they take (more where one update alone takes more), on demand, by the order recorded
 first, by the last order, by the pilot, and by a clairvoyant that knows what will run, in processes
-that take turns on the same samples. Steps are measured once the session has made up its mind
-whether prefetch pays (`dynoffload.runtime.migration.trial`), for which it runs some on demand.
+that take turns on the same samples. The first steps, in which a session that waits long tries
+whether prefetch pays (`dynoffload.runtime.migration.trial`), are not measured; in how many of those
+that are nothing was fetched ahead is told.
 
 What it is not: the pilot's score, which `dynoffload.experiments.pilot_accuracy` takes.
 """
@@ -59,7 +60,7 @@ POLICIES: dict[str, Policy] = {
 """By the key of the JSON."""
 
 WARMUP = SETTLING + WATCHED + SETTLING + TRIED + SETTLING
-"""Steps until the first trial of prefetch is over."""
+"""Steps until the first trial of prefetch is over, if there is one."""
 SHARE = 0.125
 """Of the footprint, that a budget is."""
 
@@ -125,7 +126,7 @@ def run(
         raise ConfigError(f"no case is named {unknown}; there are {', '.join(known)}")
     if page is not None:
         make_room(page, "--page")
-    told = {"size": size, "samples": samples, "model": model, "warmup": warmup}
+    told = {"size": size, "samples": samples, "model": model, "steps": steps, "warmup": warmup}
     result: dict[str, Any] = {**told, "cases": {}}
     with progress_bar(True) as report:
         for case, least, threads in (known[name] for name in only or known):
@@ -280,6 +281,7 @@ def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
         "bytes_out": int(median_stat(steps, "bytes_out")),
         "prefetched_bytes": sum(step.stats["prefetched_bytes"] for step in steps),
         "wasted_bytes": sum(step.stats["wasted_bytes"] for step in steps),
+        "steps_on_demand": sum(not step.stats["prefetched_bytes"] for step in steps),
         "accuracy": mean_accuracy(steps),
         "peak_fast_bytes": ran.ask("state")["peak_fast_bytes"],
         "losses_equal": losses_equal(plain, ran),

@@ -31,7 +31,10 @@ _SHADES = {
     "clairvoyant": "optimizer",
 }
 _WIDTH = 150  # of the table, where the output is no terminal
-_HEADS = ("network", "paths", "budget", "run", "step", "waiting", "in vain", "order", "losses")
+_HEADS = (
+    *("network", "paths", "budget", "run", "step", "waiting", "in vain", "on demand", "order"),
+    "losses",
+)
 _ASKED_HEADS = (
     "network",
     *(title for _, title in ASKED.values()),
@@ -62,7 +65,7 @@ def _rows(result: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for case in result["cases"].values():
         head = [case["title"], f"{case['paths']} in {case['steps']}", f"{case['share']:.1%}"]
-        rows.append([*head, "plain", format_seconds(case["runs"]["plain"]["step_s"]), *["–"] * 4])
+        rows.append([*head, "plain", format_seconds(case["runs"]["plain"]["step_s"]), *["–"] * 5])
         for key in _SHADES:
             run = case["runs"][key]
             fetched = run["prefetched_bytes"]
@@ -73,6 +76,7 @@ def _rows(result: Mapping[str, Any]) -> list[list[str]]:
                     format_seconds(run["step_s"]),
                     format_seconds(run["stall_total_s"] / run["steps"]),
                     f"{run['wasted_bytes'] / fetched:.1%}" if fetched else "–",
+                    "–" if key == "on_demand" else f"{run['steps_on_demand']} of {run['steps']}",
                     "–" if run["accuracy"] is None else f"{run['accuracy']:.1%}",
                     _losses(case, run),
                 ]
@@ -130,11 +134,13 @@ def write_page(result: Mapping[str, Any], page: Path, json_path: Path | None) ->
     budgets = ", ".join(
         f"{case['title']} {format_bytes(case['budget_bytes'])}" for case in result["cases"].values()
     )
-    warmup = result["warmup"]
+    steps, warmup = result["steps"], result["warmup"]
+    named = ("samples", "steps", "warmup", "size", "model")
+    options = " ".join(f"--{name} {result[name]}" for name in named)
     page.write_text(
         f"""# What a prediction is worth
 
-    dynoffload experiment pilot-benefit --samples {result["samples"]} --json PATH --page PATH.md
+    dynoffload experiment pilot-benefit {options} --json PATH --page PATH.md
 
 wrote this page.
 
@@ -156,8 +162,9 @@ bit with plain PyTorch's.
 - *largest update*: the weights, gradients and two moments of one module, which its update uses at
   once. While it is made, no more than the rest of the budget can be fetched ahead, whoever
   foretells what comes.
-- The first {warmup} steps of each run are not measured: in them the session tries once whether
-  prefetch pays, with some steps on demand.
+- Of each run {steps} steps are measured, after {warmup}: a session that waits long soon tries
+  whether prefetch pays, with some steps on demand. *on demand*, of a run that fetches ahead: how
+  many of the measured steps fetched nothing ahead, in such a trial or after one that prefetch lost.
 
 ## What was asked
 

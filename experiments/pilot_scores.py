@@ -165,7 +165,7 @@ def baselines(recording: Recording) -> dict[str, Any]:
             ahead[name].append(
                 record.ahead(example.blocks) if by_record else repeated_ahead(order, example.blocks)
             )
-    varying = varying_blocks(learned)
+    varying = varying_blocks(learned, len(recording.vocabulary))
     result = {}
     for name, orders in told.items():
         stream = iter(orders)

@@ -101,11 +101,16 @@ def site_f1(
     return float(np.mean([2 * len(p & t) / (len(p) + len(t)) for p, t in found.values()]))
 
 
-def varying_blocks(orders: Sequence[Sequence[int]]) -> frozenset[int]:
+def varying_blocks(orders: Sequence[Sequence[int]], blocks: int = 0) -> frozenset[int]:
     """Return the blocks whose presence or place varies between orders.
 
     A block keeps its place when every order has it equally often and its place among the blocks
     of constant count is always the same.
+
+    Args:
+        orders: some.
+        blocks: how many the vocabulary has; those that no order has, as a cell in shapes that were
+            not met, are others' to run.
     """
     if not orders:
         return frozenset()
@@ -119,6 +124,7 @@ def varying_blocks(orders: Sequence[Sequence[int]]) -> frozenset[int]:
             at[block].append(place)
         for block, where in at.items():
             places[block].add(tuple(where))
+    every |= set(range(blocks))
     return frozenset(every - {b for b, where in places.items() if len(where) == 1})
 
 

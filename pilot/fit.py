@@ -95,7 +95,7 @@ def fit_pilot(
         None,
         segments,
         0.5,
-        varying_blocks(orders),
+        varying_blocks(orders, len(vocabulary)),
         tuple(MostFrequent(orders, vocabulary.blocks).order),
         card,
     )

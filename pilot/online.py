@@ -45,6 +45,8 @@ HABIT_RATE = 0.05
 """How far one step moves what the step before adds to a block's log-odds, times its surprise."""
 FORGET = 0.02
 """How much of the correction each step forgets."""
+MAX_HABIT = 4.0
+"""The most that the step before adds to a block's log-odds, or takes off."""
 FIRST = 16
 """Steps after which a first pilot can be learned."""
 GROWTH = 2.0
@@ -62,7 +64,7 @@ DRIFT = 0.1
 
 @dataclass(frozen=True)
 class Standing:
-    """How the predictions have done of late, as running means of block-order accuracy.
+    """How the pilot in use has done of late, as running means of block-order accuracy.
 
     Attributes:
         pilot: of the pilot's predictions; NaN before the first.
@@ -97,7 +99,8 @@ class _Correction:
         ran: npt.NDArray[np.float32] = np.array([slot in filled for slot in self.slots], np.float32)
         surprise = ran - corrected
         self.bias = np.asarray((1 - FORGET) * (self.bias + RATE * surprise), np.float32)
-        self.habit = np.asarray(self.habit + HABIT_RATE * surprise * self.last, np.float32)
+        habit = self.habit + HABIT_RATE * surprise * self.last
+        self.habit = np.asarray(np.clip(habit, -MAX_HABIT, MAX_HABIT), np.float32)
         self.last = 2 * ran - 1
 
 
@@ -213,7 +216,7 @@ class OnlineLearner:
         asked, self._asked = self._asked, None
         if asked is not None and asked.sample is sample:
             asked.current.follow(asked.chances, order)
-            self._judge(asked.predicted, order)
+            self._judge(asked, order)
         elif self._current is not None:
             current = self._current
             current.follow(current.corrected(current.pilot.chances(sample)), order)
@@ -237,22 +240,25 @@ class OnlineLearner:
             if self.drifts == drifts:  # else it was learned from steps of before
                 self._next = seen + max(FIRST, int((GROWTH - 1) * len(examples)))
             self._current = _Correction(pilot)
+            self._standing = Standing()
             self._judged, self._level = 0, math.nan
         return pilot
 
-    def _judge(self, predicted: Sequence[int], order: Sequence[int]) -> None:
-        """Bring the running accuracies up to date."""
+    def _judge(self, asked: _Asked, order: Sequence[int]) -> None:
+        """Bring the running accuracies of the pilot in use up to date."""
         if self._last is None:
             return
-        old = self._standing
-        pilot = block_order_accuracy(predicted, order)
+        pilot = block_order_accuracy(asked.predicted, order)
         last = block_order_accuracy(self._last, order)
-        weight = max(AVERAGE, 1 / (old.steps + 1))
-        if old.steps:
-            pilot = old.pilot + weight * (pilot - old.pilot)
-            last = old.last_order + weight * (last - old.last_order)
-        self._standing = Standing(pilot, last, old.steps + 1)
         with self._lock:  # `learn` begins anew with these
+            if asked.current is not self._current:
+                return  # another pilot has come meanwhile
+            old = self._standing
+            weight = max(AVERAGE, 1 / (old.steps + 1))
+            if old.steps:
+                pilot = old.pilot + weight * (pilot - old.pilot)
+                last = old.last_order + weight * (last - old.last_order)
+            self._standing = Standing(pilot, last, old.steps + 1)
             self._judged += 1
             if self._judged == SETTLED:
                 self._level = pilot

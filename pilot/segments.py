@@ -280,13 +280,18 @@ def _completed(rule: Rule, blocks: Sequence[Block]) -> Rule:
     if len(rule.columns) != 2 or not blocks:
         return rule
     number = {(block.path, block.variant): block.index for block in blocks}
+    shaped = {block.path for block in blocks if block.variant}
     table = dict(rule.table)
     for by_path, by_variant in ((0, 1), (1, 0)):
         paths: dict[int, set[tuple[str, ...]]] = defaultdict(set)
         variants: dict[int, set[tuple[str, ...]]] = defaultdict(set)
+        exact: dict[int, set[tuple[str, ...]]] = defaultdict(set)
         for key, run in rule.table.items():
             paths[key[by_path]].add(tuple(blocks[b].path for b in run))
             variants[key[by_variant]].add(tuple(blocks[b].variant for b in run))
+            if all(blocks[b].variant or blocks[b].path not in shaped for b in run):
+                exact[key[by_variant]].add(tuple(blocks[b].variant for b in run))
+        variants |= exact  # a block for any other shape does not say which
         told = {code: next(iter(seen)) for code, seen in paths.items() if len(seen) == 1}
         shapes = {code: next(iter(seen)) for code, seen in variants.items() if len(seen) == 1}
         if len(told) < CLEAR * len(paths) or len(shapes) < CLEAR * len(variants):

@@ -46,21 +46,20 @@ WEIGHTS = (
 
 
 class _Site(NamedTuple):
-    """What one site does to the state, encoded once. With n blocks and the state's width D:
+    """What one site does to the state, encoded once; n blocks, D the state's width.
 
     Attributes:
         begin: its first block.
         stop: after its last.
-        leaving: times the state, its blocks' log-odds and what of the state goes on,
-            ``[D, n + 3 D]``.
-        offset: is added to that, ``[n + 3 D]``.
+        vectors: times the state, its blocks' log-odds, ``[n, D]``.
+        odds: are added to those, ``[n]``.
         entering: times the blocks' chances, what of them goes on, ``[n, 3 D]``.
     """
 
     begin: int
     stop: int
-    leaving: Floats
-    offset: Floats
+    vectors: Floats
+    odds: Floats
     entering: Floats
 
 
@@ -94,15 +93,11 @@ class SiteSequence:
         w = self.weights
         vectors = self.described @ w["block_weight"] + w["own"]
         odds = self.described @ w["odds_weight"] + w["odds"]
-        # Of the state, the update of the gates has its bias here; the new state's is scaled first.
-        kept = np.concatenate((w["gate_bias"][: 2 * len(w["new_bias"])], w["new_bias"]))
         sites = []
         for begin, stop in zip((0, *self.stops), self.stops, strict=False):
             of_site = vectors[begin:stop]
-            leaving = np.concatenate((of_site.T, w["state_weight"]), axis=1)
-            offset = np.concatenate((odds[begin:stop], kept))
             entering = of_site @ w["input_weight"] / np.sqrt(np.float32(stop - begin))
-            sites.append(_Site(begin, stop, leaving, offset, entering))
+            sites.append(_Site(begin, stop, of_site, odds[begin:stop], entering))
         object.__setattr__(self, "_sites", tuple(sites))
 
     def probabilities(self, sample: Sample) -> Floats:
@@ -128,16 +123,17 @@ class SiteSequence:
         """
         chances = np.empty(len(self.described), dtype=np.float32)
         known, width = len(ran), len(state)
-        new_bias = self.weights["gate_bias"][2 * width :]
-        for begin, stop, leaving, offset, entering in self._sites:
-            left = state @ leaving
-            left += offset
-            chance, kept = chances[begin:stop], left[stop - begin :]
-            expit(left[: stop - begin], out=chance)
+        w = self.weights
+        state_weight, new_bias = w["state_weight"], w["gate_bias"][2 * width :]
+        # The gates' bias comes with the state's part; the new state's part is scaled by one first.
+        kept_bias = np.concatenate((w["gate_bias"][: 2 * width], w["new_bias"]))
+        for begin, stop, vectors, odds, entering in self._sites:
+            chance = expit(vectors @ state + odds, out=chances[begin:stop])
             if begin < known:
                 told = min(known, stop)
                 chance[: told - begin] = ran[begin:told]
             entered = chance @ entering
+            kept = state @ state_weight + kept_bias
             gates = expit(entered[: 2 * width] + kept[: 2 * width])
             new = np.tanh(entered[2 * width :] + new_bias + gates[:width] * kept[2 * width :])
             state = new + gates[width:] * (state - new)

@@ -14,8 +14,7 @@ traces (`Trace.hints`), from which pilots learn how far to believe them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dynoffload.errors import TraceError
+from dynoffload.profiler.advice import advising
 
 logger = logging.getLogger(__name__)
 
@@ -104,21 +104,13 @@ def hints_of(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
     Raises:
         TraceError: it wrote into an argument: the forward would go on with other values.
     """
-    tensors = [one for one in args if isinstance(one, Tensor) and not one.is_inference()]
-    versions = [one._version for one in tensors]
-    told = _told_by(decider, args)
-    if [one._version for one in tensors] != versions:
-        raise TraceError(
-            f"the decider of {decider.path!r} writes into what its module is given, and changes "
-            "what the network computes: have it work on copies"
-        )
-    return told
+    with advising(f"the decider of {decider.path!r}", args):
+        return _told_by(decider, args)
 
 
 def _told_by(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
     try:
-        with torch.random.fork_rng(devices=[]), _uncached():
-            values = decider.foretell(*args)
+        values = decider.foretell(*args)
         if values is None:
             return None
         flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
@@ -144,15 +136,3 @@ def _say_once(path: str, kind: str, what: str) -> None:
     if (path, kind) not in _said:
         _said.add((path, kind))
         logger.warning("no hint for %s: %s: %s", path, kind, what)
-
-
-@contextmanager
-def _uncached() -> Iterator[None]:
-    """Let autocast keep no weight that it casts here: one that was cast without gradients would
-    stand in for it in the forward itself."""
-    cached = torch.is_autocast_cache_enabled()
-    try:
-        torch.set_autocast_cache_enabled(False)
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)

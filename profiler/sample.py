@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from dynoffload.errors import TraceError
+from dynoffload.profiler.advice import advising
 
 MAX_ELEMENTS = 65_536
 """The most discrete codes one sample keeps."""
@@ -82,13 +83,16 @@ def describe_sample(
 
     Raises:
         TraceError: if a featurizer returns something that is neither a `Sample` nor a mapping of
-            names to numbers, or elements that are not integers in one or two dimensions.
+            names to numbers, or elements that are not integers in one or two dimensions; or if it
+            writes into the arguments.
     """
-    if features is not None:
-        return _checked(features(*args, **kwargs), "the featurizer passed as `features`")
-    method = getattr(module, "sample_features", None)
-    if callable(method):
-        return _checked(method(*args, **kwargs), f"{type(module).__name__}.sample_features")
+    maker = "the featurizer passed as `features`"
+    if features is None:
+        features = getattr(module, "sample_features", None)
+        maker = f"{type(module).__name__}.sample_features"
+    if callable(features):
+        with advising(maker, (args, kwargs)):
+            return _checked(features(*args, **kwargs), maker)
     walk = _Walk()
     for position, argument in enumerate(args):
         walk.visit(f"arg{position}", argument, MAX_DEPTH)

@@ -24,6 +24,7 @@ from dynoffload.profiler.sample import Sample
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
 block, routed = _synthetic["block"], _synthetic["routed"]
+vocabulary = _synthetic["vocabulary"]
 
 
 def test_block_order_accuracy_is_one_less_edits_over_the_longer_length() -> None:
@@ -41,6 +42,16 @@ def test_varying_blocks_are_those_whose_presence_count_or_place_varies() -> None
     assert varying_blocks([[0, 1, 2], [0, 2]]) == {1}
     assert varying_blocks([[0, 1, 1, 2], [0, 1, 2]]) == {1}
     assert varying_blocks([[0, 1, 2], [0, 2, 1]]) == {1, 2}
+
+
+def test_blocks_that_no_order_has_are_weighed_when_they_run() -> None:
+    orders = [[0, 1, 2], [0, 2]]
+    assert varying_blocks(orders, 4) == {1, 3}
+    blocks = vocabulary([("a", ""), ("b", ""), ("c", ""), ("d", "")]).blocks
+    truth, guess = [0, 3, 3, 1, 2], [0, 1, 2]
+    varying = varying_blocks(orders, len(blocks))
+    assert byte_weighted_accuracy(guess, truth, blocks, varying) == pytest.approx(1 / 3)
+    assert site_f1(guess, truth, blocks, varying) == pytest.approx(1 / 2)
 
 
 def test_byte_weighting_counts_bytes_of_varying_blocks_only() -> None:

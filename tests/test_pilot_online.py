@@ -205,3 +205,22 @@ def test_a_drift_during_the_learning_is_not_forgotten(monkeypatch: pytest.Monkey
     learner.learn()
     assert learner.drifts > before
     assert learner.due  # what was learned is of steps of before
+
+
+def test_a_pilot_learned_anew_does_not_stand_by_what_the_one_before_did() -> None:
+    vocabulary, examples = routed(200)
+    learner = OnlineLearner(vocabulary, model="lightgbm")
+    for example in examples[: 2 * FIRST]:
+        learner.predict(example.sample)
+        learner.observe(example.sample, example.blocks)
+        if learner.due and learner.pilot is None:
+            learner.learn()
+    assert learner.standing.steps == FIRST
+    learner.predict(examples[-1].sample)  # by the one before
+    learner.learn()
+    assert learner.standing.steps == 0
+    learner.observe(examples[-1].sample, examples[-1].blocks)
+    assert learner.standing.steps == 0
+    learner.predict(examples[-2].sample)
+    learner.observe(examples[-2].sample, examples[-2].blocks)
+    assert learner.standing.steps == 1

@@ -109,6 +109,23 @@ def test_pairs_of_codes_without_a_block_are_the_module_s_block_for_any_shape() -
         assert model.predict(Sample({}, np.array([[arity, kind, 1]]))) == [right], (kind, arity)
 
 
+def test_shapes_that_share_a_block_say_nothing_against_those_that_have_their_own() -> None:
+    """Of many arities the rare ones share a block, others in each cell."""
+    every = [(kind, arity) for kind in range(4) for arity in range(20)]
+    shared = {(kind, arity) for kind, arity in every if (3 * kind + arity) % 5 == 0}
+    met = [(kind, arity) for kind, arity in every if (kind + arity) % 4]
+    names = [
+        (f"cells.{kind}", f"{arity}x8") for kind, arity in every if (kind, arity) not in shared
+    ]
+    known = vocabulary([*names, *((f"cells.{kind}", "") for kind in range(4))])
+    samples = [Sample({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
+    runs = [(known.index_of(f"cells.{kind}", f"{arity}x8"),) * 3 for kind, arity in met * 2]
+    model = learn_segment(samples, runs, known.blocks)
+    for kind, arity in every:
+        right = known.index_of(f"cells.{kind}", f"{arity}x8")
+        assert model.predict(Sample({}, np.array([[arity, kind, 1]]))) == [right], (kind, arity)
+
+
 @given(st.integers(0, 50))
 def test_a_model_is_the_same_after_json(seed: int) -> None:
     _, examples = trees(8, seed=seed)

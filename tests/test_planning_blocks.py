@@ -179,6 +179,16 @@ def test_shapes_that_run_other_modules_say_nothing_of_those_nobody_saw() -> None
     assert vocabulary.index_of("node", "3") == UNSEEN
 
 
+def test_a_call_without_tensors_is_a_variant_like_others() -> None:
+    def node(key: str, *inner: Call) -> Call:
+        return Call("node", key, inner=list(inner))
+
+    one = program([Call("", inner=[node("", linear("node.a")), node("2", linear("node.b"))])])
+    vocabulary = build_vocabulary([one])
+    assert names(vocabulary, vocabulary.encode(one)) == ["node[()]", "node[2]"]
+    assert vocabulary.index_of("node", "7") == UNSEEN
+
+
 def test_shapes_that_differ_between_samples_only_are_no_variants() -> None:
     vocabulary = build_vocabulary([tree(2, 2, 2), tree(5, 5), tree(3)])
     assert vocabulary.repeated == frozenset()

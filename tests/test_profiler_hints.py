@@ -281,6 +281,10 @@ def test_a_decider_that_writes_into_what_it_is_given_is_refused() -> None:
     table = deciders_of(_Two(lambda: [decider]))
     with pytest.raises(TraceError, match="decider of 'first' writes into"):
         hinted(table, "first", (torch.ones(1),), 0)
+    nested = Decider("first", ("second",), lambda told: told["x"][0].mul_(0.5).sum().reshape(1))
+    table = deciders_of(_Two(lambda: [nested]))
+    with pytest.raises(TraceError, match="decider of 'first' writes into"):
+        hinted(table, "first", ({"x": [torch.ones(1)]},), 0)
 
 
 def test_what_a_decider_cannot_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -122,3 +122,29 @@ def test_describing_takes_less_than_half_of_the_reference() -> None:
         "labels": torch.randint(0, 1000, (8, 1024)),
     }
     assert times_reference(lambda: describe_sample(None, (), batch), 50) < 0.5
+
+
+def test_a_featurizer_draws_nothing_of_the_training_s_and_keeps_no_graph() -> None:
+    seen: list[torch.Tensor] = []
+
+    def features(x: torch.Tensor) -> dict[str, float]:
+        seen.append(x * 2)
+        return {"drawn": float(torch.rand(()))}
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = describe_sample(None, (torch.ones(2, requires_grad=True),), {}, features)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first == describe_sample(None, (torch.ones(2),), {}, features)
+    assert not seen[0].requires_grad
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_featurizer_that_writes_into_what_it_is_given_is_refused(nested: bool) -> None:
+    def features(x: torch.Tensor | list[torch.Tensor]) -> dict[str, float]:
+        tensor = x[0] if isinstance(x, list) else x
+        return {"sum": float(tensor.add_(1).sum())}
+
+    x = torch.ones(2)
+    with pytest.raises(TraceError, match="`features` writes into what its module is given"):
+        describe_sample(None, ([x] if nested else x,), {}, features)

@@ -12,6 +12,7 @@ import torch
 from exactness import Twin, footprint_of, needs_pager, small, small_loss, small_samples
 from torch.optim import AdamW
 
+from dynoffload.pilot.online import FIRST
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.runtime.migration.trial import GROWTH, SETTLING, TRIED, WATCHED, Trial
 from dynoffload.runtime.telemetry import StepStats
@@ -105,3 +106,21 @@ def test_a_prediction_that_loses_goes_off_in_a_session(caplog: pytest.LogCapture
     assert sum(prefetched[on + 1 :]) == 0
     assert caplog.text.count("prefetch is off from now") == 1
     twin.assert_same()
+
+
+@needs_pager
+@pytest.mark.timeout(60)
+def test_a_pilot_learned_anew_is_judged_anew() -> None:
+    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    with twin.paged(footprint_of(twin.model) // 3, pilot="auto") as session:
+        forecast = session._forecast
+        trial = forecast._trials["the pilot"] = Trial("the pilot")
+        trial.prefetch, trial.lost = False, True
+        for sample in small_samples(2 * FIRST, seed=1):
+            small_loss(twin.model, sample).backward()
+            twin.optimizer.step()
+            twin.optimizer.zero_grad()
+        forecast.close()  # waits for the learner
+        assert forecast._learner is not None
+        assert forecast._learner.pilot is not None
+        assert forecast._trials.get("the pilot") is not trial

@@ -23,6 +23,8 @@ from dynoffload.profiler.trace import Phase
 
 UNSEEN = -1
 """What `Vocabulary.encode` gives for a call that no block stands for."""
+NO_SHAPES = "()"
+"""The variant of calls without tensors, where others of the module have some."""
 _FORMAT = "dynoffload-vocabulary"
 _VERSION = 1
 _MAX_BLOCKS = 1_000_000
@@ -101,7 +103,7 @@ class Vocabulary:
                 they matter, so a caller may leave it out for paths that are not ``repeated``.
         """
         if path in self.repeated:
-            found = self._indices.get((path, shape_key))
+            found = self._indices.get((path, shape_key or NO_SHAPES))
             if found is not None:
                 return found
         return self._indices.get((path, ""), UNSEEN)

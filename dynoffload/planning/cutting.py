@@ -32,7 +32,7 @@ from itertools import count
 import numpy as np
 
 from dynoffload.errors import PilotError
-from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.planning.blocks import NO_SHAPES, Block, Vocabulary
 from dynoffload.planning.outline import Outline, outline_of
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.program import Program
@@ -73,7 +73,7 @@ class _Module:
             return dict.fromkeys(self.keys, "")
         ranked = sorted(self.keys, key=lambda key: (-self.keys[key], key))
         apart = len(ranked) if len(ranked) <= MAX_VARIANTS else MAX_VARIANTS - 1
-        return {key: key if rank < apart else "" for rank, key in enumerate(ranked)}
+        return {key: (key or NO_SHAPES) if rank < apart else "" for rank, key in enumerate(ranked)}
 
     def decides_nothing(self) -> bool:
         """Return whether all calls of one variant have one outline."""

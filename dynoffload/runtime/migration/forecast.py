@@ -316,6 +316,7 @@ class Forecast:
                 logger.exception("no pilot can be learned from the steps so far")
             else:
                 logger.info("a pilot (%s) was learned from the steps so far", pilot.kind)
+                self._trials.pop("the pilot", None)  # of the one before
 
         self._thread = threading.Thread(target=work, name="dynoffload-learner", daemon=True)
         self._thread.start()
