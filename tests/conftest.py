@@ -1,7 +1,7 @@
 """Which dynoffload the tests meet: the installed one, or this checkout where none is installed.
 
-What it is: the paths, put right before the first test is imported, and the rule that a test marked
-``alone`` never runs beside another. What it is not: a home for fixtures; each test file makes what
+What it is: the paths, put right before the first test is imported, the rule that a test marked
+``alone`` never runs beside another, and what the garbage collector need not look at. What it is not: a home for fixtures; each test file makes what
 it needs.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
@@ -12,6 +12,7 @@ with one link, to the package of this checkout.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -55,6 +56,7 @@ def _use_checkout() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(PLAIN), *([inherited] if inherited else [])])
 
 
+gc.disable()  # until all is imported: nothing of that is garbage
 _leave_root()
 importlib.invalidate_caches()
 if importlib.util.find_spec("dynoffload") is None:
@@ -75,6 +77,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("alone") is not None:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported: many tests collect, and that would take most
+    of their time. What tests make is collected as ever."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> str:
