@@ -1,8 +1,8 @@
 """Which dynoffload the tests meet: the installed one, or this checkout where none is installed.
 
 What it is: the paths, put right before the first test is imported, the rule that a test marked
-``alone`` never runs beside another, and what the garbage collector need not look at. What it is not: a home for fixtures; each test file makes what
-it needs.
+``alone`` never runs beside another, and what the garbage collector need not look at. What it is
+not: a home for fixtures; each test file makes what it needs.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in

@@ -13,7 +13,7 @@ import pytest
 from fuzz_seeds import Seeds, make_seeds
 from fuzzing import Fuzzer, Tally, fuzz
 
-SHARE = 1500
+SHARES = [500, pytest.param(1500, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +21,18 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
     return make_seeds(tmp_path_factory.mktemp("seeds"))
 
 
-def test_mutated_files_work_or_are_refused_in_words(seeds: Seeds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", SHARES)
+def test_mutated_files_work_or_are_refused_in_words(
+    seeds: Seeds, tmp_path: Path, share: int
+) -> None:
     """A fixed share of what `make fuzz` does."""
-    tally = fuzz(seeds, SHARE, seed=1, folder=tmp_path, keep=tmp_path / "kept")
+    tally = fuzz(seeds, share, seed=1, folder=tmp_path, keep=tmp_path / "kept")
     told = "\n".join(f"{row['kind']} {row['case']}: {row['stack']}" for row in tally.failures)
     assert not tally.failures, told
     kinds = {kind for kind, _ in tally.outcomes}
     assert {"pilot document", "pilot arrays", "pilot header", "pilot booster"} <= kinds
     assert {"trace header", "trace footer", "trace pages", "trace columns"} <= kinds
-    assert tally.outcomes.total() == SHARE
+    assert tally.outcomes.total() == share
     for kind in ("pilot document", "trace columns", "trace footer"):
         assert tally.outcomes[kind, "works"]
         assert tally.outcomes[kind, "refused"]

@@ -128,7 +128,7 @@ LOOPS = [
 
 
 @pytest.mark.parametrize(("backend", "where", "number"), LOOPS)
-@pytest.mark.parametrize("count", [12, pytest.param(60, marks=SLOW)])
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=SLOW)])
 def test_a_step_is_made_or_is_not(backend: str, where: str, number: str, count: int) -> None:
     """Wherever the signal comes, the state is that of one whole step, and training goes on."""
     arguments = [backend, where, str(Path(__file__).parent), str(count), number]
@@ -228,7 +228,7 @@ print(step, came)
 
 
 @pytest.mark.parametrize("backend", ["pager", "mapped"])
-@pytest.mark.parametrize(("seed", "attempts"), [(1, 60), pytest.param(2, 600, marks=SLOW)])
+@pytest.mark.parametrize(("seed", "attempts"), [(1, 30), pytest.param(2, 600, marks=SLOW)])
 def test_interrupts_all_along(backend: str, seed: int, attempts: int) -> None:
     """Of fused experts whose updates wait, in forwards and backwards that are then made anew: no
     gradient, no parameter and no hook differs; and no signal is swallowed."""

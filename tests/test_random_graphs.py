@@ -37,10 +37,10 @@ def server(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield started
 
 
-@settings(max_examples=80, **SHORT)
+@settings(max_examples=32, **SHORT)
 @given(LIVES)
 def test_no_graph_changes_a_bit(life: Life) -> None:
-    """Eighty lives."""
+    """Thirty-two lives."""
     compare(life)
 
 
@@ -65,8 +65,8 @@ def assert_disks_failed(ended: Sequence[dict[str, Any]], share: float, kinds: in
 
 
 def test_no_graph_changes_a_bit_by_a_failing_disk(server: Server) -> None:
-    """Twenty more with a failing disk."""
-    ended = live_all(server, settings(max_examples=20, **SHORT, **ONCE))
+    """Twelve more with a failing disk."""
+    ended = live_all(server, settings(max_examples=12, **SHORT, **ONCE))
     assert_disks_failed(ended, 0.7, 3)  # of so few; more at length
     assert any(found["outcome"] == "exact" and found["hits"] for found in ended)
 
