@@ -56,6 +56,8 @@ def _use_checkout() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(PLAIN), *([inherited] if inherited else [])])
 
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile what the others have
+sys.dont_write_bytecode = False
 gc.disable()  # until all is imported: nothing of that is garbage
 _leave_root()
 importlib.invalidate_caches()

@@ -43,8 +43,8 @@ from dynoffload.pilot.features import Example, site_stops
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.profiler.sample import Sample
 
-SAMPLES = 32
-DEPTHS = replace(CASES["depths"], before=40)
+SAMPLES = 24
+DEPTHS = replace(CASES["depths"], before=12)
 
 
 def test_every_network_that_is_dynamic_in_blocks_is_a_case() -> None:

@@ -40,7 +40,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     (folder / "machine.toml").write_text(MACHINE)
     path = folder / "whatif.json"
     (folder / "page.md").write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
-    options: dict[str, Any] = {"preset": "tiny", "tokens": 24, "steps": 3, "tolerance": 0.05}
+    options: dict[str, Any] = {"preset": "tiny", "tokens": 16, "steps": 1, "tolerance": 0.05}
     options["page"] = folder / "page.md"
     return run(path, machine=folder / "machine.toml", **options), folder / "whatif.svg"
 
@@ -116,7 +116,7 @@ def test_only_a_step_s_own_sample_is_read_where_everything_fits(
     asked: tuple[dict[str, Any], Path],
 ) -> None:
     """As all steps were made once before; and a row says one thing in its two columns."""
-    both = 8 * (24 + 1)  # bytes that tokens and targets are views of
+    both = 8 * (16 + 1)  # bytes that tokens and targets are views of
     for tier in asked[0]["tiers"].values():
         for policy in ("planned", "on demand"):
             assert tier["budgets"][0][policy]["bytes_in"] == both

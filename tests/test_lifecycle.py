@@ -461,8 +461,15 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [
+        pytest.param("pager", signal.SIGKILL, marks=needs_pager),
+        pytest.param("mapped", signal.SIGINT),
+        pytest.param("pager", signal.SIGINT, marks=[needs_pager, pytest.mark.slow]),
+        pytest.param("mapped", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_that_is_ended_in_mid_step_leaves_no_file(
     tmp_path: Path, backend: str, how: signal.Signals
 ) -> None:

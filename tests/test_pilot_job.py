@@ -167,7 +167,7 @@ def _command(*arguments: object) -> list[str]:
 
 def test_a_killed_job_goes_on_where_it_was(copy: Path, tmp_path: Path) -> None:
     for path in sorted(copy.iterdir()):  # enough that a kill finds it at work
-        for again in range(5):
+        for again in range(3):
             shutil.copyfile(path, copy / f"{path.stem}-{again}.parquet")
     out = tmp_path / "out.pilot"
     command = _command(copy, "-o", out, "--jobs", 1, "--model", "markov", "--json")
@@ -182,7 +182,7 @@ def test_a_killed_job_goes_on_where_it_was(copy: Path, tmp_path: Path) -> None:
     process.wait()
     assert not out.exists()
     kept = {path.name: path.stat().st_mtime_ns for path in work.glob("*.label")}
-    assert len(kept) < 6 * COUNT
+    assert len(kept) < 4 * COUNT
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["labels_there"] == len(kept)

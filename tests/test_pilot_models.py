@@ -110,7 +110,7 @@ def test_a_model_learns_the_rule_from_codes_to_experts(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["paths", "sequence"])
 def test_a_model_of_whole_samples_learns_part_of_the_rule(kind: str) -> None:
-    vocabulary, examples = routed(320)
+    vocabulary, examples = routed(160)
     _, fresh = routed(60, seed=5)
     pilot = fit_pilot(vocabulary, examples, model=kind)
     scores = score(lambda e: pilot.predict(e.sample).blocks, fresh, vocabulary.blocks, frozenset())

@@ -206,7 +206,7 @@ def _examples(name: str, count: int, **shape: Any) -> tuple[Vocabulary, list[Exa
 
 
 def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it() -> None:
-    vocabulary, examples = _examples("moe", 120, rows=1, length=8)
+    vocabulary, examples = _examples("moe", 80, rows=1, length=8)
     blocks = vocabulary.blocks
     for example in examples[:5]:
         for hint in example.hints:
@@ -214,15 +214,15 @@ def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it() -> None
             layer = int(blocks[hint.blocks[0]].path.split(".")[1])
             assert not any(path.startswith(f"layers.{layer}.moe.experts") for path in before)
             assert any(path.startswith(f"layers.{max(layer - 1, 0)}") for path in before)
-    inside, aside = examples[:90], examples[90:]
+    inside, aside = examples[:60], examples[60:]
     bare = [Example(e.sample, e.blocks, e.source) for e in examples]
     pilot = fit_pilot(vocabulary, inside, model="lightgbm")
-    without = fit_pilot(vocabulary, bare[:90], model="lightgbm")
+    without = fit_pilot(vocabulary, bare[:60], model="lightgbm")
     ahead, at_hand = np.isfinite(placed_hints(pilot, inside)).mean(axis=(0, 1))
     assert 0.4 < ahead < 0.6  # about the second of two layers
     assert at_hand > 0.9
     with_hints = np.mean([one_ahead(pilot, example) for example in aside])
-    alone = np.mean([one_ahead(without, example) for example in bare[90:]])
+    alone = np.mean([one_ahead(without, example) for example in bare[60:]])
     assert with_hints > 0.99 > alone + 0.05
 
 

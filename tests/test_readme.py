@@ -35,7 +35,9 @@ def test_the_ten_lines_run_as_printed(tmp_path: Path) -> None:
     assert files == {"report.html", "report.perfetto.json.gz", "report.runlog.json.gz"}
 
 
-@pytest.mark.parametrize("name", ["train_moe.py", "train_trees.py"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("train_moe.py", marks=pytest.mark.slow), "train_trees.py"]
+)
 def test_an_example_runs_as_its_docstring_says(name: str, tmp_path: Path) -> None:
     """Each command in turn, with fewer steps and tokens where it takes their number."""
     text = (ROOT / "examples" / name).read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def train(name: str, model: nn.Module, optimizer: Optimizer, steps: int = STEPS)
         optimizer.zero_grad()
 
 
+@cache
 def plain(name: str, steps: int = STEPS) -> tuple[Network, list[Recorded], list[Trace]]:
     """Return what moves of a network, and its plain steps."""
     model, optimizer = built(name)
