@@ -53,6 +53,15 @@ each_paged = pytest.mark.parametrize(
 )
 """For what is the session's own, and plain PyTorch does not do."""
 
+each_paged_in_time = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
+        for kind in KINDS
+    ],
+)
+"""The same for tests of many cases."""
+
 guarded = pytest.mark.parametrize("backend", [pytest.param("pager", marks=[needs_pager])])
 """For what only a backend that puts updates off can get wrong."""
 

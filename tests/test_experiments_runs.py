@@ -217,7 +217,7 @@ def test_pilot_benefit(tmp_path: Path) -> None:
         only=("moe_8",),
         size="tiny",
         samples=12,
-        steps=4,
+        steps=2,
         warmup=1,
         per_turn=2,
         share=0.5,
@@ -230,12 +230,12 @@ def test_pilot_benefit(tmp_path: Path) -> None:
     for policy in pilot_benefit.POLICIES:
         numbers = runs[policy]
         assert numbers["losses_equal"] is True
-        assert numbers["steps"] == 4
-        assert numbers["steps_on_demand"] <= 4
+        assert numbers["steps"] == 2
+        assert numbers["steps_on_demand"] <= 2
         assert 0 < numbers["peak_fast_bytes"] <= found["budget_bytes"]
     assert runs["on_demand"]["accuracy"] is None
     assert runs["on_demand"]["prefetched_bytes"] == 0
-    assert runs["on_demand"]["steps_on_demand"] == 4
+    assert runs["on_demand"]["steps_on_demand"] == 2
     assert runs["clairvoyant"]["steps_on_demand"] == 0
     assert 0 <= runs["repeat"]["accuracy"] <= 1
     assert 0 <= runs["pilot"]["accuracy"] <= 1
@@ -247,7 +247,7 @@ def test_pilot_benefit(tmp_path: Path) -> None:
     json.dumps(result, allow_nan=False)
     text = (tmp_path / "benefit.md").read_text()
     assert "top-2 of 64, 8 tokens" in text
-    assert "Of each run 4 steps are measured, after 1:" in text
+    assert "Of each run 2 steps are measured, after 1:" in text
     assert "(benefit.svg)" in text
     assert (tmp_path / "benefit.svg").stat().st_size > 4000
     with pytest.raises(ConfigError, match="moe_64"):

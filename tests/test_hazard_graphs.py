@@ -12,13 +12,13 @@ import gc
 from itertools import pairwise
 
 import torch
-from hazards import Mlp, Side, batch, each_backend, hazard, loss_of
+from hazards import Mlp, Side, batch, each_backend_in_time, hazard, loss_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 
-@each_backend
+@each_backend_in_time
 def test_backward_twice_through_one_graph(backend: str) -> None:
     def program(side: Side) -> None:
         model = Mlp()
@@ -33,7 +33,7 @@ def test_backward_twice_through_one_graph(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_backward_twice_without_keeping_the_graph(backend: str) -> None:
     """The second raises, as in plain PyTorch, and the step goes on with the first."""
 
@@ -51,7 +51,7 @@ def test_backward_twice_without_keeping_the_graph(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_gradient_penalty(backend: str) -> None:
     """The norm of the input's gradient is part of the loss."""
 
@@ -69,7 +69,7 @@ def test_gradient_penalty(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_penalty_on_the_parameters_gradients(backend: str) -> None:
     """``backward(create_graph=True)``: each ``.grad`` has a graph of its own."""
 
@@ -86,7 +86,7 @@ def test_penalty_on_the_parameters_gradients(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_backward_with_create_graph(backend: str) -> None:
     def program(side: Side) -> None:
         model = Mlp(depth=3)
@@ -103,7 +103,7 @@ def test_backward_with_create_graph(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_product_of_hessian_and_vector(backend: str) -> None:
     def program(side: Side) -> None:
         model = Mlp(depth=3)
@@ -120,7 +120,7 @@ def test_product_of_hessian_and_vector(backend: str) -> None:
     hazard(backend, program, aside=False)
 
 
-@each_backend
+@each_backend_in_time
 def test_several_forwards_before_a_backward(backend: str) -> None:
     def program(side: Side) -> None:
         model = Mlp()
@@ -133,7 +133,7 @@ def test_several_forwards_before_a_backward(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_backwards_in_the_order_of_their_forwards(backend: str) -> None:
     """Not the reverse, which plans expect; and a third graph is dropped without one."""
 
@@ -154,7 +154,7 @@ def test_backwards_in_the_order_of_their_forwards(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_gradients_of_some_parameters(backend: str) -> None:
     """``autograd.grad`` runs no accumulation; ``backward(inputs=...)`` for some only."""
 
@@ -174,7 +174,7 @@ def test_gradients_of_some_parameters(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_a_graph_kept_over_steps(backend: str) -> None:
     """Truncated backpropagation through time: a state carries its graph over two steps; only the
     part before the last ``detach`` may be asked for after weights have changed."""
@@ -210,7 +210,7 @@ def test_a_graph_kept_over_steps(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_a_backward_inside_forward(backend: str) -> None:
     """Forces from energies: forward asks autograd for the input's gradient."""
 
@@ -236,7 +236,7 @@ def test_a_backward_inside_forward(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_backend_in_time
 def test_a_model_that_calls_itself(backend: str) -> None:
     """Recursion over the managed root: inner calls are part of the outer sample, the whole of which
     is paged, also in the sample that begins with a change of the network."""

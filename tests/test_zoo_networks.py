@@ -50,7 +50,7 @@ CASES = {
     "tree-cnn": Case(120, 3.5, 2.4, 50, 500, {"max_nodes": 48}, 3e-3),
     "early-lstm": Case(300, 1.5, 1.4, 5, 50, {}, 3e-3),
     "masked": Case(150, 4.5, 3.8, 1, 1, {"min_bytes": 32}),
-    "exits": Case(150, 2.0, 1.0, 2, 2, {"rows": 4}),
+    "exits": Case(200, 2.0, 1.0, 2, 2, {"rows": 4}, 3e-3),
     "skips": Case(150, 2.0, 1.8, 2, 4, {"rows": 4}),
     "depths": Case(120, 4.5, 3.0, 10, 50, {"rows": 2, "length": 64}, 3e-3),
     "slim": Case(150, 2.0, 1.3, 4, 4, {"rows": 8}),
