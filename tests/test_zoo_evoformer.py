@@ -124,7 +124,7 @@ def test_it_learns() -> None:
     model = evoformer.build("tiny", pair_dropout=0.0, alignment_dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for sample in islice(alignments(max_depth=8, max_length=24, max_cycles=2, seed=0), 150):
+    for sample in islice(alignments(max_depth=8, max_length=24, max_cycles=2, seed=0), 100):
         loss = model(sample).loss
         loss.backward()
         optimizer.step()

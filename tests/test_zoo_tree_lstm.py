@@ -31,7 +31,7 @@ def test_it_learns() -> None:
     model = tree_lstm.build("tiny")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses = []
-    for tree in islice(trees(max_nodes=96, seed=0), 100):
+    for tree in islice(trees(max_nodes=48, seed=0), 80):
         loss = model(tree).loss
         loss.backward()
         optimizer.step()
