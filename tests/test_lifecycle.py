@@ -464,10 +464,12 @@ KILLED = """
 @pytest.mark.parametrize(
     ("backend", "how"),
     [
-        pytest.param("pager", signal.SIGKILL, marks=needs_pager),
-        pytest.param("mapped", signal.SIGINT),
-        pytest.param("pager", signal.SIGINT, marks=[needs_pager, pytest.mark.slow]),
-        pytest.param("mapped", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("pager", signal.SIGKILL, marks=needs_pager, id="pager-SIGKILL"),
+        pytest.param("mapped", signal.SIGINT, id="mapped-SIGINT"),
+        pytest.param(
+            "pager", signal.SIGINT, marks=[needs_pager, pytest.mark.slow], id="pager-SIGINT"
+        ),
+        pytest.param("mapped", signal.SIGKILL, marks=pytest.mark.slow, id="mapped-SIGKILL"),
     ],
 )
 def test_a_process_that_is_ended_in_mid_step_leaves_no_file(
