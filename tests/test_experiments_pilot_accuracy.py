@@ -313,7 +313,7 @@ def test_page_and_figure_tell_the_numbers(tmp_path: Path) -> None:
     )
     assert "82.0% ±2.0" in row
     assert "| 50.0% |" in row
-    assert "near the best" in row
+    assert "missed, by any kind" in row
     assert "![Accuracy by network, and over samples](x.svg)" in page
     assert "lightgbm" in page
     assert any("Tree-LSTM" in line and "0 of 1" in line for line in said(result))
