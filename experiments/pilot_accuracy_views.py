@@ -177,8 +177,8 @@ def said(result: Mapping[str, Any]) -> list[str]:
         f"whole order at least {STRUCTURE_WHOLE:.0%}",
         DATA: f"decided by what the network computes: order at least {DATA_START:.0%} at the start "
         f"and {DATA_AHEAD:.0%} one block ahead",
-        "near_best": f"of those that miss: no other kind is better than the chosen one by more than "
-        f"{NEAR_BEST:.0%}, at the start and one ahead",
+        "near_best": "of those that miss: no other kind is better than the chosen one by more "
+        f"than {NEAR_BEST:.0%}, at the start and one ahead",
         "beats_baselines": "better than every baseline, before the first operator, where there is "
         "more than one path",
         "latency": f"the median prediction at most {format_seconds(LATENCY_S)}",
