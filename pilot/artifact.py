@@ -105,7 +105,10 @@ def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
     """
     try:
         if not path.is_file():
-            raise PilotError(f"{path}: there is no such pilot file; train one with 'pilot train'")
+            raise PilotError(
+                f"{path}: there is no such pilot file; train one with 'dynoffload pilot train', or "
+                "let the session learn one: pilot='auto'"
+            )
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_FILE:

@@ -23,7 +23,7 @@ from dynoffload.pilot.baselines import MostFrequent
 from dynoffload.pilot.evaluate import source_folds, varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
 from dynoffload.pilot.models import KINDS, Lesson, PresenceModel
-from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.pilot import Pilot, shown_by
 from dynoffload.pilot.segments import Rule, SegmentModel, learn_segment
 from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot, learn_skeleton, tokens
 from dynoffload.pilot.trials import (
@@ -88,6 +88,7 @@ def fit_pilot(
         "samples": len(examples),
         "sources": len({example.source for example in examples}),
         "seed": seed,
+        "seen": shown_by([example.sample for example in examples]),
     }
     bare = Pilot(
         vocabulary,

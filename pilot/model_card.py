@@ -110,17 +110,20 @@ def _data(result: TrainResult, traces: Path) -> Iterator[str]:
     data = result.data
     yield "## Data"
     yield ""
+    named = "of one source" if data.sources[0] else "that name no source"
     yield (
         f"{data.traces} traces of {len(data.sources)} sources in `{traces}` (SHA-256 of the set "
         f"{data.digest}): {result.train_samples} to learn from, "
         f"{result.evaluation.pilot.samples} of {len(result.evaluation.sources)} other sources to "
         "score on."
         if len(data.sources) > 1
-        else f"{data.traces} traces of one source in `{traces}` (SHA-256 of the set "
+        else f"{data.traces} traces {named} in `{traces}` (SHA-256 of the set "
         f"{data.digest}): the first {result.train_samples} to learn from, the last "
         f"{result.evaluation.pilot.samples} to score on."
     )
     yield ""
+    if data.sources == ("",):
+        return
     shown = ", ".join(f"`{name}`" for name in data.sources[:MOST_SOURCES])
     more = len(data.sources) - MOST_SOURCES
     yield f"Sources: {shown}" + (f" and {more} more." if more > 0 else ".")

@@ -37,6 +37,8 @@ MAX_SLOTS = 1 << 16
 """The most slots of a pilot's skeleton."""
 MAX_ORDER = 1 << 20
 """The most blocks that one prediction lists: of a longer order it gives the beginning."""
+MAX_NAMED = 64
+"""The most names of numbers that a card tells."""
 RULE = "rule"
 """The kind of a pilot whose network has no optional blocks: its skeleton says it all."""
 
@@ -68,7 +70,7 @@ class Pilot:
         threshold: the estimated chance from which an optional block is predicted.
         varying: the blocks whose presence or place varied in training, which scores weigh.
         most_frequent: the one order that fits the training samples best, a baseline for scores.
-        card: how it was made: plain JSON data for people to read; nothing depends on it.
+        card: how it was made: plain JSON data for people to read, and for a warning.
         correction: what was learned of the model's errors; None: nothing is corrected.
         bundles: the number of each optional slot's bundle, ascending from 0: slots that always run
             together are one question to the model.
@@ -174,9 +176,25 @@ class Pilot:
         if fingerprint != self.vocabulary.network:
             raise PilotError(
                 f"this pilot was trained for network {self.vocabulary.network[:12]}, and the one "
-                f"at hand is {fingerprint[:12]}: their modules, parameter names, shapes or dtypes "
-                "differ. Train a pilot on traces of this network, or use pilot='auto'"
+                f"at hand is {fingerprint[:12]}: their classes, modules, parameter names, shapes "
+                "or dtypes differ. Train a pilot on traces of this network, or use pilot='auto'"
             )
+
+    def unlike(self, sample: Sample) -> str:
+        """Return how a sample differs in kind from those that this was trained on; "" if it does
+        not, or that is not known. Not every sample need show all numbers."""
+        known, found = self.card.get("seen"), shown_by([sample])
+        if not isinstance(known, dict) or not isinstance(known.get("values"), list):
+            return ""
+        texts = []
+        if known.get("columns") != found["columns"]:
+            texts.append(f"{known.get('columns')} codes to an element, not {found['columns']}")
+        strange = [name for name in found["values"] if name not in known["values"]]
+        if strange and len(known["values"]) < MAX_NAMED:
+            texts.append(f"numbers without {strange[0]!r}")
+        elif known["values"] and not found["values"]:
+            texts.append(f"numbers, such as {known['values'][0]!r}")
+        return "; ".join(texts)[:1000]
 
     def save(self, path: str | Path) -> None:
         """Write the pilot to one file.
@@ -293,6 +311,17 @@ class Layout:
             {b: number for number, members in enumerate(skeleton.families) for b in members},
             np.array(bundles or range(len(skeleton.optional)), dtype=np.int64),
         )
+
+
+def shown_by(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return what some samples show: how many codes to an element (0: no elements), and the names
+    of their numbers."""
+    shapes = {sample.elements.shape[1:] for sample in samples if len(sample.elements)}
+    columns = max((shape[0] if shape else 1 for shape in shapes), default=0)
+    return {
+        "columns": columns,
+        "values": sorted({n for s in samples for n in s.values})[:MAX_NAMED],
+    }
 
 
 def _load_bundles(document: Any, optional: int) -> tuple[int, ...]:

@@ -8,9 +8,14 @@ for; workers compute with one thread each, so that results do not depend on how 
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from dynoffload.errors import ClientError, ConfigError, PilotError
@@ -19,6 +24,7 @@ CONNECT_SECONDS = 10.0
 """How long a scheduler may take to answer."""
 
 Made = TypeVar("Made")
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -71,8 +77,9 @@ class Workers:
             return
         import joblib
 
+        parent = os.getpid() if self.cluster is None else None
         numbered = (
-            joblib.delayed(_numbered)(task, number, *arguments)
+            joblib.delayed(_numbered)(parent, task, number, *arguments)
             for number, arguments in enumerate(given)
         )
         with _backend(self) as jobs:
@@ -96,8 +103,25 @@ SERIAL = Workers(1)
 """This process alone."""
 
 
-def _numbered(task: Callable[..., Made], number: int, *arguments: Any) -> tuple[int, Made]:
+def _numbered(
+    parent: int | None, task: Callable[..., Made], number: int, *arguments: Any
+) -> tuple[int, Made]:
+    """Carry a task out; a worker of this machine ends when ``parent`` does."""
+    if parent is not None:
+        _end_with(parent)
     return number, task(*arguments)
+
+
+@cache
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with its parent, where the kernel is Linux: one that is
+    killed tells its workers nothing, and they would wait for it."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _said: set[tuple[str, str]] = set()  # deciders and complaints, since deciders were last looked up
 
+_SLACK = 1e-3  # of a chance that was computed
 MAX_HINTED = 4096
 """The most blocks that one decider decides about."""
 
@@ -114,6 +115,8 @@ def _told_by(decider: Decider, args: Sequence[Any]) -> tuple[float, ...] | None:
         if values is None:
             return None
         flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
+        if not ((flat >= -_SLACK) & (flat <= 1 + _SLACK)).all():
+            _say_once(decider.path, "range", "values that are no chances, 0 to 1; they are cut off")
         told = tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
     except Exception as error:
         _say_once(decider.path, type(error).__name__, str(error))

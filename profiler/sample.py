@@ -92,7 +92,11 @@ def describe_sample(
         maker = f"{type(module).__name__}.sample_features"
     if callable(features):
         with advising(maker, (args, kwargs)):
-            return _checked(features(*args, **kwargs), maker)
+            try:
+                return _checked(features(*args, **kwargs), maker)
+            except Exception as error:
+                error.add_note(f"It was raised in {maker}.")
+                raise
     walk = _Walk()
     for position, argument in enumerate(args):
         walk.visit(f"arg{position}", argument, MAX_DEPTH)

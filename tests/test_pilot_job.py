@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -190,6 +191,29 @@ def test_a_killed_job_goes_on_where_it_was(copy: Path, tmp_path: Path) -> None:
     fresh = train_pilot(copy, model="markov", progress=False)
     fresh.pilot.save(tmp_path / "fresh")
     assert out.read_bytes() == (tmp_path / "fresh").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_a_job_that_is_killed(
+    copy: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    for path in sorted(copy.iterdir()):
+        for again in range(3):
+            shutil.copyfile(path, copy / f"{path.stem}-{again}.parquet")
+    command = _command(copy, "-o", tmp_path / "out.pilot", "--jobs", 2, "--model", "markov")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list((tmp_path / "out.pilot.labels").glob("*.label"))) < 12:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    process.send_signal(how)
+    process.wait()
+    left = psutil.wait_procs(children, timeout=30)[1]
+    assert not left, left
 
 
 def test_the_bar_says_how_many_labels_were_there(copy: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from dynoffload.cli.app import EPILOG, app, say_wrote, stdout
+from dynoffload.errors import PilotError
 from dynoffload.units import format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def train(
     ] = ModelChoice.AUTO,
     budget: Annotated[
         str | None,
-        typer.Option(help="Cut blocks that fit in this much fast memory, e.g. 8GiB."),
+        typer.Option(
+            help="Cut blocks that fit in this much fast memory, e.g. 8GiB, and plan each step."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same pilot.")] = 0,
     jobs: Jobs = None,
@@ -132,9 +135,15 @@ def train(
         "labels_there": result.data.labels_there,
         "seconds": result.seconds,
     }
-    _show(
-        f"Pilot trained on {traces}, scored on sources held out", facts, result.evaluation, as_json
-    )
+    held = "sources held out" if len(result.data.sources) > 1 else "the last steps"
+    _show(f"Pilot trained on {traces}, scored on {held}", facts, result.evaluation, as_json)
+    too_large = sum(plan.moved_in is None for plan in result.data.plans)
+    if too_large and not as_json:
+        stdout().print(
+            f"{too_large} of {len(result.data.plans)} steps do not fit in {budget}: the card says "
+            "what they need",
+            highlight=False,
+        )
     say_wrote(out, card)
 
 
@@ -158,7 +167,10 @@ def evaluate(
     from dynoffload.pilot.workers import Workers
 
     loaded = Pilot.load(pilot)
-    evaluation = evaluate_pilot(loaded, traces, workers=Workers(jobs))
+    try:
+        evaluation = evaluate_pilot(loaded, traces, workers=Workers(jobs))
+    except PilotError as error:
+        raise PilotError(f"{pilot} and {traces}: {error}") from error
     _show(f"{pilot.name} on {traces}", {"model": loaded.kind}, evaluation, as_json)
 
 

@@ -179,6 +179,7 @@ class Forecast:
         predictor = self._learner if self._learner is not None else self._predictor
         if predictor is not None:
             self._sample = describe_sample(self._model, args, kwargs, self._features)
+            self._compare(self._sample)
             prediction = predictor.predict(self._sample)
             if prediction is not None:
                 blocks = list(prediction.blocks)
@@ -197,6 +198,18 @@ class Forecast:
         if following is not None and self.source == "the pilot":
             self._chosen = self._worth.begin(self.predicted, confidence)
         return self._units_of(self._chosen)
+
+    def _compare(self, sample: Sample) -> None:
+        """At the first sample, say so if it is not of the kind that the pilot was trained on."""
+        if self._begun or self._learner is None or self._learner.pilot is None:
+            return
+        unlike = self._learner.pilot.unlike(sample)
+        if unlike:
+            logger.warning(
+                "the pilot was trained on samples that show something else (%s): give offload() "
+                "the featurizer that its traces were made with, config={'features': ...}",
+                unlike,
+            )
 
     def _may_steer(self) -> bool:
         if self._learner is None:

@@ -28,6 +28,8 @@ VAIN = 3.0
 """What a byte fetched in vain costs, in bytes fetched in time."""
 CERTAIN = 0.97
 """The chance from which a block is fetched at a site that is off."""
+BETTER = 1.5
+"""How many times more than that what is used must be for a site to be turned on again."""
 MEMORY = 0.95
 """Weight of the steps before when another is seen."""
 SHOWN = 4.0
@@ -95,7 +97,7 @@ class Worth:
             self._judge(name, site)
 
     def _judge(self, name: str, site: _Site) -> None:
-        pays = site.used >= VAIN * site.vain
+        pays = site.used >= (VAIN if site.on else VAIN * BETTER) * site.vain
         if pays is site.on or site.steps < SHOWN:
             return
         site.on = pays
