@@ -16,11 +16,13 @@ was ended goes on from there.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -33,6 +35,7 @@ from dynoffload.experiments.pilot_accuracy_run import LEAST, Task
 from dynoffload.experiments.pilot_cases import CASES, Case, cases_named
 from dynoffload.experiments.pilot_verdicts import summary, verdicts
 from dynoffload.experiments.workers import WorkerError
+from dynoffload.pilot.labels import makers_version
 from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.progress import Report, progress_bar
 
@@ -97,8 +100,8 @@ def run(
         kinds: of pilots.
         transfer: whether each network is foretold by what the others taught, too.
         jobs: processes at a time, each of one thread.
-        keep: a directory in which each part's numbers stay, and the recordings; parts that are
-            there already are not run again.
+        keep: a directory in which each part's numbers stay, and the recordings; parts that this
+            code has left there are not run again.
         page: a Markdown file to write.
 
     Raises:
@@ -162,11 +165,24 @@ class _Part:
             "case": asdict(case),
             "kinds": list(self.task.kinds),
             "others": sorted(self.task.others),
+            "code": _code(),
         }
 
 
+@cache
+def _code() -> str:
+    """Return a digest of the code that traces, labels and pilots are made by."""
+    from dynoffload import pilot
+
+    digest = hashlib.sha256(makers_version().encode())
+    for folder in pilot.__path__:
+        for file in sorted(Path(folder).glob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def _task(folder: Path, case: Case, seed: int, samples: int, kinds: Sequence[str]) -> Task:
-    recording = folder / f"{case.key}-{samples}-{seed}.recording"
+    recording = folder / f"{case.key}-{samples}-{seed}-{makers_version()[:12]}.recording"
     return Task(case.key, seed, samples, str(recording.resolve()), kinds)
 
 
@@ -201,7 +217,7 @@ def _kept(part: _Part, folder: Path) -> dict[str, Any]:
     """Return what a part found: now, or in a run before.
 
     Raises:
-        ConfigError: it was run with other settings.
+        ConfigError: it was run with other settings, or by other code.
         WorkerError: it failed.
     """
     path = folder / part.file
@@ -209,8 +225,8 @@ def _kept(part: _Part, folder: Path) -> dict[str, Any]:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["settings"] != json.loads(json.dumps(part.settings)):
             raise ConfigError(
-                f"{path} is of a run with other settings ({kept['settings']}): name another "
-                "directory for --keep, or remove the file"
+                f"{path} is of a run with other settings, or by other code ({kept['settings']}): "
+                "name another directory for --keep, or remove the file"
             )
         answer: dict[str, Any] = kept["found"]
         return answer

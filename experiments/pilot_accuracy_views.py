@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynoffload.experiments.pilot_cases import DATA, STRUCTURE
+from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
 from dynoffload.experiments.pilot_scores import BASELINES
 from dynoffload.experiments.pilot_verdicts import (
     ARTIFACT_BYTES,
@@ -20,6 +20,7 @@ from dynoffload.experiments.pilot_verdicts import (
     STRUCTURE_ORDER,
     STRUCTURE_WHOLE,
 )
+from dynoffload.pilot.models import KINDS
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -198,6 +199,17 @@ def said(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _parts(result: Mapping[str, Any]) -> str:
+    """Return the options by which a part of all was run."""
+    cases = result["cases"]
+    tried = {
+        kind for case in cases.values() for one in case["seeds"].values() for kind in one["kinds"]
+    }
+    kinds = [kind for kind in KINDS if kind in tried]
+    only = "" if set(cases) == set(CASES) else f" --only {','.join(cases)}"
+    return only + (f" --kinds {','.join(kinds)}" if kinds and len(kinds) < len(KINDS) else "")
+
+
 def page_of(result: Mapping[str, Any], figure: str) -> str:
     """Return the page as Markdown; ``figure`` is where the figure lies, seen from it, or ""."""
     tables = []
@@ -211,8 +223,8 @@ def page_of(result: Mapping[str, Any], figure: str) -> str:
     drawn = f"\n![Accuracy by network, and over samples]({figure})\n" if figure else ""
     return f"""# How well pilots foretell block orders
 
-    dynoffload experiment pilot-accuracy --seeds {result["seeds"]} --samples {result["samples"]} \
---json PATH --page PATH.md
+    dynoffload experiment pilot-accuracy --seeds {result["seeds"]} --samples {result["samples"]}\
+{_parts(result)} --json PATH --page PATH.md
 
 wrote this page.
 

@@ -127,7 +127,7 @@ def run(
     if page is not None:
         make_room(page, "--page")
     told = {"size": size, "samples": samples, "model": model, "steps": steps, "warmup": warmup}
-    result: dict[str, Any] = {**told, "cases": {}}
+    result: dict[str, Any] = {**told, "only": list(only), "cases": {}}
     with progress_bar(True) as report:
         for case, least, threads in (known[name] for name in only or known):
             part = max(share, least)

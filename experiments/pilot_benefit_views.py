@@ -137,6 +137,8 @@ def write_page(result: Mapping[str, Any], page: Path, json_path: Path | None) ->
     steps, warmup = result["steps"], result["warmup"]
     named = ("samples", "steps", "warmup", "size", "model")
     options = " ".join(f"--{name} {result[name]}" for name in named)
+    if result.get("only"):
+        options += f" --only {','.join(result['only'])}"
     page.write_text(
         f"""# What a prediction is worth
 

@@ -248,6 +248,7 @@ def test_pilot_benefit(tmp_path: Path) -> None:
     text = (tmp_path / "benefit.md").read_text()
     assert "top-2 of 64, 8 tokens" in text
     assert "Of each run 2 steps are measured, after 1:" in text
+    assert "--steps 2 --warmup 1 --size tiny --model lightgbm --only moe_8 --json PATH" in text
     assert "(benefit.svg)" in text
     assert (tmp_path / "benefit.svg").stat().st_size > 4000
     with pytest.raises(ConfigError, match="moe_64"):
