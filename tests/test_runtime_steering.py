@@ -410,6 +410,22 @@ def test_a_site_that_loses_is_off_and_comes_back(caplog: pytest.LogCaptureFixtur
     assert "they are fetched ahead again" in caplog.text
 
 
+def test_a_site_on_the_edge_does_not_go_off_and_on() -> None:
+    worth = Worth(_vocabulary(8))
+    order, chances = [0, 1, 2, 3, 4], _chances(1.0, 0.9, 0.9, 0.9, 0.9)
+    for _ in range(int(SHOWN) + 2):
+        worth.begin(order, chances)
+        worth.end([0, 5])
+    for _ in range(200):
+        worth.begin(order, chances)
+        worth.end([0, 1, 2, 3])  # three in time for one in vain: no more than it costs
+        assert worth.off
+    for _ in range(20):
+        worth.begin(order, chances)
+        worth.end(order)
+    assert not worth.off
+
+
 @needs_pager
 def test_deciders_that_cannot_be_had_stop_nothing(
     profiled: tuple[int, Pilot], caplog: pytest.LogCaptureFixture
