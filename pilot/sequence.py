@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import expit
 
 from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.features import MAX_SITES, Floats, Scaler
@@ -90,6 +89,8 @@ class SiteSequence:
 
     def __post_init__(self) -> None:
         """Encode the sites, once: a prediction passes dozens of them."""
+        import scipy.special  # noqa: F401 - as the pilot is made, and not in its first prediction
+
         w = self.weights
         vectors = self.described @ w["block_weight"] + w["own"]
         odds = self.described @ w["odds_weight"] + w["odds"]
@@ -121,6 +122,8 @@ class SiteSequence:
             state: what `start` returned for the sample.
             ran: whether each of the first blocks ran.
         """
+        from scipy.special import expit
+
         chances = np.empty(len(self.described), dtype=np.float32)
         known, width = len(ran), len(state)
         w = self.weights

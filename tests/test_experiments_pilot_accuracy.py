@@ -284,7 +284,12 @@ def test_a_case_that_misses_is_near_the_best_or_not() -> None:
 
 def _result(*seeds: dict[str, Any]) -> dict[str, Any]:
     cases = {
-        key: {"title": CASES[key].title, "origin": CASES[key].origin, "summary": summary(o, seeds)}
+        key: {
+            "title": CASES[key].title,
+            "origin": CASES[key].origin,
+            "seeds": {str(seed): found for seed, found in enumerate(seeds)},
+            "summary": summary(o, seeds),
+        }
         for key, o in (("moe_64", DATA), ("tree", STRUCTURE))
     }
     names = ("transferred", "own", "own_sequence", "last_order", "most_frequent")
