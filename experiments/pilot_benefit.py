@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dynoffload.errors import ConfigError
@@ -274,6 +275,7 @@ def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
     steps = ran.measured
     return {
         "step_s": median_seconds(steps),
+        "each_step_s": [step.seconds for step in steps],
         "stall_s": median_stat(steps, "stall_s"),
         "stall_total_s": sum(step.stats["stall_s"] for step in steps),
         "stalls": median_stat(steps, "stalls"),
@@ -307,6 +309,14 @@ def _ratios(found: dict[str, Any]) -> dict[str, float | None]:
         "stall_over_recorded": waits("recorded"),
         "stall_over_repeat": waits("repeat"),
         "step_over_on_demand": pilot["step_s"] / runs["on_demand"]["step_s"],
-        "step_over_clairvoyant": pilot["step_s"] / runs["clairvoyant"]["step_s"],
+        "step_over_clairvoyant": _paired(pilot, runs["clairvoyant"]),
+        "medians_over_clairvoyant": pilot["step_s"] / runs["clairvoyant"]["step_s"],
         "wasted": pilot["wasted_bytes"] / fetched if fetched else None,
     }
+
+
+def _paired(run: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return how much longer the steps of one run took, each over the other's on the same sample:
+    the median, which samples of many sizes leave alone."""
+    pairs = zip(run["each_step_s"], other["each_step_s"], strict=True)
+    return float(median(own / others for own, others in pairs))

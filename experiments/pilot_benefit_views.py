@@ -38,6 +38,7 @@ _HEADS = (
 _ASKED_HEADS = (
     "network",
     *(title for _, title in ASKED.values()),
+    "median step, over the clairvoyant's",
     "step, over on demand",
     "clairvoyant's waiting, over on demand",
     "largest update, over the budget",
@@ -101,7 +102,8 @@ def _asked(result: Mapping[str, Any]) -> list[list[str]]:
             for key, (most, _) in ASKED.items()
         ]
         best = ratios["clairvoyant_stall_over_on_demand"]
-        known = [f"{ratios['step_over_on_demand']:.2f}", "–" if best is None else f"{best:.2f}"]
+        steps = (ratios["medians_over_clairvoyant"], ratios["step_over_on_demand"])
+        known = [*(f"{ratio:.2f}" for ratio in steps), "–" if best is None else f"{best:.2f}"]
         known.append(f"{case['largest_update_bytes'] / case['budget_bytes']:.2f}")
         rows.append([case["title"], *cells, *known])
     return rows
@@ -164,6 +166,8 @@ bit with plain PyTorch's.
 - *largest update*: the weights, gradients and two moments of one module, which its update uses at
   once. While it is made, no more than the rest of the budget can be fetched ahead, whoever
   foretells what comes.
+- *step, over the clairvoyant's*: each step over the clairvoyant's on the same sample, the median;
+  beside it the ratio of the two medians, which steps of many sizes make uncertain.
 - Of each run {steps} steps are measured, after {warmup}: a session that waits long soon tries
   whether prefetch pays, with some steps on demand. *on demand*, of a run that fetches ahead: how
   many of the measured steps fetched nothing ahead, in such a trial or after one that prefetch lost.
