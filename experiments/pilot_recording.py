@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynoffload.experiments.pilot_cases import Case
-from dynoffload.pilot.evaluate import split_by_source
 from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.sources import split_by_source
 from dynoffload.pilot.train import HOLDOUT, encode_example, load_programs
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary

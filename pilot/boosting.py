@@ -22,9 +22,9 @@ import numpy.typing as npt
 from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.association import ORDERS, Association, learn_association
 from dynoffload.pilot.booster_text import check_booster_text
-from dynoffload.pilot.evaluate import source_folds
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
 from dynoffload.pilot.mlp import load_book
+from dynoffload.pilot.sources import source_folds
 from dynoffload.profiler.sample import Sample
 
 if TYPE_CHECKING:

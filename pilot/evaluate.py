@@ -1,7 +1,7 @@
 """Scores of predicted block orders.
 
 What it is: block-order accuracy and its companions for one order, and `score` for many. What it is
-not: a choice of what to hold out; `split_by_source` offers the honest one, whole sources.
+not: a choice of what to hold out; `dynoffload.pilot.sources` offers the honest one, whole sources.
 
 Block-order accuracy of one sample is 1 - Levenshtein(predicted, true) / max(length), over the
 training vocabulary; a block unknown to it (-1) is always wrong.
@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from dynoffload.pilot.distance import edit_distance, weighted_edit_distance
 from dynoffload.pilot.features import Example, site_name
@@ -163,36 +162,6 @@ def score(
     return Scores(len(examples), *means)
 
 
-def split_by_source(sources: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return the indices to learn from and those held out: whole sources, about ``share`` of all.
-
-    With one source only, the last samples are held out: the nearest there is to unseen ones.
-
-    Raises:
-        ValueError: if there are fewer than two samples.
-    """
-    if len(sources) < 2:
-        raise ValueError("a split needs at least two samples")
-    names = sorted(set(sources))
-    wanted = max(1, round(share * len(sources)))
-    if len(names) == 1:
-        cut = min(max(len(sources) - wanted, 1), len(sources) - 1)
-        return list(range(cut)), list(range(cut, len(sources)))
-    sizes = Counter(sources)
-    shuffled = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
-    held: set[str] = set()
-    count = 0
-    for name in shuffled[:-1]:
-        if count >= wanted:
-            break
-        if held and count + sizes[name] - wanted > wanted - count:
-            continue
-        held.add(name)
-        count += sizes[name]
-    inside = [i for i, name in enumerate(sources) if name not in held]
-    return inside, [i for i, name in enumerate(sources) if name in held]
-
-
 def one_ahead(pilot: Pilot, example: Example) -> float:
     """Return the share of a step's blocks that were foretold when the block before them ran."""
     step = pilot.follow(example.sample)
@@ -209,24 +178,3 @@ def one_ahead(pilot: Pilot, example: Example) -> float:
         step.tell(block)
         expected = expected[1:] if expected[:1] == [block] else step.rest()
     return right / max(len(example.blocks), 1)
-
-
-def source_folds(sources: Sequence[str], folds: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the number of the part each sample belongs to: whole sources, parts of like size.
-
-    With fewer sources than parts, samples that follow one another make a part; there are never
-    more parts than samples.
-    """
-    folds = min(folds, len(sources))
-    sizes = Counter(sources)
-    if len(sizes) < folds:
-        return np.arange(len(sources)) * folds // max(len(sources), 1)
-    names = sorted(sizes)
-    shuffled = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
-    filled = [0] * folds
-    home: dict[str, int] = {}
-    for name in sorted(shuffled, key=lambda name: -sizes[name]):
-        smallest = filled.index(min(filled))
-        home[name] = smallest
-        filled[smallest] += sizes[name]
-    return np.array([home[source] for source in sources], dtype=np.int64)

@@ -20,12 +20,13 @@ import numpy.typing as npt
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.baselines import MostFrequent
-from dynoffload.pilot.evaluate import source_folds, varying_blocks
+from dynoffload.pilot.evaluate import varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
 from dynoffload.pilot.models import KINDS, Lesson, PresenceModel
 from dynoffload.pilot.pilot import Pilot, shown_by
 from dynoffload.pilot.segments import Rule, SegmentModel, learn_segment
 from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot, learn_skeleton, tokens
+from dynoffload.pilot.sources import source_folds
 from dynoffload.pilot.trials import (
     LeftOut,
     Taught,

@@ -19,7 +19,7 @@ import numpy as np
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.baselines import LastOrder
-from dynoffload.pilot.evaluate import Scores, one_ahead, score, split_by_source
+from dynoffload.pilot.evaluate import Scores, one_ahead, score
 from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.fit import AUTO, fit_pilot
 from dynoffload.pilot.labelling import Labelled, label_traces, trace_files
@@ -27,6 +27,7 @@ from dynoffload.pilot.labels import Label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.pilot.sources import split_by_source
 from dynoffload.pilot.workers import SERIAL, Workers, one_thread
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary

@@ -16,10 +16,10 @@ from dynoffload.pilot.evaluate import (
     byte_weighted_accuracy,
     score,
     site_f1,
-    split_by_source,
     varying_blocks,
 )
 from dynoffload.pilot.features import Example
+from dynoffload.pilot.sources import split_by_source
 from dynoffload.profiler.sample import Sample
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))

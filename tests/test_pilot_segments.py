@@ -95,35 +95,32 @@ def test_pairs_of_codes_that_never_met_follow_from_each() -> None:
             assert model.predict(sample) == [5 * kind + arity], (kind, arity)
 
 
-def test_pairs_of_codes_without_a_block_are_the_module_s_block_for_any_shape() -> None:
-    every = [(kind, arity) for kind in range(4) for arity in range(5)]
-    met = [pair for pair in every if sum(pair) % 3]
-    names = [(f"cells.{kind}", f"{arity}x8") for kind, arity in met]
+def _check_cells(own: list[tuple[int, int]], met: list[tuple[int, int]], arities: int) -> None:
+    """Check that a rule learned from the pairs of kind and arity in ``met`` foretells every pair:
+    the block of those that have their ``own``, else the one of the cell for any shape."""
+    every = [(kind, arity) for kind in range(4) for arity in range(arities)]
+    names = [(f"cells.{kind}", f"{arity}x8") for kind, arity in own]
     known = vocabulary([*names, *((f"cells.{kind}", "") for kind in range(4))])
+    right = {pair: known.index_of(f"cells.{pair[0]}", f"{pair[1]}x8") for pair in every}
+    assert all((known.blocks[right[pair]].variant == "") == (pair not in own) for pair in every)
     samples = [Sample({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
-    runs = [(known.index_of(f"cells.{kind}", f"{arity}x8"),) * 3 for kind, arity in met * 2]
-    model = learn_segment(samples, runs, known.blocks)
+    model = learn_segment(samples, [(right[pair],) * 3 for pair in met * 2], known.blocks)
     for kind, arity in every:
-        right = known.index_of(f"cells.{kind}", f"{arity}x8")
-        assert (known.blocks[right].variant == "") == ((kind, arity) not in met)
-        assert model.predict(Sample({}, np.array([[arity, kind, 1]]))) == [right], (kind, arity)
+        wanted = Sample({}, np.array([[arity, kind, 1]]))
+        assert model.predict(wanted) == [right[kind, arity]], (kind, arity)
+
+
+def test_pairs_of_codes_without_a_block_are_the_module_s_block_for_any_shape() -> None:
+    met = [(kind, arity) for kind in range(4) for arity in range(5) if (kind + arity) % 3]
+    _check_cells(own=met, met=met, arities=5)
 
 
 def test_shapes_that_share_a_block_say_nothing_against_those_that_have_their_own() -> None:
     """Of many arities the rare ones share a block, others in each cell."""
     every = [(kind, arity) for kind in range(4) for arity in range(20)]
-    shared = {(kind, arity) for kind, arity in every if (3 * kind + arity) % 5 == 0}
+    own = [(kind, arity) for kind, arity in every if (3 * kind + arity) % 5]
     met = [(kind, arity) for kind, arity in every if (kind + arity) % 4]
-    names = [
-        (f"cells.{kind}", f"{arity}x8") for kind, arity in every if (kind, arity) not in shared
-    ]
-    known = vocabulary([*names, *((f"cells.{kind}", "") for kind in range(4))])
-    samples = [Sample({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
-    runs = [(known.index_of(f"cells.{kind}", f"{arity}x8"),) * 3 for kind, arity in met * 2]
-    model = learn_segment(samples, runs, known.blocks)
-    for kind, arity in every:
-        right = known.index_of(f"cells.{kind}", f"{arity}x8")
-        assert model.predict(Sample({}, np.array([[arity, kind, 1]]))) == [right], (kind, arity)
+    _check_cells(own=own, met=met, arities=20)
 
 
 @given(st.integers(0, 50))
