@@ -6,6 +6,7 @@ with its reason, only where the system refuses it.
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import textwrap
@@ -63,6 +64,11 @@ def opened(kind: str, capacity: int, page: int, spill_dir: Path) -> Iterator[Dev
 def view(device: Device, region: int) -> torch.Tensor:
     """Return a region's bytes as a tensor."""
     return torch.empty(0, dtype=torch.uint8).set_(device.storage(region))
+
+
+def byte_at(address: int) -> torch.Tensor:
+    """Return the byte at an address, which is not looked at."""
+    return torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8)
 
 
 def pattern(length: int, seed: int) -> torch.Tensor:

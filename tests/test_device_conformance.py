@@ -15,6 +15,7 @@ import torch
 from devices import (
     KINDS,
     SMALL,
+    byte_at,
     each_device,
     eventually,
     filled,
@@ -30,7 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynoffload.errors import BudgetError, SpillError
-from dynoffload.memory import account
+from dynoffload.memory import tally
 from dynoffload.memory.device import Device, EventKind
 from dynoffload.planning import Action, Kind, LookAhead, OnDemand, Use
 from dynoffload.units import MiB
@@ -96,12 +97,17 @@ def test_storages_keep_their_address_and_their_views(device: Device, page: int) 
         assert device.storage(first).data_ptr() == address == whole.data_ptr()
         assert torch.equal(part, kept)
         part.add_(0)
-    assert device.owner(address) == device.owner(address + 6 * page - 1) == first
-    assert device.owner(device.storage(second).data_ptr()) == second
-    assert device.owner(address - 1) != first
-    assert device.owner(torch.zeros(1).data_ptr()) == -1
+    assert device.owner(storage) == device.owner(whole[6 * page - 1 :]) == first
+    assert device.owner(device.storage(second)) == second
+    assert device.owner(byte_at(address - 1)) != first
+    assert device.owner(torch.zeros(1)) == -1
+    assert device.owners(whole) == device.owners(part) == [first]
+    assert device.owners(torch.zeros(1)) == []
+    assert device.begins(whole, first)
+    assert not device.begins(part, first)
+    assert not device.begins(whole, second)
     device.release(first)
-    assert device.owner(address) == -1
+    assert device.owner(byte_at(address)) == -1
 
 
 @each_device()
@@ -376,7 +382,7 @@ def test_events_past_what_is_kept_are_counted(
     device: Device, kind: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 65536 if kind == "pager" else 200
-    monkeypatch.setattr(account, "_EVENTS", most)
+    monkeypatch.setattr(tally, "_EVENTS", most)
     regions = [device.allocate(page) for _ in range(16)]
     filled(device, regions)
     assert device.events()

@@ -74,7 +74,7 @@ def test_converted_between_steps(backend: str, change: str) -> None:
                     fused = fused_of(session)
                     assert fused.keys() == {"experts.up", "experts.down"}
                     for one in fused.values():
-                        owner = session._paging.device.owner(one.parameter.data_ptr())
+                        owner = session._paging.device.owner(one.parameter)
                         assert owner == one.row[0]
                         assert not one.retired
 

@@ -165,5 +165,5 @@ def test_other_models_keep_theirs() -> None:
         paging = session._paging
         assert paging is not None
         table: Any = other.table
-        assert paging.device.owner(table.data_ptr()) < 0
+        assert paging.device.owner(table) < 0
     assert_ordinary(model, optimizer)

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from dynoffload.memory.device import Cause, Counters, Event, EventKind
+from dynoffload.memory.device import Cause, Counters, EventKind
 from dynoffload.memory.following import Following
-
-_EVENTS = 65536  # kept between two calls of `MappedFile.events`; those beyond are counted
+from dynoffload.memory.tally import Tally
 
 
 class State(Enum):
@@ -88,8 +87,12 @@ class Holding:
         return self.state is State.ABSENT and not self.queued
 
 
-class Account:
+class Account(Tally):
     """Counts the pages of a pool.
+
+    Args:
+        pool: pages there are.
+        record: keep events.
 
     Attributes:
         mutex: held by whoever reads or changes anything here.
@@ -107,6 +110,7 @@ class Account:
     """
 
     def __init__(self, pool: int, record: bool) -> None:
+        super().__init__(record)
         self.mutex = threading.RLock()
         self.work, self.done = threading.Condition(self.mutex), threading.Condition(self.mutex)
         self.holdings: dict[int, Holding] = {}
@@ -116,13 +120,6 @@ class Account:
         self.used = self.writing = self.reserve = self.peak = 0
         self.error: tuple[int, str] | None = None
         self.write_error: tuple[int, str] | None = None
-        self.bytes_in = self.bytes_out = 0
-        self.prefetched_bytes = self.used_bytes = self.wasted_bytes = 0
-        self.faults = self.stalls = 0
-        self.stall_s = 0.0
-        self._record = record
-        self._events: list[Event] = []
-        self._events_lost = 0
         self._clock = 0
         self._waiting = 0  # regions that somebody waits for, now
         self._waiting_since = 0.0
@@ -223,39 +220,10 @@ class Account:
         self._waiting -= 1
         if self._waiting == 0:
             self.stall_s += time.perf_counter() - self._waiting_since
-        self.note(EventKind.STALL, Cause.FAULT, h, h.waited_since, h.nbytes)
+        self.note(EventKind.STALL, Cause.FAULT, h.region, h.waited_since, h.nbytes)
         h.waited_since = None
-
-    # What has happened
-
-    def note(self, kind: EventKind, cause: Cause, h: Holding, start: float, nbytes: int) -> None:
-        """Keep an event that ends now."""
-        if not self._record:
-            return
-        if len(self._events) == _EVENTS:
-            self._events_lost += 1
-            return
-        end = time.perf_counter()
-        self._events.append(Event(start, end, nbytes, h.region, kind, cause))
-
-    def take_events(self) -> list[Event]:
-        """Return and forget the events."""
-        events, self._events = self._events, []
-        return events
 
     def take_counters(self, page_bytes: int) -> Counters:
         """Return the totals; the peak begins anew."""
         peak, self.peak = self.peak, self.used
-        return Counters(
-            bytes_in=self.bytes_in,
-            bytes_out=self.bytes_out,
-            prefetched_bytes=self.prefetched_bytes,
-            used_bytes=self.used_bytes,
-            wasted_bytes=self.wasted_bytes,
-            faults=self.faults,
-            stalls=self.stalls,
-            stall_s=self.stall_s,
-            resident_bytes=self.used * page_bytes,
-            peak_bytes=peak * page_bytes,
-            events_lost=self._events_lost,
-        )
+        return self.counters(self.used * page_bytes, peak * page_bytes)

@@ -133,8 +133,15 @@ class Device(Protocol):
     def storage(self, region: int) -> torch.UntypedStorage:
         """Return the storage whose bytes are the region's; the same address for life."""
 
-    def owner(self, address: int) -> int:
-        """Return the region that holds ``address``, or -1."""
+    def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
+        """Return the region that has the first byte of a tensor or storage, or -1."""
+
+    def owners(self, tensor: torch.Tensor) -> list[int]:
+        """Return the regions that have bytes between the first and the last of ``tensor``,
+        ascending."""
+
+    def begins(self, tensor: torch.Tensor, region: int) -> bool:
+        """Return whether the first byte of ``tensor`` is the first of ``region``."""
 
     def size(self, region: int) -> int:
         """Return the fast memory that ``region`` takes while resident; 0 if it does not exist."""

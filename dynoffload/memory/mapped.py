@@ -18,9 +18,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
-
-import torch
 
 from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory.account import Account, Holding, State
@@ -32,12 +29,13 @@ from dynoffload.memory.places import Place, Places, arena_pages
 from dynoffload.memory.spill import UNREAD, UNWRITTEN, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.transfers import Transfers
+from dynoffload.memory.unguarded import Unguarded
 from dynoffload.planning.schedule import Schedule, Use
 
 _GRACE_S = 60.0  # how long to wait for somebody to unpin
 
 
-class MappedFile(Places):
+class MappedFile(Unguarded, Places):
     """A `Device` whose absent memory is the file itself (Linux).
 
     Args:
@@ -56,7 +54,6 @@ class MappedFile(Places):
     """
 
     name = "mapped"
-    guarded = False
 
     def __init__(
         self,
@@ -241,42 +238,6 @@ class MappedFile(Places):
             told = self._transfers.unreadable(h, number)
             raise spill_failure(number, f"{told}; {UNREAD}") from error
 
-    def lock(self, regions: Sequence[int]) -> None:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
-    def unlock(self, regions: Sequence[int]) -> None:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
-    def handed(self, timeout: float) -> int:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
-    def show(self, regions: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
-    def hide(self, regions: Sequence[int]) -> None:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
-    def withdraw(self, regions: Sequence[int]) -> list[int]:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
-    def visits(self, regions: Sequence[int]) -> list[int]:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
-    def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
-    def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
-        """Refuse: nothing is guarded here."""
-        _refuse()
-
     # The plan
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
@@ -353,10 +314,3 @@ class MappedFile(Places):
             self._watch.close()
         self._mapping.close()
         self._spill.close()
-
-
-def _refuse() -> NoReturn:
-    raise BackendError(
-        "the mapped-file device guards nothing: ask a device whether it is `guarded` before "
-        "locking, and make optimizer updates inside step()"
-    )

@@ -271,7 +271,29 @@ class Places(ABC):
             weakref.finalize(storage, gone).atexit = False
         return left
 
-    def owner(self, address: int) -> int:
+    def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
         """See `Device.owner`."""
+        return self._owner_at(held.data_ptr())
+
+    def owners(self, tensor: torch.Tensor) -> list[int]:
+        """See `Device.owners`."""
+        if not tensor.numel():
+            return []
+        first = tensor.data_ptr()
+        each = zip(tensor.stride(), tensor.shape, strict=True)
+        elements = 1 + sum(step * (size - 1) for step, size in each)
+        last = first + elements * tensor.element_size() - 1
+        ends = {self._owner_at(first), self._owner_at(last)}
+        if ends == {-1}:
+            return []
+        within = {self._owner_at(address) for address in range(first, last, self.page_bytes)}
+        return sorted((ends | within) - {-1})
+
+    def begins(self, tensor: torch.Tensor, region: int) -> bool:
+        """See `Device.begins`."""
+        place = self._places.get(region)
+        return place is not None and tensor.data_ptr() == self._base + place.page * self.page_bytes
+
+    def _owner_at(self, address: int) -> int:
         page = (address - self._base) // self.page_bytes
         return int(self._owners[page]) if 0 <= page < len(self._owners) else -1

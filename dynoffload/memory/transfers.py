@@ -192,7 +192,7 @@ class Transfers:
             return
         if h.content:
             account.bytes_in += h.nbytes
-            account.note(EventKind.FETCH, cause, h, start, h.nbytes)
+            account.note(EventKind.FETCH, cause, h.region, start, h.nbytes)
             if cause is Cause.PLAN:
                 h.prefetched = True
                 account.prefetched_bytes += h.nbytes
@@ -252,7 +252,7 @@ class Transfers:
             self.hope()
             account.write_error = None
             account.bytes_out += dirty
-            account.note(EventKind.EVICT, cause, h, start, dirty)
+            account.note(EventKind.EVICT, cause, h.region, start, dirty)
         leaves = not failure and not h.pins
         if leaves:
             account.waste(h)

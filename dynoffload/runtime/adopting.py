@@ -333,7 +333,7 @@ class Adoption:
         found: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors.values():
             if tensor.layout is torch.strided:
-                region = self._device.owner(tensor.data_ptr())
+                region = self._device.owner(tensor)
                 if region >= 0:
                     found.setdefault(region, []).append(tensor)
         return found

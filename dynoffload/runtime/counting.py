@@ -121,7 +121,7 @@ def ordinary_bytes(
         for tensor in (whole,) if whole.layout is torch.strided else parts_of(whole):
             if tensor.is_meta:
                 continue
-            if device is None or device.owner(tensor.data_ptr()) < 0:
+            if device is None or device.owner(tensor) < 0:
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = storage.nbytes()
     return sum(found.values())

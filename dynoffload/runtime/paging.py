@@ -524,7 +524,7 @@ class Paging:
             self.updates.waiting.end_in_child(refusal("the optimizer's state"))
         for tensor in tensors_of(self.model, self.optimizer):
             if tensor.layout is torch.strided and not tensor.is_meta:
-                region = self.device.owner(tensor.data_ptr())
+                region = self.device.owner(tensor)
                 if region >= 0:
                     yield self.store.name_of(region), tensor
 

@@ -306,7 +306,7 @@ class Session:
         outside: dict[str, int] = {}
         for name, tensor in tensors:
             for part in () if tensor.is_meta else parts_of(tensor):
-                if owner(part.data_ptr()) < 0:
+                if owner(part) < 0:
                     nbytes = part.untyped_storage().nbytes()
                     outside[repr(name)] = outside.get(repr(name), 0) + nbytes
         nbytes, kept = paging.activations.kept.largest

@@ -71,7 +71,7 @@ class Buffers:
             storage.nbytes() >= self._min
             and storage.resizable()  # else it is numpy's memory, or another library's
             and not storage.is_shared()  # with other processes
-            and self._device.owner(storage.data_ptr()) < 0
+            and self._device.owner(storage) < 0
             and users_of(storage) <= _OWN
         )
 
@@ -91,7 +91,7 @@ class Buffers:
         )
 
     def _lies_in(self, region: int, tensor: torch.Tensor | None) -> bool:
-        return tensor is not None and self._device.owner(tensor.data_ptr()) == region
+        return tensor is not None and self._device.owner(tensor) == region
 
     def restore(self, ordinary: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         """Give every buffer memory of its own again, which ``ordinary`` returns."""

@@ -151,10 +151,10 @@ class FusedStore:
         """Return the gradient row that ``tensor`` lies over as a whole, if any."""
         if tensor is None or not self.is_like(fused, tensor):
             return None
-        region = self._device.owner(tensor.data_ptr())
+        region = self._device.owner(tensor)
         for row in fused.gradients:
             if row[0] == region:
-                return row if tensor.data_ptr() == self._address(row) else None
+                return row if self._device.begins(tensor, region) else None
         return None
 
     def is_held(self, row: Sequence[int]) -> bool:
@@ -215,7 +215,7 @@ class FusedStore:
         return (
             can_move(data)
             and data.device.type == "cpu"
-            and self._device.owner(data.data_ptr()) < 0
+            and self._device.owner(data) < 0
             and users_of(data.untyped_storage()) <= _IN_USE
             and is_torchs(data)
         )
@@ -285,7 +285,7 @@ class FusedStore:
             if (
                 not isinstance(value, torch.Tensor)
                 or not self.is_like(fused, value)
-                or self._device.owner(value.data_ptr()) >= 0
+                or self._device.owner(value) >= 0
                 or holders(value) > 1
             ):
                 continue
@@ -309,14 +309,11 @@ class FusedStore:
             and tensor.is_contiguous()
         )
 
-    def _address(self, row: Sequence[int]) -> int:
-        return int(self._device.row_storage(row).data_ptr())
-
     def _lies_over(self, fused: Fused, tensor: Any, row: Sequence[int]) -> bool:
         return (
             isinstance(tensor, torch.Tensor)
             and self.is_like(fused, tensor)
-            and tensor.data_ptr() == self._address(row)
+            and self._device.begins(tensor, row[0])
         )
 
     def is_in_place(self, fused: Fused, state: dict[str, Any] | None) -> bool:
@@ -344,7 +341,7 @@ class FusedStore:
         data = fused.parameter.data
         storage = data.untyped_storage()
         if (
-            self._device.owner(data.data_ptr()) >= 0
+            self._device.owner(data) >= 0
             or not self.is_like(fused, data)
             or users_of(storage) > _IN_USE
             or not is_torchs(data)

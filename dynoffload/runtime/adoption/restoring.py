@@ -82,7 +82,7 @@ class Restoration:
         self.where = where
 
     def _region_of(self, tensor: torch.Tensor) -> int:
-        return self._device.owner(tensor.data_ptr())
+        return self._device.owner(tensor)
 
     def _ordinary(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor like one that lies in the device, over a copy of what it lies over."""

@@ -74,7 +74,7 @@ def _states_outside(
     if not kept:
         return states.coming(parameter)
     strided = torch.strided
-    return [t.nbytes for t in kept if t.layout != strided or device.owner(t.data_ptr()) < 0]
+    return [t.nbytes for t in kept if t.layout != strided or device.owner(t) < 0]
 
 
 def resident_storages(model: nn.Module, device: Device) -> list[torch.UntypedStorage]:
@@ -85,7 +85,7 @@ def resident_storages(model: nn.Module, device: Device) -> list[torch.UntypedSto
 def _outside(tensors: Iterable[torch.Tensor], device: Device) -> list[torch.UntypedStorage]:
     found: dict[int, torch.UntypedStorage] = {}
     for part in (part for tensor in tensors for part in parts_of(tensor)):
-        if not part.is_meta and device.owner(part.data_ptr()) < 0:
+        if not part.is_meta and device.owner(part) < 0:
             storage = part.untyped_storage()
             found[storage._cdata] = storage
     return list(found.values())

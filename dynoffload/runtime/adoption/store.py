@@ -155,16 +155,7 @@ class Store:
 
     def regions_under(self, tensor: torch.Tensor) -> list[int]:
         """Return the regions that have bytes between the first and the last of ``tensor``."""
-        if not tensor.numel():
-            return []
-        owner, first = self._device.owner, tensor.data_ptr()
-        each = zip(tensor.stride(), tensor.shape, strict=True)
-        elements = 1 + sum(step * (size - 1) for step, size in each)
-        last = first + elements * tensor.element_size() - 1
-        if owner(first) < 0 and owner(last) < 0:
-            return []
-        found = {owner(address) for address in range(first, last, self._device.page_bytes)}
-        return sorted((found | {owner(last)}) - {-1})
+        return self._device.owners(tensor)
 
     def name_of(self, region: int) -> str:
         """Return what reports call ``region``."""
@@ -238,7 +229,7 @@ class Store:
         it is.
         """
         data = slot.parameter.data
-        if self._device.owner(data.data_ptr()) == slot.region:
+        if self._device.owner(data) == slot.region:
             return True
         if not self.pages(data, slot):
             return False
@@ -273,7 +264,7 @@ class Store:
         gradient = slot.parameter.grad
         if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
             return
-        if self._device.owner(gradient.untyped_storage().data_ptr()) >= 0:
+        if self._device.owner(gradient.untyped_storage()) >= 0:
             return  # accumulated in place
         if not self.pages(gradient, slot) or holders(gradient) > 1 or not is_torchs(gradient):
             return
@@ -317,7 +308,7 @@ class Store:
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or value.is_meta or not self.pages(value, slot):
                 continue
-            if self._device.owner(value.untyped_storage().data_ptr()) >= 0 or holders(value) > 1:
+            if self._device.owner(value.untyped_storage()) >= 0 or holders(value) > 1:
                 continue
             nbytes = value.numel() * value.element_size()
             region = slot.states.get(key)

@@ -129,7 +129,7 @@ class FusedGradients:
             gradient is None
             or gradient.requires_grad
             or not self.rows.is_like(fused, gradient)
-            or self._device.owner(gradient.data_ptr()) >= 0
+            or self._device.owner(gradient) >= 0
             or holders(gradient) > 1
             or not is_torchs(gradient)
         ):

@@ -252,7 +252,7 @@ class Activations:
             return self._keep(tensor)
         storage = tensor.untyped_storage()
         # Of a row, the region of the first byte that is used; the others come as they are touched.
-        region = self.device.owner(tensor.data_ptr() if tensor.numel() else storage.data_ptr())
+        region = self.device.owner(tensor if tensor.numel() else storage)
         if region >= 0:
             borrowed = Borrowed(tensor, region)
             self._borrowed.watch(borrowed, None)

@@ -140,9 +140,8 @@ class Drafts:
                 self._groups[parameter], slot.fused.like, slot.fused.count
             )
         owner = self._device.owner
-        return owner(parameter.data_ptr()) == slot.region and all(
-            key in state and owner(state[key].data_ptr()) == region
-            for key, region in slot.states.items()
+        return owner(parameter) == slot.region and all(
+            key in state and owner(state[key]) == region for key, region in slot.states.items()
         )
 
     def _twin(self, region: int) -> int:
@@ -163,7 +162,7 @@ class Drafts:
             return
         if gradient.layout is not torch.strided:
             return
-        if device.owner(gradient.data_ptr()) != slot.gradient or not self._is_eligible(slot):
+        if device.owner(gradient) != slot.gradient or not self._is_eligible(slot):
             return
         parameter, states = slot.parameter, list(slot.states.values())
         state = dict.get(self._optimizer.state, parameter, {})

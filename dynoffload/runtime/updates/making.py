@@ -149,7 +149,7 @@ class Maker:
         def shown(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            storage = storages.get(owner(value.untyped_storage().data_ptr()))
+            storage = storages.get(owner(value.untyped_storage()))
             return value if storage is None else view_of(storage, value, offset_of(value))
 
         with torch.no_grad():

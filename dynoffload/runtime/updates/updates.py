@@ -320,7 +320,7 @@ class Updates:
             state = dict.get(self.optimizer.state, parameter, {})
             for tensor in (parameter, parameter.grad, *state.values()):
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                    lender = slot_of(owner(tensor.data_ptr()))
+                    lender = slot_of(owner(tensor))
                     if lender is not None:
                         for slot in self._store.slots_of(lender.parameter):
                             self.waiting.flush(slot)
@@ -446,12 +446,11 @@ class Updates:
         state = self.optimizer.state.get(slot.parameter, {})
         return (
             slot.gradient is not None
-            and owner(gradient.data_ptr()) == slot.gradient
+            and owner(gradient) == slot.gradient
             and references(state) <= _OF_ENTRY  # who holds it would see it as it was
             and not are_shared(state, besides=slot.states)
             and all(
-                key in state and owner(state[key].data_ptr()) == region
-                for key, region in slot.states.items()
+                key in state and owner(state[key]) == region for key, region in slot.states.items()
             )
         )
 

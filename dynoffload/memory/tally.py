@@ -1,0 +1,61 @@
+"""What a device written in Python has done so far: its totals, and its latest events.
+
+What it is: plain counting, under its owner's lock. What it is not: an account of what is resident
+now; each device keeps its own.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dynoffload.memory.device import Cause, Counters, Event, EventKind
+
+_EVENTS = 65536  # kept between two calls of `Device.events`; those beyond are counted
+
+
+class Tally:
+    """Totals and events of one device.
+
+    Args:
+        record: keep events.
+    """
+
+    def __init__(self, record: bool) -> None:
+        self.bytes_in = self.bytes_out = 0
+        self.prefetched_bytes = self.used_bytes = self.wasted_bytes = 0
+        self.faults = self.stalls = 0
+        self.stall_s = 0.0
+        self._record = record
+        self._events: list[Event] = []
+        self._events_lost = 0
+
+    def note(self, kind: EventKind, cause: Cause, region: int, start: float, nbytes: int) -> None:
+        """Keep an event that ends now."""
+        if not self._record:
+            return
+        if len(self._events) == _EVENTS:
+            self._events_lost += 1
+            return
+        end = time.perf_counter()
+        self._events.append(Event(start, end, nbytes, region, kind, cause))
+
+    def take_events(self) -> list[Event]:
+        """Return and forget the events."""
+        events, self._events = self._events, []
+        return events
+
+    def counters(self, resident_bytes: int, peak_bytes: int) -> Counters:
+        """Return the totals."""
+        return Counters(
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            prefetched_bytes=self.prefetched_bytes,
+            used_bytes=self.used_bytes,
+            wasted_bytes=self.wasted_bytes,
+            faults=self.faults,
+            stalls=self.stalls,
+            stall_s=self.stall_s,
+            resident_bytes=resident_bytes,
+            peak_bytes=peak_bytes,
+            events_lost=self._events_lost,
+        )
