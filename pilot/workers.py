@@ -8,12 +8,11 @@ for; workers compute with one thread each, so that results do not depend on how 
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ CONNECT_SECONDS = 10.0
 """How long a scheduler may take to answer."""
 
 Made = TypeVar("Made")
-_PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.5  # how often a worker looks whether its parent lives
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,18 @@ def _numbered(
 
 @cache
 def _end_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, where the kernel is Linux: one that is
-    killed tells its workers nothing, and they would wait for it."""
-    if sys.platform != "linux":
+    """Let this process end with its parent, unless it is that one: who is killed tells its workers
+    nothing, and they would wait for it. The kernel's own signal for it would not do: it comes when
+    the parent's *thread* ends that asked for the work."""
+    if os.getpid() == parent:
         return
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
         os._exit(1)
+
+    threading.Thread(target=watch, name="dynoffload-parent", daemon=True).start()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -193,7 +194,6 @@ def test_a_killed_job_goes_on_where_it_was(copy: Path, tmp_path: Path) -> None:
     assert out.read_bytes() == (tmp_path / "fresh").read_bytes()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_a_job_that_is_killed(
     copy: Path, tmp_path: Path, how: signal.Signals
@@ -214,6 +214,43 @@ def test_workers_end_with_a_job_that_is_killed(
     process.wait()
     left = psutil.wait_procs(children, timeout=30)[1]
     assert not left, left
+
+
+def test_workers_outlive_the_thread_that_asked_for_them() -> None:
+    """A second run, at once, has the same processes."""
+    found: list[dict[int, int]] = []
+
+    def ask() -> None:
+        found.append(dict(Workers(2).run(abs, ((-number,) for number in range(6)))))
+
+    for _ in range(2):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        time.sleep(0.05)
+    assert found == [{number: number for number in range(6)}] * 2
+
+
+def test_where_there_are_no_processes_below_work_is_done_here(tmp_path: Path) -> None:
+    """As in a worker of `multiprocessing`, which may have no children."""
+    program = """
+import multiprocessing, sys
+from dynoffload.pilot.workers import Workers
+def work():
+    print(sorted(Workers(2).run(abs, ((-n,) for n in range(4)))))
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work, daemon=True)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(program, "utf-8")
+    ran = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[(0, 0), (1, 1), (2, 2), (3, 3)]"
 
 
 def test_the_bar_says_how_many_labels_were_there(copy: Path, tmp_path: Path) -> None:
