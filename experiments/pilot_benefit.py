@@ -18,8 +18,9 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import make_room
@@ -276,6 +277,7 @@ def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
     return {
         "step_s": median_seconds(steps),
         "each_step_s": [step.seconds for step in steps],
+        "each_prefetched": [step.stats["prefetched_bytes"] for step in steps],
         "stall_s": median_stat(steps, "stall_s"),
         "stall_total_s": sum(step.stats["stall_s"] for step in steps),
         "stalls": median_stat(steps, "stalls"),
@@ -291,7 +293,7 @@ def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
     }
 
 
-def _ratios(found: dict[str, Any]) -> dict[str, float | None]:
+def _ratios(found: dict[str, Any]) -> dict[str, Any]:
     """Return what the pilot's run is compared by; None where there is nothing to divide by."""
     runs = found["runs"]
     pilot = runs["pilot"]
@@ -303,20 +305,41 @@ def _ratios(found: dict[str, Any]) -> dict[str, float | None]:
     fetched = pilot["prefetched_bytes"]
     on_demand = runs["on_demand"]["stall_total_s"]
     best = runs["clairvoyant"]["stall_total_s"]
+    on_demand_steps = paired(pilot, runs["on_demand"])
+    over = paired(pilot, runs["clairvoyant"], both=True)
     return {
         "clairvoyant_stall_over_on_demand": best / on_demand if on_demand else None,
         "stall_over_on_demand": waits("on_demand"),
         "stall_over_recorded": waits("recorded"),
         "stall_over_repeat": waits("repeat"),
-        "step_over_on_demand": pilot["step_s"] / runs["on_demand"]["step_s"],
-        "step_over_clairvoyant": _paired(pilot, runs["clairvoyant"]),
+        "step_over_on_demand": on_demand_steps[0] if on_demand_steps else None,
+        "step_over_clairvoyant": over[0] if over else None,
+        "step_over_clairvoyant_range": over[1:] if over else None,
         "medians_over_clairvoyant": pilot["step_s"] / runs["clairvoyant"]["step_s"],
         "wasted": pilot["wasted_bytes"] / fetched if fetched else None,
     }
 
 
-def _paired(run: dict[str, Any], other: dict[str, Any]) -> float:
-    """Return how much longer the steps of one run took, each over the other's on the same sample:
-    the median, which samples of many sizes leave alone."""
-    pairs = zip(run["each_step_s"], other["each_step_s"], strict=True)
-    return float(median(own / others for own, others in pairs))
+def paired(
+    run: dict[str, Any], other: dict[str, Any], *, both: bool = False
+) -> tuple[float, float, float] | None:
+    """Return how much longer the steps of one run took, each over the other's on the same sample.
+
+    Args:
+        run: the one.
+        other: the other.
+        both: leave out the samples on which one of them fetched nothing ahead, as in a trial.
+
+    Returns:
+        The median, which samples of many sizes leave alone, and the range in which nine of ten
+        medians lie when the samples are drawn anew (bootstrap); None if all are left out.
+    """
+    ratios = np.array(run["each_step_s"]) / np.array(other["each_step_s"])
+    if both:
+        ahead = np.array(run["each_prefetched"]) * np.array(other["each_prefetched"], float)
+        ratios = ratios[ahead > 0]
+    if not len(ratios):
+        return None
+    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.05, 0.95))
+    return float(np.median(ratios)), float(low), float(high)

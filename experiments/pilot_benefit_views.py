@@ -96,9 +96,7 @@ def _asked(result: Mapping[str, Any]) -> list[list[str]]:
     for case in result["cases"].values():
         ratios = case["ratios"]
         cells = [
-            "–"
-            if ratios[key] is None
-            else f"{ratios[key]:.2f}{'' if ratios[key] <= most else ' (missed)'}"
+            "–" if ratios[key] is None else f"{ratios[key]:.2f}{_told(ratios, key, most)}"
             for key, (most, _) in ASKED.items()
         ]
         best = ratios["clairvoyant_stall_over_on_demand"]
@@ -107,6 +105,13 @@ def _asked(result: Mapping[str, Any]) -> list[list[str]]:
         known.append(f"{case['largest_update_bytes'] / case['budget_bytes']:.2f}")
         rows.append([case["title"], *cells, *known])
     return rows
+
+
+def _told(ratios: Mapping[str, Any], key: str, most: float) -> str:
+    """Return what stands beside a ratio: its range if it has one, and whether it was missed."""
+    low, high = ratios.get(f"{key}_range") or (None, None)
+    within = "" if low is None else f" [{low:.2f}, {high:.2f}]"
+    return within + (" (missed)" if ratios[key] > most else "")
 
 
 def said(result: Mapping[str, Any]) -> list[str]:
@@ -151,7 +156,8 @@ wrote this page.
 ## What is measured
 
 Networks of the zoo at their `{result["size"]}` sizes are trained by AdamW, one sample a step, under
-an eighth of their footprint (more where one update alone takes more): {budgets}. Pilots
+an eighth of their footprint, or a fifth to a half where an update and what runs beside it would not
+fit that: {budgets}. Pilots
 (`{result["model"]}`) learned from {result["samples"]} recorded steps on other files. All runs make
 the same steps on the same samples, in processes that take turns; their losses are compared bit by
 bit with plain PyTorch's.
@@ -159,15 +165,18 @@ bit with plain PyTorch's.
 - *on demand* fetches what is touched. *recorded* records one step and follows it to the letter,
   until one departs from it. *repeat* plans by the last order. *pilot* is the trained pilot,
   corrected within the forward by what runs and by what the network's routers say. *clairvoyant* is
-  told, before each step, what it will run: the best that any prediction could do.
+  told, before each step, what it will run: a prediction that is right, in the same hands. It moves
+  bytes in vain as well, as room it is planned with comes late; so others may do better.
 - *paths*: how many of the steps differed from each other in what they visited.
 - *waiting*: seconds of a step spent waiting for bytes, mean. *in vain*: share of the bytes fetched
   ahead that nobody used. *order*: block-order accuracy before the first operator.
 - *largest update*: the weights, gradients and two moments of one module, which its update uses at
   once. While it is made, no more than the rest of the budget can be fetched ahead, whoever
   foretells what comes.
-- *step, over the clairvoyant's*: each step over the clairvoyant's on the same sample, the median;
-  beside it the ratio of the two medians, which steps of many sizes make uncertain.
+- *step, over*: each step over the other run's on the same sample, the median; over the
+  clairvoyant's with the range in which nine of ten medians lie when samples are drawn anew, and
+  without the samples on which one of the two fetched nothing ahead (– if that was all of them).
+  *median step* is the ratio of the two medians, which steps of many sizes make uncertain.
 - Of each run {steps} steps are measured, after {warmup}: a session that waits long soon tries
   whether prefetch pays, with some steps on demand. *on demand*, of a run that fetches ahead: how
   many of the measured steps fetched nothing ahead, in such a trial or after one that prefetch lost.

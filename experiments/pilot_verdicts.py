@@ -27,7 +27,7 @@ LATENCY_S, ARTIFACT_BYTES = 1e-3, 5_000_000
 
 _COSTS = ("latency_s", "latency_p95_s", "artifact_bytes", "training_s")
 _SCORES = ("block_order_accuracy", "byte_weighted", "whole_order", "site_f1")
-_ENDS = ("steering", "alone", "whole_order", "one_ahead")
+_ENDS = ("steering", "alone", "whole_order", "one_ahead", "by_bytes")
 
 
 def summary(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -59,7 +59,20 @@ def summary(origin: str, seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for key in ("all", "near", "far")
         },
     }
-    return {**found, "verdicts": _verdicts(origin, found)}
+    return {**found, "verdicts": {**_verdicts(origin, found), **_at_every_seed(seeds)}}
+
+
+def _at_every_seed(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return whether the chosen kind is better than every baseline at each seed by itself; None
+    where there is one path."""
+    key = "block_order_accuracy"
+    better = [
+        one["kinds"][one["chosen"]]["steering"][key]
+        > max(one["baselines"][name][key] for name in BASELINES)
+        for one in seeds
+    ]
+    several = max(one["paths"] for one in seeds) > 1
+    return {"beats_at_every_seed": all(better) if several else None}
 
 
 def _common(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -68,14 +81,15 @@ def _common(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _of_ends(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the order as a predictor steers and alone, whole orders as it steers, and one block
-    ahead; a baseline, which has nothing but the steps before, is always as it steers."""
+    """Return the order as a predictor steers and alone, whole orders and by bytes as it steers, and
+    one block ahead; a baseline, which has nothing but the steps before, is always as it steers."""
     steering = [row.get("steering", row) for row in rows]
     found = (
         (one["block_order_accuracy"] for one in steering),
         (row["block_order_accuracy"] for row in rows),
         (one["whole_order"] for one in steering),
         (row["one_ahead"] for row in rows),
+        (one["byte_weighted"] for one in steering),
     )
     return {key: _spread(values) for key, values in zip(_ENDS, found, strict=True)}
 
@@ -148,7 +162,7 @@ def verdicts(cases: Mapping[str, Any], moved: Mapping[str, Any]) -> dict[str, An
     asked["near_best"] = _count(
         {key: one["near_best"] for key, one in every.items() if not one["reached"]}
     )
-    for name in ("beats_baselines", "latency", "artifact"):
+    for name in ("beats_baselines", "beats_at_every_seed", "latency", "artifact"):
         asked[name] = _count({k: one[name] for k, one in every.items() if one[name] is not None})
     there = {key: one for key, one in moved.items() if "transferred" in one}
     asked["transfer"] = _count(

@@ -187,8 +187,10 @@ class Pilot:
         if not isinstance(known, dict) or not isinstance(known.get("values"), list):
             return ""
         texts = []
-        if known.get("columns") != found["columns"]:
-            texts.append(f"{known.get('columns')} codes to an element, not {found['columns']}")
+        widths = known.get("columns")
+        if isinstance(widths, list) and widths and found["columns"][0] not in widths:
+            told = " or ".join(map(str, widths))
+            texts.append(f"{told} codes to an element, not {found['columns'][0]}")
         strange = [name for name in found["values"] if name not in known["values"]]
         if strange and len(known["values"]) < MAX_NAMED:
             texts.append(f"numbers without {strange[0]!r}")
@@ -314,12 +316,12 @@ class Layout:
 
 
 def shown_by(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return what some samples show: how many codes to an element (0: no elements), and the names
-    of their numbers."""
-    shapes = {sample.elements.shape[1:] for sample in samples if len(sample.elements)}
-    columns = max((shape[0] if shape else 1 for shape in shapes), default=0)
+    """Return what some samples show: how many codes to an element (0: no elements), each number of
+    them that occurs, and the names of their numbers."""
+    shapes = [sample.elements.shape for sample in samples]
+    columns = {(shape[1] if shape[1:] else 1) if shape[0] else 0 for shape in shapes}
     return {
-        "columns": columns,
+        "columns": sorted(columns),
         "values": sorted({n for s in samples for n in s.values})[:MAX_NAMED],
     }
 

@@ -83,6 +83,7 @@ def use_pilot(path: Path, examples: Sequence[Example], folder: Path) -> None:
 
 
 def _predict(pilot: Pilot, sample: Sample) -> list[int]:
+    pilot.unlike(sample)
     prediction = pilot.predict(sample)
     _check_blocks(prediction.blocks, len(pilot.vocabulary))
     surety = prediction.confidence

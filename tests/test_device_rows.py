@@ -64,6 +64,11 @@ def test_a_row_is_one_tensor_whose_slices_move_alone(device: Device) -> None:
         assert device.owner(tensor[number, -1:]) == region
         assert device.storage(region).data_ptr() == tensor[number].data_ptr()
         assert device.size(region) == SLICE
+        assert device.begins(tensor[number], region)
+        assert not device.begins(tensor[number, 1:], region)
+    assert device.owners(tensor) == sorted(row)
+    assert device.owners(tensor[3:5, 1:]) == sorted(row[3:5])
+    assert device.owners(tensor[2:9:3]) == sorted(row[2:9])  # and what lies between
     filled(device, row)
     pushed_out(device)
     before = device.counters()

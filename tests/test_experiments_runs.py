@@ -243,7 +243,12 @@ def test_pilot_benefit(tmp_path: Path) -> None:
     assert found["repeatable"] is True
     assert found["largest_update_bytes"] % 16 == 0
     assert 0 < found["largest_update_bytes"] < found["budget_bytes"]
-    assert found["ratios"]["wasted"] < 1
+    ratios = found["ratios"]
+    assert ratios["wasted"] < 1
+    low, high = ratios["step_over_clairvoyant_range"]
+    assert low <= ratios["step_over_clairvoyant"] <= high
+    medians = runs["pilot"]["step_s"] / runs["clairvoyant"]["step_s"]
+    assert ratios["medians_over_clairvoyant"] == medians
     json.dumps(result, allow_nan=False)
     text = (tmp_path / "benefit.md").read_text()
     assert "top-2 of 64, 8 tokens" in text
@@ -253,6 +258,16 @@ def test_pilot_benefit(tmp_path: Path) -> None:
     assert (tmp_path / "benefit.svg").stat().st_size > 4000
     with pytest.raises(ConfigError, match="moe_64"):
         pilot_benefit.run(only=("moe_63",))
+
+
+def test_steps_are_compared_on_the_same_sample() -> None:
+    own = {"each_step_s": [2.0, 30.0, 1.0, 9.0], "each_prefetched": [1, 1, 1, 0]}
+    other = {"each_step_s": [1.0, 20.0, 1.0, 1.0], "each_prefetched": [1, 1, 1, 1]}
+    assert pilot_benefit.paired(own, other, both=True) == (1.5, 1.0, 2.0)  # of 2, 1.5 and 1
+    all_of_them = pilot_benefit.paired(own, other)
+    assert all_of_them is not None
+    assert all_of_them[0] == 1.75
+    assert pilot_benefit.paired(own, {**other, "each_prefetched": [0] * 4}, both=True) is None
 
 
 def test_demo(tmp_path: Path) -> None:

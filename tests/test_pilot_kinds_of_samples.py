@@ -45,7 +45,22 @@ def test_what_is_not_as_in_training_is_told(sample: Sample, said: str) -> None:
     assert _pilot({"rows": 1.0, "length": 2.0}).unlike(sample) == said
 
 
-@pytest.mark.parametrize("seen", [None, 7, {}, {"values": 3}, {"values": [], "columns": []}])
+def test_what_occurred_in_training_is_not_strange() -> None:
+    """Elements of several widths, and none."""
+    vocabulary, examples = routed(40)
+    shapes = [(3,), (3, 2), (0,)]
+    told = [
+        replace(one, sample=Sample({}, np.ones(shapes[number % 3], dtype=np.int64)))
+        for number, one in enumerate(examples)
+    ]
+    pilot = fit_pilot(vocabulary, told, model="markov")
+    for shape in shapes:
+        assert pilot.unlike(Sample({}, np.ones(shape, dtype=np.int64))) == ""
+    other = Sample({}, np.ones((2, 5), dtype=np.int64))
+    assert pilot.unlike(other) == "0 or 1 or 2 codes to an element, not 5"
+
+
+@pytest.mark.parametrize("seen", [None, 7, {}, {"values": 3}, {"values": [], "columns": [[1]]}])
 def test_a_card_of_any_kind_is_lived_with(seen: Any) -> None:
     pilot = replace(_pilot({}), card={"seen": seen})
     assert isinstance(pilot.unlike(Sample({"rows": 1.0})), str)
