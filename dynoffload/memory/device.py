@@ -77,6 +77,8 @@ class Device(Protocol):
     Attributes:
         name: what the plan line calls it.
         guarded: an access to a locked region waits until its owner unlocks it.
+        serves: an access to an absent region waits until it is present, whoever makes it; where it
+            does not, whoever is about to make one has to say so, and storages are empty meanwhile.
         page_bytes: regions are padded to this.
         capacity: bytes of the pool; never exceeded.
         names: what messages call regions; filled by their owner.
@@ -84,6 +86,7 @@ class Device(Protocol):
 
     name: str
     guarded: bool
+    serves: bool
     page_bytes: int
     capacity: int
     names: dict[int, str]
@@ -131,7 +134,8 @@ class Device(Protocol):
         where the answer would have to be read from below, it is not clear."""
 
     def storage(self, region: int) -> torch.UntypedStorage:
-        """Return the storage whose bytes are the region's; the same address for life."""
+        """Return the storage whose bytes are the region's; where the device serves accesses, at the
+        same address for life."""
 
     def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
         """Return the region that has the first byte of a tensor or storage, or -1."""
@@ -145,6 +149,9 @@ class Device(Protocol):
 
     def size(self, region: int) -> int:
         """Return the fast memory that ``region`` takes while resident; 0 if it does not exist."""
+
+    def nbytes(self, region: int) -> int:
+        """Return the bytes of content that ``region`` has room for, present or not."""
 
     def padded(self, nbytes: int) -> int:
         """Return the fast memory that a region of ``nbytes`` takes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from dynoffload.planning.schedule import Action, Use
+from dynoffload.planning.schedule import Action, Kind, Use
 
 NEVER = 2**63 - 1
 
@@ -46,6 +46,11 @@ class Following:
             self._next = bisect_left(self._actions, position, key=lambda action: action.position)
         self.position = position
         return self._uses[position].regions if 0 <= position < len(self._uses) else ()
+
+    def coming(self, count: int) -> list[int]:
+        """Return the regions of the next ``count`` fetches that are left, due or not."""
+        left = self._actions[self._next : self._next + 2 * count]
+        return [action.region for action in left if action.kind is Kind.FETCH][:count]
 
     def due(self) -> Action | None:
         """Return the first action left whose position is reached."""

@@ -71,6 +71,7 @@ class Pager(Places):
 
     name = "pager"
     guarded = True
+    _spill: SpillFile
 
     def __init__(
         self,

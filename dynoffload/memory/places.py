@@ -18,7 +18,7 @@ import torch
 
 from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory.device import called
-from dynoffload.memory.spill import SpillFile
+from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.planning.extents import Extents
 from dynoffload.units import GiB, MiB, format_bytes
 
@@ -55,7 +55,11 @@ class Places(ABC):
         base: address of the arena's first page.
     """
 
-    def __init__(self, capacity: int, page_bytes: int, spill: SpillFile, base: int) -> None:
+    serves = True
+
+    def __init__(
+        self, capacity: int, page_bytes: int, spill: SpillFile | NoFile, base: int
+    ) -> None:
         self.capacity, self.page_bytes = capacity, page_bytes
         self.spill_dir = spill.directory
         self._spill, self._base = spill, base
@@ -87,6 +91,10 @@ class Places(ABC):
     def spill_bytes(self) -> int:
         """See `Device.spill_bytes`."""
         return self._spill.size
+
+    def nbytes(self, region: int) -> int:
+        """See `Device.nbytes`."""
+        return self._places[region].nbytes
 
     def size(self, region: int) -> int:
         """See `Device.size`."""

@@ -179,6 +179,21 @@ class SpillFile:
         os.close(self.fd)
 
 
+class NoFile:
+    """Stands for the spill file of a device that has none."""
+
+    need = size = 0
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def grow(self, size: int) -> None:
+        """There is nothing to grow."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 def _unnamed(directory: Path, direct: bool) -> int:
     """Return the descriptor of a new file that nobody else can open, past the page cache if it is
     ``direct`` and the file system can."""

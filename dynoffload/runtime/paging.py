@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BackendError
+from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
@@ -49,6 +50,7 @@ from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recovery import Recovery
+from dynoffload.runtime.residency import resident_before_use
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
@@ -146,6 +148,8 @@ class Paging:
         sizing = self.sizing
         self.device = open_device(sizing, config, self.spill_dir)
         self._undo.callback(self._end_device)
+        if isinstance(self.device, Accelerator):
+            self._undo.enter_context(resident_before_use(self.device))
         self.device.reserve(sizing.reserve_bytes)
         self.adoption = Adoption(
             self.model,

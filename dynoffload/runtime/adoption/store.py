@@ -238,7 +238,7 @@ class Store:
         # The storage's own object, the parameter and `data` hold it.
         if users_of(storage) > _OWN_USERS + 1 or users_of(ours) > 1 or not is_torchs(data):
             return False
-        if storage.nbytes() > ours.nbytes():
+        if storage.nbytes() > self._device.nbytes(slot.region):
             region = self._region(storage.nbytes(), slot.name, slot)
             self._by_region.pop(slot.region, None)
             self._device.discard(slot.region)
@@ -280,7 +280,7 @@ class Store:
         region = slot.gradient
         if region is not None:
             storage = self._device.storage(region)
-            if users_of(storage) > 1 or storage.nbytes() < nbytes:
+            if users_of(storage) > 1 or self._device.nbytes(region) < nbytes:
                 # Somebody keeps the last gradient: it is theirs, and stays as it is.
                 self._orphans.append(region)
                 region = None
@@ -314,7 +314,7 @@ class Store:
             region = slot.states.get(key)
             if region is not None:
                 storage = self._device.storage(region)
-                if users_of(storage) > 1 or storage.nbytes() < nbytes:
+                if users_of(storage) > 1 or self._device.nbytes(region) < nbytes:
                     self._orphans.append(region)  # somebody keeps the tensor that was there
                     region = None
             if region is None:

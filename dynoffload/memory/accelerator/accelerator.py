@@ -1,0 +1,590 @@
+"""The device of an accelerator: regions in its memory, host memory behind it, a file behind that.
+
+What it is: residency made before use. Nothing here waits for a reader: whoever is about to give the
+accelerator work that touches regions says so (`Accelerator.use`), and what was absent is there by
+the time that work begins, in the order of the queues. An absent region's storage is empty, so that
+its tensors keep their identity, and all their aliases theirs. What it is not: who says so, which is
+the runtime's business.
+
+[Note: moments]  The host runs ahead of the accelerator: what it gives memory, copies and takes back
+is done later. So memory that is taken back may be under work that was given before; it goes to
+later work of the compute queue alone, which comes after that by itself. A copy on another queue
+begins after the moment at which the compute queue has been given the memory (in), or has been given
+the last work that uses it (out), and the compute queue goes on after the copy before it uses the
+memory (in) or before that goes to others (out).
+
+[Note: ahead]  Room that is free only once a copy out has ended could be given away at once, with
+the compute queue told to wait; a copy in that follows would wait with it, and begin no sooner than
+the work that needs it. So plans wait for room that is free by now, and the host is held from
+running further ahead than a few uses, as it would find no room then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynoffload.errors import BackendError, BudgetError
+from dynoffload.memory.accelerator.cells import Cell, State
+from dynoffload.memory.accelerator.host import Host
+from dynoffload.memory.accelerator.queues import Lag, Moment, Queues
+from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
+from dynoffload.memory.following import NEVER, Following
+from dynoffload.memory.places import Place, Places, users_of
+from dynoffload.memory.spill import NoFile, SpillFile
+from dynoffload.memory.tally import Tally
+from dynoffload.memory.unguarded import Unguarded
+from dynoffload.planning.schedule import Kind, Schedule, Use
+from dynoffload.units import KiB, format_bytes
+
+PAGE = 4 * KiB
+_LEAD = 4  # uses by which the host may be ahead of the accelerator; see [Note: ahead]
+_READ_AHEAD = 8  # planned fetches whose bytes are brought from the file before their turn
+_UNKNOWN = -1  # a region's last use, where nobody said when it is over
+
+
+class Accelerator(Unguarded, Places):
+    """A `Device` whose regions are tensors of an accelerator.
+
+    Args:
+        queues: of the accelerator.
+        capacity: bytes of its memory that regions may take.
+        spill_dir: where the file lies, if there is one.
+        need: bytes that regions will take at least.
+        host_budget: bytes of host memory for what is not on the accelerator; the rest is in the
+            file. None: host memory holds all, and there is no file.
+        threads: that read and write the file.
+        record: keep events.
+
+    Raises:
+        BudgetError: the host has no such memory.
+        SpillError: the spill directory cannot be used.
+    """
+
+    name = "accelerator"
+    serves = False
+
+    def __init__(
+        self,
+        queues: Queues,
+        capacity: int,
+        spill_dir: Path,
+        *,
+        need: int = 0,
+        host_budget: int | None = None,
+        threads: int = 4,
+        record: bool = True,
+    ) -> None:
+        spill: SpillFile | NoFile = NoFile(spill_dir)
+        if host_budget is not None:
+            spill = SpillFile(spill_dir, need)
+        super().__init__(capacity // PAGE * PAGE, PAGE, spill, 0)
+        self.name = f"accelerator {queues.name}"
+        self._queues = queues
+        self._mutex = threading.RLock()
+        self._cells: dict[int, Cell] = {}
+        self._by_storage: dict[int, int] = {}  # address of a storage's object -> its region
+        self._plan = Following()
+        try:
+            self._host = Host(
+                queues,
+                PAGE,
+                need,
+                host_budget,
+                spill,
+                self._cells,
+                self._mutex,
+                lambda region: self._plan.next_use(region),
+                self.names,
+                threads,
+            )
+        except BaseException:
+            spill.close()
+            raise
+        self._tally = Tally(record)
+        self._lags: list[tuple[Lag, Cell, float]] = []
+        self._moments: deque[tuple[int, Moment]] = deque()
+        self._tick = 0
+        self._clock = 0
+        self._used = self._peak = self._reserve = 0
+        self._closed = False
+
+    # Places
+
+    def _admit(self, region: int, place: Place) -> None:
+        padded = place.pages * self.page_bytes
+        if self._host.budget is not None and padded > self._host.budget:
+            raise BudgetError(
+                f"a region of {format_bytes(place.nbytes)} does not fit host memory of "
+                f"{format_bytes(self._host.budget)}: raise host_budget"
+            )
+        storage = torch.empty(0, dtype=torch.uint8, device=self._queues.device).untyped_storage()
+        offset = place.page * self.page_bytes
+        with self._mutex:
+            self._clock += 1
+            cell = Cell(region, place.nbytes, padded, offset, storage, self._clock)
+            self._cells[region] = cell
+            self._by_storage[storage._cdata] = region
+
+    def _dismiss(self, region: int) -> None:
+        with self._mutex:
+            cell = self._cells[region]
+            self._forget(cell)
+            del self._cells[region], self._by_storage[cell.storage._cdata]
+
+    def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
+        """Refuse: storages that are empty while absent cannot lie side by side in one."""
+        raise BackendError("an accelerator has no rows: page fused parameters as a whole")
+
+    def storage(self, region: int) -> torch.UntypedStorage:
+        """See `Device.storage`: it is empty while the region is absent."""
+        return self._cells[region].storage
+
+    def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
+        """Refuse: there are no rows."""
+        raise BackendError("an accelerator has no rows: page fused parameters as a whole")
+
+    def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
+        """See `Device.owner`."""
+        storage = held.untyped_storage() if isinstance(held, torch.Tensor) else held
+        return self._by_storage.get(storage._cdata, -1)
+
+    def owners(self, tensor: torch.Tensor) -> list[int]:
+        """See `Device.owners`."""
+        region = self.owner(tensor) if tensor.numel() else -1
+        return [] if region < 0 else [region]
+
+    def begins(self, tensor: torch.Tensor, region: int) -> bool:
+        """See `Device.begins`."""
+        return self.owner(tensor) == region and tensor.storage_offset() == 0
+
+    # What is used
+
+    def use(self, regions: Sequence[int], written: Sequence[int] = ()) -> None:
+        """Work that touches ``regions`` is about to be given to the compute queue.
+
+        They are on the accelerator as it begins, and stay until `used`.
+
+        Args:
+            regions: all of them.
+            written: those whose bytes it changes.
+
+        Raises:
+            BudgetError: they do not fit together, or others are held there.
+            SpillError: the file cannot be read or written.
+        """
+        self._bring(regions, pin=True)
+        with self._mutex:
+            for region in written:
+                self._cells[region].written()
+
+    def used(self, regions: Sequence[int]) -> None:
+        """That work was given."""
+        with self._mutex:
+            for region in regions:
+                cell = self._cells.get(region)
+                if cell is not None:
+                    cell.pins -= 1
+                    cell.tick = self._tick
+
+    def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
+        """See `Device.acquire`. Whoever asks may write the regions, and says no more.
+
+        Raises:
+            BudgetError: the regions do not fit together, or others are held there.
+            SpillError: the file cannot be read or written.
+        """
+        self._bring(regions, pin=pin)
+        with self._mutex:
+            for region in regions:
+                cell = self._cells[region]
+                cell.written()
+                cell.tick = _UNKNOWN
+
+    def unpin(self, regions: Sequence[int]) -> None:
+        """See `Device.unpin`."""
+        with self._mutex:
+            for region in regions:
+                cell = self._cells[region]
+                cell.pins -= 1
+                cell.tick = _UNKNOWN
+
+    def touch(self, regions: Sequence[int]) -> None:
+        """See `Device.touch`.
+
+        Raises:
+            SpillError: the file cannot be read or written.
+        """
+        with self._mutex:
+            room = self.capacity - sum(c.padded for c in self._cells.values() if c.pins)
+            fitting = []
+            for region in dict.fromkeys(regions):
+                cell = self._cells[region]
+                need = 0 if cell.pins else cell.padded
+                if need <= room:
+                    room -= need
+                    fitting.append(region)
+            self._bring(fitting, pin=False)
+
+    def _bring(self, regions: Sequence[int], *, pin: bool) -> None:
+        self._check_room(regions)
+        with self._mutex:
+            cells = [self._cells[region] for region in dict.fromkeys(regions)]
+            for cell in cells:
+                cell.pins += 1
+            kept = False
+            try:
+                for cell in cells:
+                    self._enter(cell, Cause.FAULT, cells)
+                for cell in cells:
+                    self._use(cell)
+                kept = pin
+            finally:
+                if not kept:
+                    for cell in cells:
+                        cell.pins -= 1
+
+    def _use(self, cell: Cell) -> None:
+        """Let the compute queue go on once a region that has entered is there."""
+        self._clock += 1
+        cell.stamp = self._clock
+        if cell.prefetched:
+            cell.prefetched = False
+            self._tally.used_bytes += cell.nbytes
+        if cell.ready is not None:
+            late = not cell.ready.reached()
+            start = time.perf_counter()
+            lag = self._queues.after(cell.ready)
+            cell.ready = None
+            if late:
+                self._tally.stalls += 1
+                self._lags.append((lag, cell, start))
+
+    # In
+
+    def _enter(self, cell: Cell, cause: Cause, wanted: Sequence[Cell]) -> bool:
+        """Give a region memory, and queue the copy of what it holds.
+
+        Args:
+            cell: the region.
+            cause: by plan, if there is room; else whatever it takes.
+            wanted: what is to be there together, for the error.
+
+        Returns:
+            Whether it was done.
+        """
+        must = cause is not Cause.PLAN
+        while cell.state is State.ABSENT:  # each may let go of the lock, and undo the other
+            if self.capacity - self._used < cell.padded:
+                if not self._make_room(cell.padded, must, wanted):
+                    return False
+            elif cell.in_file and not cell.in_host:
+                if not self._host.fetch(cell, wait=must):
+                    return False
+            else:
+                break
+        if cell.state is State.LEAVING:
+            assert cell.gone is not None
+            self._queues.after(cell.gone)  # before anything may write it
+            cell.state, cell.gone, cell.here = State.PRESENT, None, True
+        if cell.state is State.PRESENT:
+            return True
+        self._fill(cell)
+        if cell.zero:
+            with _unseen():
+                _bytes_of(cell.storage).zero_()
+            cell.here = True
+        elif cell.in_host:
+            self._copy_in(cell, cause)
+        return True
+
+    def _fill(self, cell: Cell) -> None:
+        try:
+            with _unseen():
+                self._queues.fill(cell.storage, cell.nbytes)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{self._queues.name} has no {format_bytes(cell.nbytes)} left for "
+                f"{called(self.names, cell.region, cell.nbytes)}, beside "
+                f"{format_bytes(self._used)} of regions: lower the budget, so that operators find "
+                "room beside it"
+            ) from error
+        self._used += cell.padded
+        self._peak = max(self._peak, self._used)
+        cell.state = State.PRESENT
+
+    def _copy_in(self, cell: Cell, cause: Cause) -> None:
+        start = time.perf_counter()
+        content, now = self._host.content(cell), self._queues.now()
+        with _unseen():
+            moment = self._queues.copy_in(cell.storage, content, [now])
+        cell.ready = cell.copied = moment
+        cell.here = True
+        self._tally.bytes_in += cell.nbytes
+        self._tally.note(EventKind.FETCH, cause, cell.region, start, cell.nbytes)
+        if cause is Cause.PLAN:
+            cell.prefetched = True
+            self._tally.prefetched_bytes += cell.nbytes
+        else:
+            self._tally.faults += 1
+
+    # Out
+
+    def _make_room(self, need: int, must: bool, wanted: Sequence[Cell]) -> bool:
+        """Have ``need`` bytes free; by a plan, only those that are free by now."""
+        while self.capacity - self._used < need:
+            if self._reap() or not must:
+                if not must and self.capacity - self._used < need:
+                    return False
+                continue
+            victim = self._victim(self._plan.position) or self._victim(-1)
+            if victim is not None:
+                self._leave(victim, Cause.ROOM)
+                continue
+            leaving = [c for c in self._cells.values() if c.state is State.LEAVING]
+            if not leaving:
+                pinned = [c.region for c in self._cells.values() if c.pins]
+                raise self._no_room([c.region for c in wanted], pinned)
+            self._end(min(leaving, key=lambda cell: cell.stamp))
+        return True
+
+    def _victim(self, later_than: int) -> Cell | None:
+        """Return the region used latest among those used after ``later_than``; among equals what
+        was used longest ago."""
+        found, best = None, (later_than, 0)
+        for cell in self._cells.values():
+            if cell.state is State.PRESENT and not cell.pins:
+                next_use = self._plan.next_use(cell.region)
+                if next_use > later_than and (found is None or (next_use, -cell.stamp) > best):
+                    found, best = cell, (next_use, -cell.stamp)
+        return found
+
+    def _leave(self, cell: Cell, cause: Cause) -> bool:
+        """Send a region out: at once, or once host memory has its bytes.
+
+        Returns:
+            Whether it left, or is on its way; by a plan it may have to wait for host memory.
+        """
+        if cell.ready is not None:  # nobody has used it
+            self._queues.after(cell.ready)
+            cell.ready = None
+        if cell.prefetched:
+            cell.prefetched = False
+            self._tally.wasted_bytes += cell.nbytes
+        if not cell.is_dirty:
+            self._free(cell)
+            return True
+        if not self._host.place(cell, wait=cause is not Cause.PLAN):
+            return False
+        self._host.settle(cell)
+        if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
+            return True  # things have moved on while host memory was waited for
+        start = time.perf_counter()
+        content, over = self._host.content(cell), self._after_use(cell)
+        with _unseen():
+            moment = self._queues.copy_out(content, cell.storage, [over])
+        cell.gone = cell.copied = moment
+        cell.state, cell.in_host = State.LEAVING, True
+        self._tally.bytes_out += cell.nbytes
+        self._tally.note(EventKind.EVICT, cause, cell.region, start, cell.nbytes)
+        return True
+
+    def _after_use(self, cell: Cell) -> Moment:
+        """Return a moment after the last work that uses a region; see [Note: moments]."""
+        if cell.tick != _UNKNOWN:
+            for tick, moment in self._moments:
+                if tick > cell.tick:
+                    return moment
+        return self._queues.now()
+
+    def _end(self, cell: Cell) -> None:
+        """Take the memory of a region that is leaving; the compute queue waits for its copy."""
+        assert cell.gone is not None
+        self._queues.after(cell.gone)
+        cell.gone = None
+        self._free(cell)
+
+    def _reap(self) -> bool:
+        """Take the memory of what has left by now; return whether anything has."""
+        gone = [
+            cell
+            for cell in self._cells.values()
+            if cell.state is State.LEAVING and cell.gone is not None and cell.gone.reached()
+        ]
+        for cell in gone:
+            self._end(cell)
+        return bool(gone)
+
+    def _free(self, cell: Cell) -> None:
+        with _unseen():
+            self._queues.empty(cell.storage)
+        self._used -= cell.padded
+        cell.state, cell.here = State.ABSENT, False
+
+    def _forget(self, cell: Cell) -> None:
+        """Let go of a region's memory everywhere, and of what it held."""
+        if cell.prefetched:
+            self._tally.wasted_bytes += cell.nbytes
+        if cell.ready is not None:
+            self._queues.after(cell.ready)
+            cell.ready = None
+        if cell.state is State.LEAVING:
+            self._end(cell)
+        elif cell.state is State.PRESENT:
+            self._free(cell)
+        self._host.leave(cell)
+        cell.forget()
+
+    def discard(self, region: int) -> None:
+        """See `Device.discard`."""
+        with self._mutex:
+            self._forget(self._cells[region])
+
+    def clear(self, regions: Sequence[int]) -> None:
+        """See `Device.clear`."""
+        with self._mutex:
+            for region in regions:
+                cell = self._cells[region]
+                if not cell.zero:
+                    self._forget(cell)
+                    cell.zero = True
+
+    def is_clear(self, regions: Sequence[int]) -> list[bool]:
+        """See `Device.is_clear`."""
+        with self._mutex:
+            return [self._cells[region].zero for region in regions]
+
+    # The plan
+
+    def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
+        """See `Device.follow`."""
+        with self._mutex:
+            self._plan = Following(uses, schedule.actions)
+            self._go_on()
+
+    def advance(self, position: int) -> None:
+        """See `Device.advance`."""
+        with self._mutex:
+            self._plan.advance(position)
+            self._tick += 1
+            self._moments.append((self._tick, self._queues.now()))
+            if len(self._moments) > _LEAD:
+                self._moments.popleft()[1].wait()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Carry out what is due of the plan, as far as there is room."""
+        self._reap()
+        while (action := self._plan.due()) is not None:
+            cell = self._cells.get(action.region)
+            if cell is not None and not self._carry_out(action.kind, cell):
+                break
+            self._plan.done()
+        for region in self._plan.coming(_READ_AHEAD):
+            cell = self._cells.get(region)
+            if cell is not None and cell.in_file and not (cell.in_host or cell.here):
+                self._host.fetch(cell, wait=False)
+
+    def _carry_out(self, kind: Kind, cell: Cell) -> bool:
+        """Return whether an action was carried out, or reality has overtaken it."""
+        next_use = self._plan.next_use(cell.region)
+        if kind is Kind.EVICT:
+            if cell.state is not State.PRESENT or cell.pins or next_use <= self._plan.position:
+                return True
+            return self._leave(cell, Cause.PLAN)
+        if cell.state is State.PRESENT or next_use == NEVER or not cell.has_content:
+            return True
+        if cell.padded + self._reserve > self.capacity - self._used:
+            self._reap()
+            if cell.padded + self._reserve > self.capacity - self._used:
+                return False
+        return self._enter(cell, Cause.PLAN, [cell])
+
+    def reserve(self, nbytes: int) -> None:
+        """See `Device.reserve`."""
+        with self._mutex:
+            self._reserve = -(-nbytes // self.page_bytes) * self.page_bytes
+
+    # What happened
+
+    def resident(self) -> list[int]:
+        """See `Device.resident`."""
+        with self._mutex:
+            return sorted(c.region for c in self._cells.values() if c.state is not State.ABSENT)
+
+    def resident_bytes(self) -> int:
+        """See `Device.resident_bytes`."""
+        return self._used
+
+    def taken_bytes(self) -> int:
+        """See `Device.taken_bytes`: memory of the process, which is the host's."""
+        return self._host.nbytes
+
+    def counters(self) -> Counters:
+        """See `Device.counters`."""
+        with self._mutex:
+            self._host.check()
+            self._look_at_lags()
+            peak, self._peak = self._peak, self._used
+            return self._tally.counters(self._used, peak)
+
+    def _look_at_lags(self) -> None:
+        left = []
+        for lag, cell, start in self._lags:
+            seconds = lag.seconds()
+            if seconds is None:
+                left.append((lag, cell, start))
+            else:
+                self._tally.stall_s += seconds
+                self._tally.note(EventKind.STALL, Cause.FAULT, cell.region, start, cell.nbytes)
+        self._lags = left
+
+    def events(self) -> list[Event]:
+        """See `Device.events`."""
+        with self._mutex:
+            self._look_at_lags()
+            return self._tally.take_events()
+
+    # The end
+
+    def retire(self) -> int:
+        """See `Device.retire`. What somebody holds stays on the accelerator, under no budget."""
+        with self._mutex:
+            held = [cell for cell in self._cells.values() if users_of(cell.storage) > 1]
+            self.capacity += sum(cell.padded for cell in held)
+            for cell in held:
+                self._bring([cell.region], pin=True)
+        self.close()
+        return 0
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._mutex:
+            for cell in self._cells.values():
+                self._settle(cell)
+        self._host.close()
+        self._spill.close()
+
+    def _settle(self, cell: Cell) -> None:
+        for moment in (cell.ready, cell.gone, cell.copied):
+            if moment is not None:
+                moment.wait()
+        self._host.settle(cell)
+
+
+def _unseen() -> Any:
+    """Hide what the device does itself from dispatch modes, which announce what others do."""
+    return torch._C._DisableTorchDispatch()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,106 @@
+"""Where the bytes of a region are: on the accelerator, in host memory, in a file, or nowhere.
+
+[Note: newest]  Several tiers may have a region's newest bytes at once. Whoever writes makes one of
+them the only one; a copy adds one, from the moment at which it is queued, and whoever reads it then
+waits for that moment. A region of which no tier has bytes has no content, and one that is `zero`
+holds zeros, which takes no bytes anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from dynoffload.memory.accelerator.queues import Moment
+from dynoffload.memory.accelerator.slab import Slot
+
+
+class State(Enum):
+    """Whether a region takes memory of the accelerator."""
+
+    ABSENT = "absent"
+    PRESENT = "present"
+    LEAVING = "leaving"
+
+
+class Traffic(Enum):
+    """What the file does with a region's slot."""
+
+    NONE = "none"
+    READING = "reading"
+    WRITING = "writing"
+
+
+@dataclass(eq=False, slots=True)
+class Cell:
+    """One region.
+
+    Attributes:
+        region: its number.
+        nbytes: its content.
+        padded: the bytes that it takes in each tier.
+        offset: where it lies in the file.
+        storage: its bytes on the accelerator; empty while it is absent.
+        stamp: last use, for LRU.
+        state: whether it takes memory there.
+        here: the accelerator has its newest bytes.
+        in_host: its slot has them, once ``copied`` is reached.
+        in_file: the file has them.
+        zero: it holds zeros.
+        slot: its place in host memory, or None.
+        copied: the last copy from or to the slot, until somebody has seen that it is over.
+        ready: the end of the copy in, for which the compute queue has not waited yet.
+        gone: the end of the copy out, while it is leaving.
+        traffic: what the file does with the slot.
+        error: errno of a transfer of the file that somebody is to be told.
+        pins: holds it on the accelerator.
+        tick: the number of the last moment before which it was used.
+        prefetched: brought by plan and not yet used.
+    """
+
+    region: int
+    nbytes: int
+    padded: int
+    offset: int
+    storage: torch.UntypedStorage
+    stamp: int
+    state: State = State.ABSENT
+    here: bool = False
+    in_host: bool = False
+    in_file: bool = False
+    zero: bool = False
+    slot: Slot | None = None
+    copied: Moment | None = None
+    ready: Moment | None = None
+    gone: Moment | None = None
+    traffic: Traffic = Traffic.NONE
+    error: int = 0
+    pins: int = 0
+    tick: int = 0
+    prefetched: bool = False
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether only the accelerator has the newest bytes."""
+        return self.here and not (self.in_host or self.in_file or self.zero)
+
+    @property
+    def has_content(self) -> bool:
+        """Whether there are bytes to keep."""
+        return self.here or self.in_host or self.in_file
+
+    def written(self) -> None:
+        """The accelerator's bytes are the only newest ones from now on."""
+        self.here, self.in_host, self.in_file, self.zero = True, False, False, False
+
+    def forget(self) -> None:
+        """There is no content."""
+        self.here = self.in_host = self.in_file = self.zero = self.prefetched = False
+
+    def slot_is_idle(self) -> bool:
+        """Return whether nothing is copied from or to the slot."""
+        if self.copied is not None and self.copied.reached():
+            self.copied = None
+        return self.copied is None and self.traffic is Traffic.NONE

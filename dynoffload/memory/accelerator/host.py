@@ -1,0 +1,288 @@
+"""The tiers below the accelerator: host memory, and a file where that has a budget of its own.
+
+What it is: slots for regions, the file behind them, and who makes room for whom. What it is not:
+copies from and to the accelerator, which its device queues; here one waits for them at most.
+
+Everything here is called with the device's lock held, which is let go of while the file is waited
+for. Transfers of the file run in threads of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+import torch
+
+from dynoffload.errors import BudgetError
+from dynoffload.memory.accelerator.cells import Cell, Traffic
+from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.slab import Slab
+from dynoffload.memory.device import called
+from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason
+from dynoffload.units import format_bytes
+
+
+class Host:
+    """Host memory, and the file below it.
+
+    Args:
+        queues: of the accelerator, whose copies go through the memory.
+        page_bytes: slots are multiples of it.
+        need: bytes that regions will take at least.
+        budget: bytes of host memory; None: as many as regions take.
+        spill: the file; one that is none takes nothing.
+        cells: the regions, by number.
+        mutex: the device's lock.
+        next_use: when a region is used next, by the plan.
+        names: what messages call regions.
+        threads: that read and write the file.
+    """
+
+    def __init__(
+        self,
+        queues: Queues,
+        page_bytes: int,
+        need: int,
+        budget: int | None,
+        spill: SpillFile | NoFile,
+        cells: Mapping[int, Cell],
+        mutex: threading.RLock,
+        next_use: Callable[[int], int],
+        names: Mapping[int, str],
+        threads: int,
+    ) -> None:
+        self._spill, self._cells, self._names = spill, cells, names
+        self._next_use = next_use
+        begin = need if budget is None else budget
+        self._slab = Slab(queues, page_bytes, -(-begin // page_bytes) * page_bytes, budget)
+        self.budget = budget
+        self._settled = threading.Condition(mutex)  # told when a transfer of the file is over
+        self._draining: list[Cell] = []  # stand for slots that copies still use
+        self._workers: ThreadPoolExecutor | None = None
+        if isinstance(spill, SpillFile):
+            self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
+        self.bytes_read = self.bytes_written = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory taken, in use or not."""
+        return self._slab.nbytes
+
+    @property
+    def spills(self) -> bool:
+        """Whether there is a file below."""
+        return self._workers is not None
+
+    def content(self, cell: Cell) -> torch.Tensor:
+        """Return the bytes of a region's slot, uint8."""
+        assert cell.slot is not None
+        return self._slab.bytes_of(cell.slot, cell.nbytes)
+
+    # Slots
+
+    def place(self, cell: Cell, *, wait: bool) -> bool:
+        """Give a region a slot, if it has none.
+
+        Args:
+            cell: the region.
+            wait: until others have left; else only for what leaves at once.
+
+        Returns:
+            Whether it has one; always, if it waits.
+
+        Raises:
+            BudgetError: nothing leaves.
+            SpillError: those that should leave cannot be written.
+        """
+        for other in self._cells.values():
+            other.error = 0  # what could not be written then may be written now
+        while cell.slot is None:
+            self._drain()
+            cell.slot = self._slab.take(cell.padded)
+            if cell.slot is not None:
+                return True
+            victim = self._victim(cell, any_time=wait)
+            if victim is not None:
+                self._send_out(victim)
+            elif not wait:
+                return False
+            elif not self._wait_for_any():
+                raise BudgetError(
+                    f"no {format_bytes(cell.padded)} of host memory came free for "
+                    f"{called(self._names, cell.region, cell.nbytes)}: raise host_budget "
+                    f"({format_bytes(self._slab.nbytes)})"
+                )
+            if wait:
+                self._check(self._cells.values())
+        return True
+
+    def leave(self, cell: Cell) -> None:
+        """Take a region's slot from it; what it holds there is gone."""
+        self.settle(cell)
+        slot, cell.slot, cell.in_host = cell.slot, None, False
+        if slot is None:
+            return
+        if cell.slot_is_idle():
+            self._slab.give(slot)
+        else:
+            stands = Cell(cell.region, cell.nbytes, cell.padded, 0, cell.storage, 0)
+            stands.slot, stands.copied, cell.copied = slot, cell.copied, None
+            self._draining.append(stands)
+
+    def _drain(self) -> None:
+        draining, self._draining = self._draining, []
+        for stands in draining:
+            if stands.slot_is_idle():
+                assert stands.slot is not None
+                self._slab.give(stands.slot)
+            else:
+                self._draining.append(stands)
+
+    def _victim(self, wanted: Cell, *, any_time: bool) -> Cell | None:
+        """Return who leaves host memory first for ``wanted``: whoever need not be written, then
+        whoever is used last; not ``any_time``: if that is later than ``wanted`` is."""
+        found: Cell | None = None
+        best = (False, -1 if any_time else self._next_use(wanted.region), 0)
+        for cell in self._cells.values():
+            if cell.slot is None or cell is wanted or not cell.slot_is_idle() or cell.error:
+                continue
+            free = not cell.in_host or cell.in_file
+            if not free and not self.spills:
+                continue
+            rank = (free, self._next_use(cell.region), -cell.stamp)
+            if rank > best:
+                found, best = cell, rank
+        return found
+
+    def _send_out(self, cell: Cell) -> None:
+        """Let a region leave host memory: at once, or once the file has it."""
+        if not cell.in_host or cell.in_file:
+            self.leave(cell)
+        else:
+            self._begin(cell, Traffic.WRITING)
+
+    def _wait_for_any(self) -> bool:
+        """Wait until a slot may have come free; return whether anything was under way."""
+        if any(cell.traffic is not Traffic.NONE for cell in self._cells.values()):
+            self._settled.wait(1.0)
+            return True
+        busy = [c for c in (*self._draining, *self._cells.values()) if c.copied is not None]
+        if not busy:
+            return False
+        moment = min(busy, key=lambda cell: cell.stamp).copied
+        assert moment is not None
+        moment.wait()
+        return True
+
+    # The file
+
+    def fetch(self, cell: Cell, *, wait: bool) -> bool:
+        """Have a region's bytes brought from the file to its slot.
+
+        Args:
+            cell: the region; its newest bytes are in the file.
+            wait: until they are there.
+
+        Returns:
+            Whether they are there.
+
+        Raises:
+            BudgetError: there is no room for them.
+            SpillError: they cannot be read.
+        """
+        if cell.in_host:
+            return True
+        if cell.traffic is Traffic.NONE:
+            if not self.place(cell, wait=wait):
+                return False
+            cell.error = 0
+            self._begin(cell, Traffic.READING)
+        if not wait:
+            return False
+        self.settle(cell)
+        self._check([cell])
+        return True
+
+    def settle(self, cell: Cell) -> None:
+        """Wait until the file does nothing with a region's slot."""
+        while cell.traffic is not Traffic.NONE:
+            self._settled.wait(1.0)
+
+    def _begin(self, cell: Cell, traffic: Traffic) -> None:
+        assert self._workers is not None
+        cell.traffic = traffic
+        self._workers.submit(self._carry, cell, self._in_pages(cell))
+
+    def _in_pages(self, cell: Cell) -> torch.Tensor:
+        """Return a slot's bytes with their padding, as the file takes them."""
+        assert cell.slot is not None
+        return self._slab.bytes_of(cell.slot, cell.padded)
+
+    def _carry(self, cell: Cell, content: torch.Tensor) -> None:
+        """Read or write one region; in a thread of its own."""
+        reads = cell.traffic is Traffic.READING
+        number = 0
+        try:
+            assert isinstance(self._spill, SpillFile)
+            _transfer(self._spill.fd, content, cell.offset, reads=reads)
+        except OSError as error:
+            number = error.errno or 5
+        with self._settled:
+            cell.traffic, cell.error = Traffic.NONE, number
+            if not number and reads:
+                cell.in_host = True
+                self.bytes_read += cell.nbytes
+            elif not number:
+                cell.in_file = cell.in_host  # unless it was written on the accelerator meanwhile
+                self.bytes_written += cell.nbytes
+            self._settled.notify_all()
+
+    def check(self) -> None:
+        """Raise what the file did to a region since it was asked last.
+
+        Raises:
+            SpillError: it could not be read or written.
+        """
+        self._check(self._cells.values())
+
+    def _check(self, cells: Iterable[Cell]) -> None:
+        """Raise what the file did to one of ``cells``."""
+        for cell in cells:
+            if cell.error:
+                self._fail(cell)
+
+    def _fail(self, cell: Cell) -> NoReturn:
+        assert isinstance(self._spill, SpillFile)
+        number, cell.error = cell.error, 0
+        what, why = called(self._names, cell.region, cell.nbytes), reason(number)
+        if cell.in_file:
+            raise failure(number, f"{self._spill.unreadable(what, why)}; {UNREAD}")
+        raise failure(number, f"{self._spill.unwritable(what, why)}; {UNWRITTEN}")
+
+    def close(self) -> None:
+        """Give the memory back; no copy from or to it is under way."""
+        if self._workers is not None:
+            self._workers.shutdown()
+        self._draining.clear()
+        self._slab.close()
+
+
+def _transfer(descriptor: int, content: torch.Tensor, offset: int, *, reads: bool) -> None:
+    """Read or write all of ``content`` at ``offset``.
+
+    Raises:
+        OSError: it cannot be; EIO if the file ends before.
+    """
+    view = memoryview(content.numpy().data)
+    done = 0
+    while done < len(view):
+        part = [view[done:]]
+        move = os.preadv if reads else os.pwritev
+        moved = move(descriptor, part, offset + done)
+        if moved <= 0:
+            raise OSError(5, "the file ends before what it holds")
+        done += moved

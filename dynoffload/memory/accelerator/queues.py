@@ -1,0 +1,93 @@
+"""What an accelerator offers beside its memory: queues of work, moments in them, and copies.
+
+Work that is given to an accelerator is done later, in the order of the queue that it was given to;
+queues know of each other only what they are told. `Queues` is all that `Accelerator` knows of one:
+the *compute* queue is the one on which torch runs operators for the calling thread, and there is
+one queue for copies in each direction. `dynoffload.memory.accelerator.streams` makes them of
+torch's streams; tests make them of threads, with delays, and find every moment that was not waited
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Moment(Protocol):
+    """A place in a queue: it is reached when all that was given to the queue before is done."""
+
+    def reached(self) -> bool:
+        """Return whether it is reached by now."""
+
+    def wait(self) -> None:
+        """Hold the calling thread until it is reached."""
+
+
+class Lag(Protocol):
+    """How long the compute queue stood still for a moment of another."""
+
+    def seconds(self) -> float | None:
+        """Return the seconds; None while nobody knows."""
+
+
+class Queues(Protocol):
+    """The queues of one accelerator.
+
+    Attributes:
+        name: what plan lines and errors call the accelerator.
+        device: where its tensors are.
+        pinned: whether `host` gives memory that copies pass through without another copy.
+    """
+
+    name: str
+    device: torch.device
+    pinned: bool
+
+    def now(self) -> Moment:
+        """Return the moment after all that the compute queue has been given."""
+
+    def after(self, moment: Moment) -> Lag:
+        """Let what the compute queue is given from now on begin after ``moment``."""
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give an empty storage memory, whose bytes anything may be, for the compute queue.
+
+        Raises:
+            torch.OutOfMemoryError: the accelerator has none left.
+        """
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """Take a storage's memory back, for what the compute queue is given from now on."""
+
+    def copy_in(
+        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Moment]
+    ) -> Moment:
+        """Copy host memory into a storage, on the queue for that, once ``after`` are reached.
+
+        Args:
+            target: of the accelerator.
+            source: uint8 of the same size, of what `host` has given; it must stay as it is until
+                the moment that is returned.
+        """
+
+    def copy_out(
+        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Moment]
+    ) -> Moment:
+        """Copy a storage into host memory, on the queue for that, once ``after`` are reached."""
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` of host memory that copies can use, uint8, aligned to 4 KiB.
+
+        Raises:
+            MemoryError: there is none left.
+        """
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Give memory back that `host` has given; no copy of it is under way."""
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that the accelerator's own allocator had given since the last
+        call; 0 where it does not count."""

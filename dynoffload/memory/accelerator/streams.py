@@ -1,0 +1,206 @@
+"""The queues of a real accelerator: torch's streams and events, through `torch.accelerator`.
+
+[Note: pinned memory]  Copies run beside computation only from and to pinned memory. torch's own
+pinned memory comes in powers of two, up to twice what is asked for; so on CUDA (and HIP, which
+torch gives the same name) a private mapping of the exact size is registered with the driver. Where
+that is refused, or there is no such call, torch's is taken, and where there is none, memory that is
+not pinned: copies are exact then, too, but nothing runs beside them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dynoffload.errors import BackendError
+from dynoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_ALIGNED = mmap.PAGESIZE
+
+
+class _Event:
+    """A `Moment` of a stream."""
+
+    def __init__(self, stream: torch.Stream, *, timed: bool = False) -> None:
+        self._event = torch.Event(stream.device, enable_timing=timed)
+        self._event.record(stream)
+
+    def reached(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold(self, stream: torch.Stream) -> None:
+        """Let ``stream`` go on after it."""
+        stream.wait_event(self._event)
+
+    def since(self, other: _Event) -> float:
+        """Return the seconds from another moment, both reached and timed."""
+        return float(other._event.elapsed_time(self._event)) / 1e3
+
+
+class _Span:
+    """A `Lag` between two timed moments of the compute stream."""
+
+    def __init__(self, begin: _Event, end: _Event) -> None:
+        self._begin, self._end = begin, end
+
+    def seconds(self) -> float | None:
+        return self._end.since(self._begin) if self._end.reached() else None
+
+
+class Streams:
+    """`Queues` of the accelerator on which a device's tensors are.
+
+    Args:
+        device: of the type that `torch.accelerator` names.
+
+    Raises:
+        BackendError: there is no such accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        here = torch.accelerator.current_accelerator()
+        if here is None or here.type != device.type:
+            has = "no accelerator" if here is None else f"{here.type!r} as its accelerator"
+            raise BackendError(
+                f"parameters are to be on {str(device)!r}, but torch has {has} here: pass device= "
+                "what torch.accelerator.current_accelerator() names, or leave it out"
+            )
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self.name = str(self.device)
+        self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
+        self._mapped: dict[int, mmap.mmap] = {}  # address -> mapping that is registered
+        self.pinned = True
+
+    # Moments
+
+    def now(self) -> _Event:
+        """See `Queues.now`."""
+        return _Event(self._compute())
+
+    def after(self, moment: Any) -> _Span:
+        """See `Queues.after`."""
+        stream = self._compute()
+        begin = _Event(stream, timed=True)
+        moment.hold(stream)
+        return _Span(begin, _Event(stream, timed=True))
+
+    def _compute(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    # Memory of the accelerator
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """See `Queues.fill`."""
+        storage.resize_(nbytes)
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """See `Queues.empty`. The allocator gives it to later work of the same stream only."""
+        storage.resize_(0)
+
+    def peak_bytes(self) -> int:
+        """See `Queues.peak_bytes`."""
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        return int(peak)
+
+    # Copies
+
+    def copy_in(
+        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Any]
+    ) -> _Event:
+        """See `Queues.copy_in`."""
+        return self._copy(self._in, _bytes_of(target), source, after)
+
+    def copy_out(
+        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Any]
+    ) -> _Event:
+        """See `Queues.copy_out`."""
+        return self._copy(self._out, target, _bytes_of(source), after)
+
+    def _copy(
+        self,
+        stream: torch.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Any],
+    ) -> _Event:
+        for moment in after:
+            moment.hold(stream)
+        with stream, torch.no_grad():
+            target.copy_(source, non_blocking=True)
+        return _Event(stream)
+
+    # Host memory
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """See `Queues.host` and [Note: pinned memory]."""
+        try:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(error.strerror) from error
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        address = memory.data_ptr()
+        why = self._register(address, nbytes)
+        if not why:
+            self._mapped[address] = mapping
+            return memory
+        del memory
+        mapping.close()
+        try:
+            found = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            found = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8)
+            if self.pinned:
+                self.pinned = False
+                logger.warning(
+                    "host memory cannot be pinned for %s (%s; %s): copies hold computation up; "
+                    "raise the limit of locked memory (ulimit -l), or lower host_budget",
+                    self.name,
+                    why,
+                    str(error).partition("\n")[0],
+                )
+        else:
+            if self.pinned:
+                logger.info(
+                    "%s for %s is pinned by torch, in powers of two: %s",
+                    format_bytes(nbytes),
+                    self.name,
+                    why,
+                )
+        begin = -found.data_ptr() % _ALIGNED
+        return found[begin : begin + nbytes]
+
+    def release(self, memory: torch.Tensor) -> None:
+        """See `Queues.release`."""
+        address = memory.data_ptr()
+        mapping = self._mapped.pop(address, None)
+        if mapping is not None:
+            _runtime().cudaHostUnregister(address)
+        # The mapping ends with the last tensor over it.
+
+    def _register(self, address: int, nbytes: int) -> str:
+        """Pin memory; return why it was not pinned, "" if it was."""
+        if self.device.type != "cuda":
+            return f"torch has no call for it on {self.device.type}"
+        ctypes.memset(address, 0, nbytes)  # by this thread, on its own memory node
+        code = int(_runtime().cudaHostRegister(address, nbytes, 0))
+        return f"cudaHostRegister returned {code}" if code else ""
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

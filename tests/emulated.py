@@ -1,0 +1,298 @@
+"""An accelerator made of threads, which finds every moment that nobody waited for: no tests here.
+
+Its tensors are the CPU's, and its compute queue is the calling thread. Copies run in two threads,
+late by as much as a seed says. Memory is poisoned as it is given and as it is taken back, so that
+what is read too early or too late is wrong. And each queue keeps a *vector clock*: how far it has
+come itself, and how far it knows the others to have come, by the moments it was told to wait for.
+An access that does not know of an earlier one that it must come after is a race, also where this
+time nothing went wrong; `Watcher` tells of the accesses of operators, as it sees them below all
+other modes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COMPUTE, IN, OUT = range(3)
+_POISON = 0xFB  # as float32 -2.6e36, as an index far outside
+_QUEUES = ("compute", "copy in", "copy out")
+
+Clock = tuple[int, int, int]
+
+
+class Race(AssertionError):
+    """An access that was not made to come after another."""
+
+
+def _joined(clocks: Sequence[Clock]) -> Clock:
+    first, second, third = zip(*clocks, strict=True)
+    return max(first), max(second), max(third)
+
+
+@dataclass(eq=False)
+class Reached:
+    """A `Moment`; `reached` says no some times after it is, as an accelerator would."""
+
+    clock: Clock
+    done: threading.Event
+    shy: int = 0
+
+    def reached(self) -> bool:
+        if not self.done.is_set():
+            return False
+        self.shy -= 1
+        return self.shy < 0
+
+    def wait(self) -> None:
+        assert self.done.wait(60), "a copy does not end"
+        self.shy = 0
+
+
+@dataclass(eq=False)
+class Waited:
+    """A `Lag`."""
+
+    waited_s: float
+
+    def seconds(self) -> float | None:
+        return self.waited_s
+
+
+@dataclass(eq=False)
+class Seen:
+    """The accesses to one storage's memory since it was given: by queue, its time then."""
+
+    written: tuple[int, int] = (COMPUTE, 0)
+    read: dict[int, int] = field(default_factory=dict)
+
+
+class Emulated:
+    """`Queues` of threads.
+
+    Args:
+        seed: of the delays.
+        delay_s: the longest of a copy.
+        memory: bytes of all storages together, beyond which there is no more.
+
+    Attributes:
+        races: what was found, in words.
+        given: bytes of storages now; `peak` the most.
+    """
+
+    name = "emulated"
+    device = torch.device("cpu")
+    pinned = True
+
+    def __init__(self, seed: int = 0, delay_s: float = 0.002, memory: int = 1 << 40) -> None:
+        self._random = random.Random(seed)
+        self._delay_s, self._memory = delay_s, memory
+        self.races: list[str] = []
+        self.given = self.peak = self.host_bytes = 0
+        self.copies = 0
+        self._clocks: list[Clock] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+        self._seen: dict[int, Seen] = {}  # by the storage's object
+        self._mutex = threading.RLock()
+        self._jobs: list[queue.Queue[Callable[[], None] | None]] = [queue.Queue(), queue.Queue()]
+        self._threads = [
+            threading.Thread(target=self._run, args=(jobs,), daemon=True) for jobs in self._jobs
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        for jobs in self._jobs:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, jobs: queue.Queue[Callable[[], None] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            job()
+
+    # Moments
+
+    def _tick(self, of: int) -> Clock:
+        """The queue goes on; return its clock until then."""
+        clock = self._clocks[of]
+        later = list(clock)
+        later[of] += 1
+        self._clocks[of] = (later[0], later[1], later[2])
+        return clock
+
+    def now(self) -> Reached:
+        with self._mutex:
+            done = threading.Event()
+            done.set()
+            return Reached(self._tick(COMPUTE), done, self._random.randrange(3))
+
+    def after(self, moment: Any) -> Waited:
+        start = time.perf_counter()
+        moment.wait()
+        with self._mutex:
+            self._clocks[COMPUTE] = _joined([self._clocks[COMPUTE], moment.clock])
+        return Waited(time.perf_counter() - start)
+
+    # Accesses
+
+    def access(self, of: int, storage: torch.UntypedStorage, what: str, *, writes: bool) -> None:
+        """A queue touches a storage's memory, if it is one that was given."""
+        with self._mutex:
+            seen = self._seen.get(storage._cdata)
+            if seen is None:
+                return
+            clock = self._clocks[of]
+            before = [seen.written, *(seen.read.items() if writes else ())]
+            for other, then in before:
+                if clock[other] < then:
+                    self.races.append(
+                        f"{what} ({_QUEUES[of]}) does not come after what {_QUEUES[other]} did "
+                        f"with the same {storage.nbytes()} bytes"
+                    )
+            if writes:
+                seen.written, seen.read = (of, clock[of]), {}
+            else:
+                seen.read[of] = clock[of]
+
+    # Memory
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        assert storage.nbytes() == 0, "memory is given to what has some"
+        if self.given + nbytes > self._memory:
+            raise torch.OutOfMemoryError("the emulated accelerator is full")
+        storage.resize_(nbytes)
+        self.given += nbytes
+        self.peak = max(self.peak, self.given)
+        with self._mutex:
+            self._seen[storage._cdata] = Seen((COMPUTE, self._clocks[COMPUTE][COMPUTE]))
+        _bytes_of(storage).fill_(_POISON)
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        self.access(COMPUTE, storage, "taking memory back", writes=True)
+        with self._mutex:
+            del self._seen[storage._cdata]
+        self.given -= storage.nbytes()
+        _bytes_of(storage).fill_(_POISON)
+        storage.resize_(0)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        self.host_bytes += nbytes
+        memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        memory.fill_(_POISON)
+        return memory
+
+    def release(self, memory: torch.Tensor) -> None:
+        self.host_bytes -= len(memory)
+        memory.fill_(_POISON)
+
+    def peak_bytes(self) -> int:
+        peak, self.peak = self.peak, self.given
+        return peak
+
+    # Copies
+
+    def copy_in(
+        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Any]
+    ) -> Reached:
+        return self._copy(IN, _bytes_of(target), source, target, after)
+
+    def copy_out(
+        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Any]
+    ) -> Reached:
+        return self._copy(OUT, target, _bytes_of(source), source, after)
+
+    def _copy(
+        self,
+        of: int,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        storage: torch.UntypedStorage,
+        after: Sequence[Any],
+    ) -> Reached:
+        assert len(target) == len(source)
+        with self._mutex:
+            self.copies += 1
+            self._clocks[of] = _joined([self._clocks[of], *(moment.clock for moment in after)])
+            self.access(of, storage, _QUEUES[of], writes=of == IN)
+            moment = Reached(self._tick(of), threading.Event(), self._random.randrange(3))
+            delay = self._random.random() ** 3 * self._delay_s
+            begins = [moment.done for moment in after]
+
+            def job() -> None:
+                for begun in begins:
+                    begun.wait(60)
+                time.sleep(delay)
+                with torch.no_grad():
+                    target.copy_(source)
+                moment.done.set()
+
+            self._jobs[of - 1].put(job)
+        return moment
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+class Watcher(TorchDispatchMode):
+    """Tells the emulated accelerator what operators touch, and refuses those on absent tensors.
+
+    Args:
+        queues: of the accelerator.
+        owns: whether a storage is a region's.
+    """
+
+    def __init__(self, queues: Emulated, owns: Callable[[torch.UntypedStorage], bool]) -> None:
+        super().__init__()
+        self._queues, self._owns = queues, owns
+        self.seen = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        aliases = [one.alias_info for one in schema.returns if one.alias_info is not None]
+        if all(alias.is_write for alias in aliases):  # else it is a view, and touches no byte
+            written = {
+                id(leaf)
+                for argument, given in (
+                    *zip(schema.arguments, args, strict=False),
+                    *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs),
+                )
+                if argument.alias_info is not None and argument.alias_info.is_write
+                for leaf in tree_leaves(given)
+            }
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+                    storage = leaf.untyped_storage()
+                    if not self._owns(storage):
+                        continue
+                    self.seen += 1
+                    if storage.nbytes() == 0:
+                        raise Race(f"{func} touches an absent tensor")
+                    self._queues.access(COMPUTE, storage, str(func), writes=id(leaf) in written)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def emulated(seed: int = 0, **options: Any) -> Iterator[Emulated]:
+    """Open an emulated accelerator; what races it found fails the block."""
+    queues = Emulated(seed, **options)
+    try:
+        yield queues
+    finally:
+        queues.close()
+    if queues.races:
+        raise Race("\n".join(queues.races[:5]))

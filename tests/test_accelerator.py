@@ -1,0 +1,478 @@
+"""The accelerator's device, over an emulated one: bytes survive, no queue is outrun, and each tier
+keeps to its budget."""
+
+from __future__ import annotations
+
+import errno
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from devices import pattern, schedule
+from emulated import Emulated, Race, Watcher, emulated
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynoffload.errors import BackendError, BudgetError, SpillError
+from dynoffload.memory.accelerator import host as host_tier
+from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
+from dynoffload.memory.device import EventKind
+from dynoffload.planning import Action, Kind, LookAhead, Use
+from dynoffload.units import KiB, MiB
+
+
+@pytest.fixture
+def queues() -> Iterator[Emulated]:
+    with emulated() as made:
+        yield made
+
+
+@pytest.fixture
+def device(queues: Emulated, tmp_path: Path) -> Iterator[Accelerator]:
+    """Return a device of 8 pages, with host memory for everything."""
+    made = Accelerator(queues, 8 * PAGE, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tiered(queues: Emulated, tmp_path: Path) -> Iterator[Accelerator]:
+    """Return a device of 8 pages, with host memory for 8 more, and a file."""
+    made = Accelerator(queues, 8 * PAGE, tmp_path, need=64 * PAGE, host_budget=8 * PAGE)
+    yield made
+    made.close()
+
+
+def view(device: Accelerator, region: int) -> torch.Tensor:
+    """Return the bytes of a region that is present."""
+    return torch.empty(0, dtype=torch.uint8).set_(device.storage(region))
+
+
+def write(device: Accelerator, region: int, seed: int) -> None:
+    """Fill a region with a pattern, as an operator does."""
+    device.use([region], [region])
+    target = view(device, region)
+    target.copy_(pattern(len(target), seed))
+    device.used([region])
+
+
+def holds(device: Accelerator, region: int, seed: int) -> bool:
+    """Return whether a region has the pattern, as an operator sees it."""
+    device.use([region])
+    found = view(device, region)
+    same = torch.equal(found, pattern(len(found), seed))
+    device.used([region])
+    return same
+
+
+# One region
+
+
+def test_an_absent_region_takes_no_memory_and_its_tensors_come_back(
+    device: Accelerator, queues: Emulated
+) -> None:
+    first, second = device.allocate(6 * PAGE - 3), device.allocate(6 * PAGE)
+    assert queues.given == 0
+    write(device, first, 1)
+    storage = device.storage(first)
+    whole = view(device, first)
+    part = whole[PAGE - 3 : PAGE + 3]
+    kept = part.clone()
+    assert device.owner(part) == device.owner(storage) == first
+    assert device.owners(part) == [first]
+    assert device.begins(whole, first)
+    assert not device.begins(part, first)
+    assert device.owner(torch.zeros(3)) == -1
+    write(device, second, 2)
+    assert device.resident() == [second]
+    assert storage.nbytes() == 0
+    assert device.owner(part) == first  # absent as well
+    device.acquire([first])
+    assert torch.equal(part, kept)
+    assert queues.given == device.storage(first).nbytes() == 6 * PAGE - 3
+
+
+def test_what_was_only_read_leaves_without_a_copy(device: Accelerator, queues: Emulated) -> None:
+    regions = [device.allocate(6 * PAGE) for _ in range(2)]
+    for seed, region in enumerate(regions):
+        write(device, region, seed)
+    out = device.counters().bytes_out
+    for _ in range(3):
+        assert all(holds(device, region, seed) for seed, region in enumerate(regions))
+    assert device.counters().bytes_out == out + 6 * PAGE  # the second left as it was written
+
+
+def test_a_region_that_is_leaving_can_be_used_again(queues: Emulated, tmp_path: Path) -> None:
+    device = Accelerator(queues, 8 * PAGE, tmp_path)
+    region = device.allocate(2 * PAGE)
+    write(device, region, 1)
+    device.follow([Use(()), Use((region,))], schedule(Action(0, Kind.EVICT, region)))
+    assert device.counters().bytes_out == 2 * PAGE  # under way
+    write(device, region, 2)
+    other = device.allocate(8 * PAGE)
+    write(device, other, 3)
+    assert holds(device, region, 2)
+    device.close()
+
+
+def test_what_fits_nowhere_is_refused_by_name(device: Accelerator, tiered: Accelerator) -> None:
+    with pytest.raises(BudgetError, match="raise the budget"):
+        device.allocate(8 * PAGE + 1)
+    first, second = device.allocate(5 * PAGE), device.allocate(5 * PAGE)
+    device.names[second] = "the second"
+    with pytest.raises(BudgetError, match=r"the second.*raise the budget|raise the budget.*second"):
+        device.use([first, second])
+    device.use([first])
+    with pytest.raises(BudgetError, match="no room of"):
+        device.acquire([second])
+    device.used([first])
+    device.acquire([second])
+    with pytest.raises(BackendError, match="no rows"):
+        device.allocate_row(2, PAGE)
+    with pytest.raises(BackendError, match="guards nothing"):
+        device.lock([first])
+
+
+def test_a_region_larger_than_host_memory_is_refused(queues: Emulated, tmp_path: Path) -> None:
+    device = Accelerator(queues, 8 * PAGE, tmp_path, host_budget=2 * PAGE)
+    with pytest.raises(BudgetError, match="raise host_budget"):
+        device.allocate(3 * PAGE)
+    region = device.allocate(2 * PAGE)  # its place was not lost
+    write(device, region, 1)
+    assert holds(device, region, 1)
+    device.close()
+
+
+def test_an_accelerator_that_is_full_says_what_to_do(tmp_path: Path) -> None:
+    with emulated(memory=4 * PAGE) as queues:
+        device = Accelerator(queues, 8 * PAGE, tmp_path)
+        regions = [device.allocate(3 * PAGE) for _ in range(2)]
+        device.names[regions[1]] = "the second"
+        write(device, regions[0], 1)
+        with pytest.raises(BudgetError, match=r"the second.*lower the budget"):
+            device.acquire(regions[1:])
+        assert holds(device, regions[0], 1)
+        device.close()
+
+
+def test_zeros_and_discarded_bytes_move_nothing(device: Accelerator) -> None:
+    zero, gone, other = (device.allocate(5 * PAGE) for _ in range(3))
+    write(device, zero, 1)
+    device.clear([zero])
+    assert device.is_clear([zero]) == [True]
+    before = device.counters()
+    device.use([zero])
+    assert not view(device, zero).any()
+    device.used([zero])
+    device.acquire([other])
+    device.discard(other)
+    device.use([zero])
+    assert not view(device, zero).any()
+    device.used([zero])
+    device.acquire([gone])
+    device.discard(gone)
+    after = device.counters()
+    assert (after.bytes_in, after.bytes_out) == (before.bytes_in, before.bytes_out)
+    write(device, zero, 2)
+    assert device.is_clear([zero]) == [False]
+
+
+# Below
+
+
+def test_host_memory_is_what_regions_take(queues: Emulated, tmp_path: Path) -> None:
+    need = 40 * PAGE
+    device = Accelerator(queues, 8 * PAGE, tmp_path, need=need)
+    assert queues.host_bytes == need
+    regions = [device.allocate(4 * PAGE) for _ in range(10)]
+    for region in regions:
+        write(device, region, region)
+    assert queues.host_bytes == need == device.taken_bytes()
+    more = [device.allocate(4 * PAGE) for _ in range(3)]  # beyond what was foreseen
+    for region in more:
+        write(device, region, region)
+    assert all(holds(device, region, region) for region in regions + more)
+    device.close()
+    assert queues.host_bytes == 0
+
+
+def test_what_host_memory_has_no_room_for_goes_to_the_file(
+    tiered: Accelerator, queues: Emulated
+) -> None:
+    regions = [tiered.allocate(3 * PAGE) for _ in range(12)]
+    for region in regions:
+        write(tiered, region, region)
+    assert tiered.spill_bytes() >= 64 * PAGE
+    assert queues.host_bytes == 8 * PAGE
+    for _ in range(2):
+        assert all(holds(tiered, region, region) for region in regions)
+
+
+def test_bytes_come_from_the_file_ahead_of_their_turn(
+    tiered: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read by the plan, so that a demand finds them in host memory."""
+    regions = [tiered.allocate(2 * PAGE) for _ in range(12)]
+    for region in regions:
+        write(tiered, region, region)
+    for region in regions:
+        assert holds(tiered, region, region)
+    uses = [Use((region,)) for region in regions]
+    sizes = [tiered.size(region) for region in range(max(regions) + 1)]
+    now = tiered.resident()
+    tiered.follow(uses, LookAhead().plan(uses, sizes, tiered.capacity, now, now))
+    for position, region in enumerate(regions):
+        tiered.advance(position)
+        assert holds(tiered, region, region)
+    counters = tiered.counters()
+    assert counters.prefetched_bytes > 0
+    assert counters.used_bytes > 0
+
+
+def _go_through(device: Accelerator, regions: list[int], *, reads: bool) -> None:
+    for seed, region in enumerate(regions):
+        if reads:
+            assert holds(device, region, region)
+        else:
+            write(device, region, 100 + seed)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_file_that_fails_is_told_and_nothing_is_lost(
+    tiered: Accelerator, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    regions = [tiered.allocate(4 * PAGE) for _ in range(8)]
+    for region in regions:
+        write(tiered, region, region)
+    fails = True
+    transfer = host_tier._transfer
+
+    def failing(*args: object, **kwargs: object) -> None:
+        if fails and kwargs["reads"] == reads:
+            raise OSError(errno.EIO if reads else errno.ENOSPC, "so it is")
+        transfer(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(host_tier, "_transfer", failing)
+    with pytest.raises(SpillError, match="cannot read" if reads else "cannot write"):
+        _go_through(tiered, regions, reads=reads)
+    fails = False
+    for region in regions:
+        tiered.use([region])
+        found = view(tiered, region)
+        index = regions.index(region)
+        wanted = (region,) if reads else (region, 100 + index)
+        assert any(torch.equal(found, pattern(len(found), seed)) for seed in wanted)
+        tiered.used([region])
+
+
+# Plans
+
+
+def test_a_plan_prefetches_and_what_is_used_is_counted(device: Accelerator) -> None:
+    first, second = (device.allocate(4 * PAGE) for _ in range(2))
+    third = device.allocate(4 * PAGE)
+    for region in (first, second, third):
+        write(device, region, region)
+    assert first not in device.resident()
+    device.counters()
+    device.follow(
+        [Use((second,)), Use((third,)), Use((first,))],
+        schedule(Action(1, Kind.EVICT, second), Action(1, Kind.FETCH, first)),
+    )
+    device.advance(0)
+    assert holds(device, second, second)
+    device.advance(1)
+    for _ in range(1000):  # room comes as the copy out ends
+        if first in device.resident():
+            break
+        device.advance(1)
+    assert first in device.resident()
+    assert holds(device, third, third)
+    device.advance(2)
+    assert holds(device, first, first)
+    counters = device.counters()
+    assert counters.prefetched_bytes == counters.used_bytes == 4 * PAGE
+    assert counters.wasted_bytes == 0
+    kinds = {event.kind for event in device.events()}
+    assert {EventKind.FETCH, EventKind.EVICT} <= kinds
+
+
+def test_the_peak_never_passes_the_capacity(device: Accelerator, queues: Emulated) -> None:
+    regions = [device.allocate(3 * PAGE) for _ in range(9)]
+    for region in regions:
+        write(device, region, region)
+    for region in regions:
+        assert holds(device, region, region)
+    assert 0 < device.counters().peak_bytes <= device.capacity
+    assert 0 < queues.peak_bytes() <= device.capacity
+
+
+# The end
+
+
+def test_what_is_held_at_the_end_stays(queues: Emulated, tmp_path: Path) -> None:
+    device = Accelerator(queues, 8 * PAGE, tmp_path, need=64 * PAGE, host_budget=8 * PAGE)
+    regions = [device.allocate(3 * PAGE) for _ in range(6)]
+    tensors = {}
+    for region in regions:
+        write(device, region, region)
+        device.acquire([region])
+        tensors[region] = view(device, region)
+    assert device.retire() == 0
+    assert queues.host_bytes == 0
+    for region, tensor in tensors.items():
+        assert torch.equal(tensor, pattern(3 * PAGE, region))
+
+
+# The emulated accelerator itself
+
+
+def _read_too_early() -> None:
+    with emulated() as queues:
+        storage = torch.empty(0, dtype=torch.uint8).untyped_storage()
+        queues.fill(storage, 64)
+        moment = queues.copy_in(storage, torch.zeros(64, dtype=torch.uint8), [queues.now()])
+        with Watcher(queues, lambda one: one._cdata == storage._cdata):
+            torch.empty(0, dtype=torch.uint8).set_(storage).sum()
+        moment.wait()
+
+
+def test_the_emulated_accelerator_finds_what_was_not_waited_for() -> None:
+    with pytest.raises(Race, match="does not come after"):
+        _read_too_early()
+
+
+def test_the_emulated_accelerator_refuses_absent_tensors() -> None:
+    with emulated() as queues:
+        tensor = torch.ones(4)
+        tensor.untyped_storage().resize_(0)
+        with Watcher(queues, lambda one: True), pytest.raises(Race, match="absent"):
+            tensor.clone()
+
+
+# Anything
+
+
+class _Run:
+    """A device, and what its regions should hold."""
+
+    def __init__(self, device: Accelerator, chance: random.Random) -> None:
+        self.device, self.chance = device, chance
+        self.held: dict[int, int | None] = {}  # region -> seed, 0 for zeros, None for anything
+        self.seed = 0
+
+    def some(self) -> list[int]:
+        """Return regions that fit together."""
+        chosen: list[int] = []
+        room = self.device.capacity
+        for region in self.chance.sample(sorted(self.held), self.chance.randrange(1, 4) % 4):
+            if self.device.size(region) <= room:
+                room -= self.device.size(region)
+                chosen.append(region)
+        return chosen
+
+    def check(self, region: int) -> None:
+        held = self.held[region]
+        if held is not None:
+            found = view(self.device, region)
+            wanted = torch.zeros_like(found) if held == 0 else pattern(len(found), held)
+            assert torch.equal(found, wanted), (region, held)
+
+    def change(self, region: int) -> None:
+        self.seed += 1
+        target = view(self.device, region)
+        target.copy_(pattern(len(target), self.seed))
+        self.held[region] = self.seed
+
+    def operator(self, regions: list[int]) -> None:
+        """Read some, write some."""
+        written = [region for region in regions if self.chance.random() < 0.4]
+        self.device.use(regions, written)
+        for region in regions:
+            if region in self.device.resident() and self.device.storage(region).nbytes():
+                self.check(region)
+        for region in written:
+            self.change(region)
+        self.device.used(regions)
+
+    def go(self) -> None:
+        """Do one thing."""
+        device, chance = self.device, self.chance
+        what = chance.random()
+        if len(self.held) < 4 or (what < 0.1 and len(self.held) < 14):
+            self.held[device.allocate(chance.randrange(1, 5 * PAGE))] = None
+        elif what < 0.13:
+            region = chance.choice(sorted(self.held))
+            device.release(region)
+            del self.held[region]
+        elif what < 0.17:
+            region = chance.choice(sorted(self.held))
+            device.discard(region)
+            self.held[region] = None
+        elif what < 0.21:
+            region = chance.choice(sorted(self.held))
+            device.clear([region])
+            self.held[region] = 0
+        elif what < 0.3:
+            regions = self.some()
+            device.acquire(regions)
+            for region in regions:
+                self.check(region)
+                self.change(region)
+        elif what < 0.34:
+            device.touch(self.some())
+        elif what < 0.44:
+            self.plan()
+        else:
+            self.operator(self.some())
+        assert device.resident_bytes() <= device.capacity
+
+    def plan(self) -> None:
+        """Follow a plan that is right, or wrong."""
+        device, chance = self.device, self.chance
+        strings = [self.some() for _ in range(chance.randrange(2, 9))]
+        uses = [Use(tuple(regions), writes=tuple(regions)) for regions in strings]
+        sizes = [device.size(region) for region in range(max(self.held) + 1)]
+        now = device.resident()
+        device.follow(uses, LookAhead().plan(uses, sizes, device.capacity, now, now))
+        wrong = chance.random() < 0.3
+        for position, regions in enumerate(strings):
+            device.advance(position)
+            self.operator(self.some() if wrong else regions)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.sampled_from([None, 5, 9, 30]))
+def test_bytes_survive_anything(seed: int, host_pages: int | None) -> None:
+    budget = None if host_pages is None else host_pages * PAGE
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        emulated(seed, delay_s=0.001) as queues,
+    ):
+        device = Accelerator(
+            queues, 10 * PAGE, Path(folder), need=8 * PAGE, host_budget=budget, threads=2
+        )
+        run = _Run(device, random.Random(seed))
+        with Watcher(queues, lambda storage: device.owner(storage) >= 0) as watcher:
+            for _ in range(60):
+                run.go()
+            for region in sorted(run.held):
+                device.use([region])
+                run.check(region)
+                device.used([region])
+        assert watcher.seen > 0
+        assert queues.given <= device.capacity
+        assert budget is None or queues.host_bytes <= budget
+        device.counters()
+        device.close()
+
+
+def test_names_say_where(queues: Emulated, tmp_path: Path) -> None:
+    device = Accelerator(queues, 3 * MiB + 5, tmp_path)
+    assert device.name == "accelerator emulated"
+    assert device.capacity == 3 * MiB
+    assert device.page_bytes == PAGE == 4 * KiB
+    device.close()
