@@ -19,11 +19,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from dynoffload.config import OffloadConfig
+from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.runtime import paging
+from dynoffload.runtime.sizing import Sizing
 
 COMPUTE, IN, OUT = range(3)
 _POISON = 0xFB  # as float32 -2.6e36, as an index far outside
@@ -158,7 +165,7 @@ class Emulated:
                 if clock[other] < then:
                     self.races.append(
                         f"{what} ({_QUEUES[of]}) does not come after what {_QUEUES[other]} did "
-                        f"with the same {storage.nbytes()} bytes"
+                        f"with the same {_size(storage)} bytes"
                     )
             if writes:
                 seen.written, seen.read = (of, clock[of]), {}
@@ -168,7 +175,7 @@ class Emulated:
     # Memory
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        assert storage.nbytes() == 0, "memory is given to what has some"
+        assert _size(storage) == 0, "memory is given to what has some"
         if self.given + nbytes > self._memory:
             raise torch.OutOfMemoryError("the emulated accelerator is full")
         storage.resize_(nbytes)
@@ -182,7 +189,7 @@ class Emulated:
         self.access(COMPUTE, storage, "taking memory back", writes=True)
         with self._mutex:
             del self._seen[storage._cdata]
-        self.given -= storage.nbytes()
+        self.given -= _size(storage)
         _bytes_of(storage).fill_(_POISON)
         storage.resize_(0)
 
@@ -205,22 +212,21 @@ class Emulated:
     def copy_in(
         self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Any]
     ) -> Reached:
-        return self._copy(IN, _bytes_of(target), source, target, after)
+        return self._copy(IN, target, source, target, after)
 
     def copy_out(
         self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Any]
     ) -> Reached:
-        return self._copy(OUT, target, _bytes_of(source), source, after)
+        return self._copy(OUT, target, source, source, after)
 
     def _copy(
         self,
         of: int,
-        target: torch.Tensor,
-        source: torch.Tensor,
+        target: torch.Tensor | torch.UntypedStorage,
+        source: torch.Tensor | torch.UntypedStorage,
         storage: torch.UntypedStorage,
         after: Sequence[Any],
     ) -> Reached:
-        assert len(target) == len(source)
         with self._mutex:
             self.copies += 1
             self._clocks[of] = _joined([self._clocks[of], *(moment.clock for moment in after)])
@@ -233,12 +239,33 @@ class Emulated:
                 for begun in begins:
                     begun.wait(60)
                 time.sleep(delay)
-                with torch.no_grad():
-                    target.copy_(source)
+                try:
+                    ours, theirs = (
+                        one if isinstance(one, torch.Tensor) else _bytes_of(one)
+                        for one in (target, source)
+                    )
+                    assert len(ours) == len(theirs), "a copy of another size"
+                    with torch.no_grad():
+                        ours.copy_(theirs)
+                except Exception as error:
+                    self.races.append(f"{_QUEUES[of]} failed: {error}")
                 moment.done.set()
 
             self._jobs[of - 1].put(job)
         return moment
+
+
+def _plain(value: Any) -> Any:
+    """Return the tensor below the wrappers of `torch.func`."""
+    functorch = torch._C._functorch
+    while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+def _size(storage: torch.UntypedStorage) -> int:
+    """Return the bytes of a storage as it is now, which asking a region's would bring."""
+    return int(torch.UntypedStorage.nbytes(storage))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -266,7 +293,7 @@ class Watcher(TorchDispatchMode):
         aliases = [one.alias_info for one in schema.returns if one.alias_info is not None]
         if all(alias.is_write for alias in aliases):  # else it is a view, and touches no byte
             written = {
-                id(leaf)
+                id(_plain(leaf))
                 for argument, given in (
                     *zip(schema.arguments, args, strict=False),
                     *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs),
@@ -274,13 +301,13 @@ class Watcher(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write
                 for leaf in tree_leaves(given)
             }
-            for leaf in tree_leaves((args, kwargs)):
+            for leaf in map(_plain, tree_leaves((args, kwargs))):
                 if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
                     storage = leaf.untyped_storage()
                     if not self._owns(storage):
                         continue
                     self.seen += 1
-                    if storage.nbytes() == 0:
+                    if _size(storage) == 0:
                         raise Race(f"{func} touches an absent tensor")
                     self._queues.access(COMPUTE, storage, str(func), writes=id(leaf) in written)
         return func(*args, **kwargs)
@@ -296,3 +323,42 @@ def emulated(seed: int = 0, **options: Any) -> Iterator[Emulated]:
         queues.close()
     if queues.races:
         raise Race("\n".join(queues.races[:5]))
+
+
+OPTIONS: dict[str, Any] = {"backend": "mapped", "slices": False}
+"""Of sessions within `accelerated`, which have no name for it yet."""
+
+
+@contextmanager
+def accelerated(seed: int = 0, host_budget: int | None = None) -> Iterator[Emulated]:
+    """Let sessions that begin in this block take an emulated accelerator for their device.
+
+    Args:
+        seed: of its delays.
+        host_budget: bytes of host memory below it, with a file below that; None: all it takes.
+    """
+    made: list[Accelerator] = []
+    with emulated(seed, delay_s=0.0005) as queues:
+
+        def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Accelerator:
+            made.append(
+                Accelerator(
+                    queues,
+                    sizing.pool_bytes,
+                    spill_dir,
+                    need=sizing.spill_bytes,
+                    host_budget=host_budget,
+                    threads=config.io_threads,
+                    record=config.record_events,
+                )
+            )
+            return made[-1]
+
+        def owns(storage: torch.UntypedStorage) -> bool:
+            return any(device.owner(storage) >= 0 for device in made)
+
+        with mock.patch.object(paging, "open_device", open_device), Watcher(queues, owns) as seen:
+            yield queues
+        assert made, "no session began"
+        assert seen.seen > 0, "nothing was seen: this shows nothing"
+        assert queues.host_bytes == 0, "host memory is left"

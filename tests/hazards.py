@@ -4,8 +4,9 @@ What it is: a `Side`, through which a program opens its block and notes what mus
 `hazard`, which runs the program on the plain side and on a paged one and compares the notes bit for
 bit. A program is written once, against any backend. What it is not: a test.
 
-The backends are those of `tests/devices.py`, and ``aside``: a budget that holds everything, where
-paging steps out of the way after two steps and every tensor becomes ordinary in mid-run.
+The backends are those of `tests/devices.py`; ``emulated``: an accelerator made of threads, which
+finds races; and ``aside``: a budget that holds everything, where paging steps out of the way after
+two steps and every tensor becomes ordinary in mid-run.
 
 A look at a parameter has its update made, so a program notes losses while it trains, and what it
 needs to; the whole state is compared when the block has ended.
@@ -13,6 +14,7 @@ needs to; the whole state is compared when the block has ended.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from devices import KINDS, NO_PAGER, needs_pager
+from emulated import OPTIONS, accelerated
 from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,15 +38,21 @@ from dynoffload.units import MiB
 _MARKS = {"pager": [needs_pager], "aside": [pytest.mark.slow]}
 
 each_backend = pytest.mark.parametrize(
-    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "aside")]
+    "backend",
+    [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "emulated", "aside")],
 )
 """Every backend; ``aside`` in ``make slow``, as `tests/test_aside.py` has what is its own."""
+
+each_of_the_cpu = pytest.mark.parametrize(
+    "backend", [pytest.param(kind, marks=_MARKS.get(kind, [])) for kind in (*KINDS, "aside")]
+)
+"""For what no accelerator's tensors can do, such as to share memory with arrays of numpy."""
 
 each_backend_in_time = pytest.mark.parametrize(
     "backend",
     [
         pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
-        for kind in (*KINDS, "aside")
+        for kind in (*KINDS, "emulated", "aside")
     ],
 )
 """For tests of many cases: where the pager works, the others run in ``make slow``."""
@@ -102,16 +111,18 @@ class Side:
                 options["step_aside"] = True
                 budget = footprint_of(model, states) * 4 + 8 * MiB
             else:
-                options["backend"] = self.backend
+                options.update(OPTIONS if self.backend == "emulated" else {"backend": self.backend})
                 wanted = int(share * footprint_of(model, states))
                 budget, _ = least_budget(model, optimizer, wanted, options)
-            with dynoffload.offload(
-                model, optimizer, budget=budget, pilot=None, config=options
-            ) as session:
-                self.sessions.append((session, budget))
-                self._watch(session)
-                yield session
-            _assert_ordinary(model, optimizer)
+            below = accelerated() if self.backend == "emulated" else contextlib.nullcontext()
+            with below:
+                with dynoffload.offload(
+                    model, optimizer, budget=budget, pilot=None, config=options
+                ) as session:
+                    self.sessions.append((session, budget))
+                    self._watch(session)
+                    yield session
+                _assert_ordinary(model, optimizer)
         self.see_state(model, optimizer)
 
     def _watch(self, session: Session) -> None:

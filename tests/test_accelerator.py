@@ -3,9 +3,13 @@ keeps to its budget."""
 
 from __future__ import annotations
 
+import copy
 import errno
+import io
+import pickle
 import random
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +25,7 @@ from dynoffload.memory.accelerator import host as host_tier
 from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
 from dynoffload.memory.device import EventKind
 from dynoffload.planning import Action, Kind, LookAhead, Use
+from dynoffload.runtime.residency import Residence
 from dynoffload.units import KiB, MiB
 
 
@@ -88,7 +93,7 @@ def test_an_absent_region_takes_no_memory_and_its_tensors_come_back(
     assert device.owner(torch.zeros(3)) == -1
     write(device, second, 2)
     assert device.resident() == [second]
-    assert storage.nbytes() == 0
+    assert torch.UntypedStorage.nbytes(storage) == 0
     assert device.owner(part) == first  # absent as well
     device.acquire([first])
     assert torch.equal(part, kept)
@@ -476,3 +481,94 @@ def test_names_say_where(queues: Emulated, tmp_path: Path) -> None:
     assert device.capacity == 3 * MiB
     assert device.page_bytes == PAGE == 4 * KiB
     device.close()
+
+
+# What is heard of
+
+
+def test_lists_that_do_not_fit_together_are_given_part_by_part(device: Accelerator) -> None:
+    """Each of five tensors takes three of the eight pages."""
+    regions = [device.allocate(3 * PAGE) for _ in range(5)]
+    expected = [torch.arange(3 * PAGE // 4, dtype=torch.float32) + number for number in range(5)]
+    residence = Residence(device)
+    try:
+        tensors = []
+        for region, values in zip(regions, expected, strict=True):
+            device.acquire([region])
+            tensors.append(torch.empty(0).set_(device.storage(region), 0, values.shape, (1,)))
+            tensors[-1].copy_(values)
+        norms = torch._foreach_norm(tensors)
+        torch._foreach_mul_(tensors, 2.0)
+        torch._foreach_add_(tensors, norms)
+        made = torch._foreach_mul(tensors, [1.0, 2.0, 3.0, 4.0, 5.0])
+        found = [one.clone() for one in tensors]
+    finally:
+        residence.end()
+    its = torch._foreach_norm(expected)
+    torch._foreach_mul_(expected, 2.0)
+    torch._foreach_add_(expected, its)
+    for one, two in zip(norms, its, strict=True):
+        assert torch.equal(one, two)
+    for number, (one, two) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, two)
+        assert torch.equal(made[number], two * (number + 1.0))
+
+
+def test_a_view_that_needs_no_byte_brings_none(device: Accelerator) -> None:
+    first, second = device.allocate(5 * PAGE), device.allocate(5 * PAGE)
+    residence = Residence(device)
+    try:
+        device.acquire([first])
+        tensor = view(device, first)
+        device.acquire([second])
+        assert device.resident() == [second]
+        assert tensor.detach().view(5, PAGE).shape == (5, PAGE)
+        assert device.resident() == [second]
+        assert tensor[3:].shape == (5 * PAGE - 3,)
+        assert device.resident() == [first]
+    finally:
+        residence.end()
+
+
+def test_storages_bring_themselves_to_whoever_copies_them(device: Accelerator) -> None:
+    first, second = device.allocate(5 * PAGE), device.allocate(5 * PAGE)
+    write(device, first, 1)
+    tensor = torch.empty(0, dtype=torch.uint8)
+    device.acquire([first])
+    tensor.set_(device.storage(first))
+    expected = pattern(5 * PAGE, 1)
+    for copied in (copy.deepcopy, _saved, lambda one: pickle.loads(pickle.dumps(one))):
+        write(device, second, 2)
+        assert device.resident() == [second]
+        found = copied(tensor)
+        assert torch.equal(found, expected)
+        assert type(found.untyped_storage()) is torch.UntypedStorage
+
+
+def _saved(tensor: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save({"one": tensor}, file)
+    file.seek(0)
+    return torch.load(file)["one"]
+
+
+def test_threads_are_heard_of_once_they_say_so(device: Accelerator) -> None:
+    first, second = device.allocate(5 * PAGE), device.allocate(5 * PAGE)
+    write(device, first, 1)
+    device.acquire([first])
+    tensor = view(device, first)
+    write(device, second, 2)
+    found = []
+
+    def work() -> None:
+        residence.here()
+        found.append(tensor.clone())
+
+    residence = Residence(device)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        residence.end()
+    assert torch.equal(found[0], pattern(5 * PAGE, 1))

@@ -7,16 +7,13 @@ moment was waited for. A budget of host memory puts a file below it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emulated import Emulated, Watcher, emulated
+from emulated import OPTIONS, accelerated
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -32,48 +29,8 @@ from exactness import (
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from dynoffload.config import OffloadConfig
 from dynoffload.experiments import zoo
-from dynoffload.memory.accelerator.accelerator import Accelerator
-from dynoffload.runtime import paging
-from dynoffload.runtime.sizing import Sizing
 from dynoffload.units import MiB
-
-OPTIONS: dict[str, Any] = {"backend": "mapped", "slices": False}  # until there is a name for it
-
-
-@contextmanager
-def accelerated(
-    monkeypatch: pytest.MonkeyPatch, seed: int = 0, host_budget: int | None = None
-) -> Iterator[Emulated]:
-    """Let sessions take an emulated accelerator for their device."""
-    with emulated(seed, delay_s=0.0005) as queues:
-        made: list[Accelerator] = []
-
-        def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Accelerator:
-            made.append(
-                Accelerator(
-                    queues,
-                    sizing.pool_bytes,
-                    spill_dir,
-                    need=sizing.spill_bytes,
-                    host_budget=host_budget,
-                    threads=config.io_threads,
-                    record=config.record_events,
-                )
-            )
-            return made[-1]
-
-        def owns(storage: torch.UntypedStorage) -> bool:
-            return any(device.owner(storage) >= 0 for device in made)
-
-        monkeypatch.setattr(paging, "open_device", open_device)
-        with Watcher(queues, owns) as watcher:
-            yield queues
-        assert made
-        assert watcher.seen > 0
-        assert queues.copies > 0
-        assert queues.host_bytes == 0
 
 
 def budget_for(twin: Twin, share: int) -> int:
@@ -97,11 +54,11 @@ def mlp_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("share", [2, 4])
 @pytest.mark.parametrize("make", [partial(AdamW, lr=1e-2), partial(SGD, lr=1e-2, momentum=0.9)])
-def test_a_plain_network(monkeypatch: pytest.MonkeyPatch, make: Any, share: int) -> None:
+def test_a_plain_network(make: Any, share: int) -> None:
     twin = Twin(mlp(), make)
     samples = [torch.randn(8, 48) for _ in range(6)]
     budget = budget_for(twin, share)
-    with accelerated(monkeypatch):
+    with accelerated():
         compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, config=OPTIONS)
 
 
@@ -115,12 +72,12 @@ LOOPS = {
 
 @pytest.mark.parametrize("host_share", [None, 2])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_gated_experts(monkeypatch: pytest.MonkeyPatch, loop: str, host_share: int | None) -> None:
+def test_gated_experts(loop: str, host_share: int | None) -> None:
     """In host memory, and in half of it with a file below."""
     twin = Twin(small(), partial(AdamW, lr=1e-2))
     total = footprint_of(twin.model)
     host_budget = None if host_share is None else total // host_share
-    with accelerated(monkeypatch, host_budget=host_budget):
+    with accelerated(host_budget=host_budget):
         session = compare_runs(
             twin, LOOPS[loop], small_samples(16), small_loss, budget_for(twin, 3), config=OPTIONS
         )
@@ -128,13 +85,13 @@ def test_gated_experts(monkeypatch: pytest.MonkeyPatch, loop: str, host_share: i
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_lies_change_no_bit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_lies_change_no_bit(seed: int) -> None:
     twin = Twin(small(seed), partial(AdamW, lr=1e-2, foreach=bool(seed % 2)))
     chance = random.Random(seed)
     orders = [[chance.randrange(-2, 40) for _ in range(20)] for _ in range(5)]
     pilot = LyingPilot(twin.model, orders)
     budget = budget_for(twin, chance.choice([2, 3, 4]))
-    with accelerated(monkeypatch, seed=seed):
+    with accelerated(seed=seed):
         compare_runs(
             twin, Loop(steps=8), small_samples(8), small_loss, budget, pilot=pilot, config=OPTIONS
         )
@@ -143,12 +100,12 @@ def test_lies_change_no_bit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 @pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize("network", ["moe", "tree", "depths", "early-lstm", "evoformer"])
-def test_the_zoo(monkeypatch: pytest.MonkeyPatch, network: str, files: bool) -> None:
+def test_the_zoo(network: str, files: bool) -> None:
     model = zoo.build(network, {"tree": "tiny-untied"}.get(network, "tiny"))
     twin = Twin(model, partial(AdamW, lr=1e-3))
     samples = list(islice(zoo.samples(network, seed=0), 4))
     total = footprint_of(model)
-    with accelerated(monkeypatch, host_budget=total // 2 if files else None):
+    with accelerated(host_budget=total // 2 if files else None):
         compare_runs(
             twin,
             Loop(steps=4),

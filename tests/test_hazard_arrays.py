@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hazards import Mlp, Side, each_backend, hazard, loss_of
+from hazards import Mlp, Side, each_of_the_cpu, hazard, loss_of
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -34,7 +34,7 @@ def arrays_under_parameters(model: nn.Module) -> list[np.ndarray]:
     return arrays
 
 
-@each_backend
+@each_of_the_cpu
 @pytest.mark.parametrize("made", ["before the block", "in each step"])
 def test_gradients_over_arrays(made: str, backend: str) -> None:
     """As who exchanges gradients by MPI has them: numpy clips them before the step."""
@@ -59,7 +59,7 @@ def test_gradients_over_arrays(made: str, backend: str) -> None:
     hazard(backend, program, budgeted=False)
 
 
-@each_backend
+@each_of_the_cpu
 def test_parameters_put_over_arrays_in_mid_run(backend: str) -> None:
     """numpy clips the weights after each step."""
 
@@ -77,7 +77,7 @@ def test_parameters_put_over_arrays_in_mid_run(backend: str) -> None:
     hazard(backend, program, budgeted=False)
 
 
-@each_backend
+@each_of_the_cpu
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_shared_memory_stays_shared(when: str, backend: str) -> None:
     """A model whose weights other processes read and write."""
@@ -105,7 +105,7 @@ LOOKS: dict[str, Callable[[Optimizer], list[dict[str, torch.Tensor]]]] = {
 }
 
 
-@each_backend
+@each_of_the_cpu
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("make", [AdamW, torch.optim.NAdam])
 def test_entries_of_state_that_the_user_keeps(
@@ -139,7 +139,7 @@ def test_references_are_counted_as_they_are() -> None:
     assert references(value) == 1
 
 
-@each_backend
+@each_of_the_cpu
 def test_every_way_into_the_state(backend: str) -> None:
     """`setdefault`, `popitem`, `==`, `|` and `update` find what a step has left."""
 
@@ -165,7 +165,7 @@ def test_every_way_into_the_state(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_of_the_cpu
 def test_state_begun_anew_in_mid_run(backend: str) -> None:
     """Another mapping in its place, as who forgets momentum writes it."""
 
@@ -182,7 +182,7 @@ def test_state_begun_anew_in_mid_run(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_backend
+@each_of_the_cpu
 def test_an_alias_of_the_state_has_its_entries(backend: str) -> None:
     """As wrappers of optimizers keep it; it is the optimizer's own again after the block."""
 

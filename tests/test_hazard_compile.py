@@ -43,6 +43,8 @@ no_compiler = pytest.mark.skipif(
 )
 def test_a_compiled_model(backend: str, engine: str, what: str) -> None:
     """With an evaluation between steps, which is compiled by itself."""
+    if backend == "emulated" and engine == "inductor":
+        pytest.skip("on an accelerator a compiled model runs as it was written")
 
     def program(side: Side) -> None:
         torch._dynamo.reset()

@@ -103,6 +103,9 @@ WRITES: dict[str, Callable[[int, nn.Module], None]] = {
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_changed_before_the_step(backend: str, how: str, set_to_none: bool) -> None:
+    if backend == "emulated" and how == "by numpy":
+        pytest.skip("an accelerator's tensors are no arrays")
+
     def program(side: Side) -> None:
         model = Mlp()
         optimizer = AdamW(model.parameters(), lr=1e-2)

@@ -33,6 +33,9 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_a_view_shows_every_update(backend: str, kind: str, when: str) -> None:
+    if backend == "emulated" and kind == "numpy":
+        pytest.skip("an accelerator's tensors are no arrays")
+
     def program(side: Side) -> None:
         model = Mlp()
         optimizer = AdamW(model.parameters(), lr=1e-2)

@@ -50,7 +50,7 @@ from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recovery import Recovery
-from dynoffload.runtime.residency import resident_before_use
+from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
@@ -148,8 +148,10 @@ class Paging:
         sizing = self.sizing
         self.device = open_device(sizing, config, self.spill_dir)
         self._undo.callback(self._end_device)
+        self._residence: Residence | None = None
         if isinstance(self.device, Accelerator):
-            self._undo.enter_context(resident_before_use(self.device))
+            self._residence = Residence(self.device)
+            self._undo.callback(self._residence.end)
         self.device.reserve(sizing.reserve_bytes)
         self.adoption = Adoption(
             self.model,
@@ -309,6 +311,7 @@ class Paging:
     @torch.inference_mode(False)
     def _check_step(self) -> None:
         """Refuse a conversion that does not fit, with nothing changed; else follow it."""
+        self._hear()
         self.adoption.check_updates()
         if converted := self.adoption.converted():
             self._convert(converted)
@@ -390,6 +393,11 @@ class Paging:
 
     # A forward
 
+    def _hear(self) -> None:
+        """Operators of this thread may touch what is paged."""
+        if self._residence is not None:
+            self._residence.here()
+
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward of the root begins, with these arguments."""
         self._on_phase("forward")
@@ -409,6 +417,7 @@ class Paging:
     @uninterrupted
     def drop_forward(self) -> None:
         """A forward that was interrupted will not go on."""
+        self._hear()
         self._forecast.drop()
         self.migrator.drop_forward()
 

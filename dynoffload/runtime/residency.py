@@ -13,17 +13,18 @@ are not refused leave an absent region absent.
 itself, so lists that do not fit together are given part by part, with the same results.
 
 [Note: not dispatched]  What takes a tensor's address past the dispatcher sees an empty storage:
-kernels of the user's that are launched with `data_ptr()`, and numpy. `Session.present` brings
-tensors for those. In compiled code operators are not dispatched one by one; torch leaves functions
-alone that it meets inside a dispatch mode, so that a compiled model runs as it was written.
+kernels of the user's that are launched with `data_ptr()`, and numpy. Storages that Python code
+takes, as to copy or to save them, bring themselves (`RegionStorage`). In compiled code operators
+are not dispatched one by one; torch leaves functions alone that it meets inside a dispatch mode, so
+that a compiled model runs as it was written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from dynoffload.runtime.recompute.operators import effects_of
 logger = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
+_functorch = torch._C._functorch
 _OF_EMPTY = {
     _aten.view.default,
     _aten.view.dtype,
@@ -125,18 +127,35 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results or None
 
 
-@contextlib.contextmanager
-def resident_before_use(device: Accelerator) -> Iterator[None]:
-    """Bring what operators of this thread touch, until the block ends."""
-    mode = Residency(device)
-    mode.__enter__()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if _get_current_dispatch_mode() is mode:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        else:
+class Residence:
+    """The threads in which operators are heard of, as dispatch modes are a thread's own: that which
+    makes it, and those that say `here`.
+
+    Args:
+        device: whose regions operators touch.
+    """
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self._of_thread = threading.local()
+        self._modes: list[Residency] = []
+        self.here()
+
+    def here(self) -> None:
+        """Hear of the operators of this thread from now on."""
+        if getattr(self._of_thread, "mode", None) is None:
+            mode = self._of_thread.mode = Residency(self._device)
+            self._modes.append(mode)
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Hear of none any more."""
+        mine: Residency | None = getattr(self._of_thread, "mode", None)
+        for mode in self._modes:
             mode.end()
+        if mine is not None and _get_current_dispatch_mode() is mine:
+            mine.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        elif mine is not None:
             logger.warning(
                 "a dispatch mode was entered inside the offload() block and is still on: leave it "
                 "before the block ends"
@@ -147,6 +166,8 @@ def _held_by(values: Any) -> Iterator[torch.Tensor | torch.UntypedStorage]:
     """Yield the tensors and storages in arguments, also in lists."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
+            while _functorch.is_functorch_wrapped_tensor(value):
+                value = _functorch.get_unwrapped(value)
             if value.layout is torch.strided:
                 yield value
             else:

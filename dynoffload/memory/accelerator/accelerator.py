@@ -21,12 +21,13 @@ running further ahead than a few uses, as it would find no room then.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -34,6 +35,7 @@ from dynoffload.errors import BackendError, BudgetError
 from dynoffload.memory.accelerator.cells import Cell, State
 from dynoffload.memory.accelerator.host import Host
 from dynoffload.memory.accelerator.queues import Lag, Moment, Queues
+from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
 from dynoffload.memory.following import NEVER, Following
 from dynoffload.memory.places import Place, Places, users_of
@@ -46,7 +48,20 @@ from dynoffload.units import KiB, format_bytes
 PAGE = 4 * KiB
 _LEAD = 4  # uses by which the host may be ahead of the accelerator; see [Note: ahead]
 _READ_AHEAD = 8  # planned fetches whose bytes are brought from the file before their turn
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 _UNKNOWN = -1  # a region's last use, where nobody said when it is over
+
+
+def _unseen(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Hide what a method does from dispatch modes: ours, which tells of others, and the user's."""
+
+    @functools.wraps(method)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        with torch._C._DisableTorchDispatch():
+            return method(*args, **kwargs)
+
+    return call
 
 
 class Accelerator(Unguarded, Places):
@@ -124,18 +139,27 @@ class Accelerator(Unguarded, Places):
                 f"a region of {format_bytes(place.nbytes)} does not fit host memory of "
                 f"{format_bytes(self._host.budget)}: raise host_budget"
             )
-        storage = torch.empty(0, dtype=torch.uint8, device=self._queues.device).untyped_storage()
+        storage = RegionStorage(0, device=self._queues.device)  # type: ignore[no-untyped-call]
+
+        def bring(writes: bool) -> None:
+            if writes:
+                self.acquire([region])
+            else:
+                self._bring([region], pin=False)
+
         offset = place.page * self.page_bytes
         with self._mutex:
             self._clock += 1
             cell = Cell(region, place.nbytes, padded, offset, storage, self._clock)
             self._cells[region] = cell
             self._by_storage[storage._cdata] = region
+        storage.bring = bring
 
     def _dismiss(self, region: int) -> None:
         with self._mutex:
             cell = self._cells[region]
             self._forget(cell)
+            cell.storage.bring = None
             del self._cells[region], self._by_storage[cell.storage._cdata]
 
     def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
@@ -232,6 +256,7 @@ class Accelerator(Unguarded, Places):
                     fitting.append(region)
             self._bring(fitting, pin=False)
 
+    @_unseen
     def _bring(self, regions: Sequence[int], *, pin: bool) -> None:
         self._check_room(regions)
         with self._mutex:
@@ -297,8 +322,7 @@ class Accelerator(Unguarded, Places):
             return True
         self._fill(cell)
         if cell.zero:
-            with _unseen():
-                _bytes_of(cell.storage).zero_()
+            _bytes_of(cell.storage).zero_()
             cell.here = True
         elif cell.in_host:
             self._copy_in(cell, cause)
@@ -306,8 +330,7 @@ class Accelerator(Unguarded, Places):
 
     def _fill(self, cell: Cell) -> None:
         try:
-            with _unseen():
-                self._queues.fill(cell.storage, cell.nbytes)
+            self._queues.fill(cell.storage, cell.nbytes)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"{self._queues.name} has no {format_bytes(cell.nbytes)} left for "
@@ -322,8 +345,7 @@ class Accelerator(Unguarded, Places):
     def _copy_in(self, cell: Cell, cause: Cause) -> None:
         start = time.perf_counter()
         content, now = self._host.content(cell), self._queues.now()
-        with _unseen():
-            moment = self._queues.copy_in(cell.storage, content, [now])
+        moment = self._queues.copy_in(cell.storage, content, [now])
         cell.ready = cell.copied = moment
         cell.here = True
         self._tally.bytes_in += cell.nbytes
@@ -387,8 +409,7 @@ class Accelerator(Unguarded, Places):
             return True  # things have moved on while host memory was waited for
         start = time.perf_counter()
         content, over = self._host.content(cell), self._after_use(cell)
-        with _unseen():
-            moment = self._queues.copy_out(content, cell.storage, [over])
+        moment = self._queues.copy_out(content, cell.storage, [over])
         cell.gone = cell.copied = moment
         cell.state, cell.in_host = State.LEAVING, True
         self._tally.bytes_out += cell.nbytes
@@ -422,11 +443,11 @@ class Accelerator(Unguarded, Places):
         return bool(gone)
 
     def _free(self, cell: Cell) -> None:
-        with _unseen():
-            self._queues.empty(cell.storage)
+        self._queues.empty(cell.storage)
         self._used -= cell.padded
         cell.state, cell.here = State.ABSENT, False
 
+    @_unseen
     def _forget(self, cell: Cell) -> None:
         """Let go of a region's memory everywhere, and of what it held."""
         if cell.prefetched:
@@ -478,6 +499,7 @@ class Accelerator(Unguarded, Places):
                 self._moments.popleft()[1].wait()
             self._go_on()
 
+    @_unseen
     def _go_on(self) -> None:
         """Carry out what is due of the plan, as far as there is room."""
         self._reap()
@@ -560,9 +582,11 @@ class Accelerator(Unguarded, Places):
             self.capacity += sum(cell.padded for cell in held)
             for cell in held:
                 self._bring([cell.region], pin=True)
+                cell.storage.bring = None
         self.close()
         return 0
 
+    @_unseen
     def close(self) -> None:
         """See `Device.close`."""
         if self._closed:
@@ -579,11 +603,6 @@ class Accelerator(Unguarded, Places):
             if moment is not None:
                 moment.wait()
         self._host.settle(cell)
-
-
-def _unseen() -> Any:
-    """Hide what the device does itself from dispatch modes, which announce what others do."""
-    return torch._C._DisableTorchDispatch()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
-
 from dynoffload.memory.accelerator.queues import Moment
 from dynoffload.memory.accelerator.slab import Slot
+from dynoffload.memory.accelerator.storages import RegionStorage
 
 
 class State(Enum):
@@ -64,7 +63,7 @@ class Cell:
     nbytes: int
     padded: int
     offset: int
-    storage: torch.UntypedStorage
+    storage: RegionStorage
     stamp: int
     state: State = State.ABSENT
     here: bool = False

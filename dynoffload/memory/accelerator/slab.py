@@ -85,7 +85,8 @@ class Slab:
     def _add(self, nbytes: int) -> int:
         pages = -(-nbytes // self._page)
         try:
-            piece = self._queues.host(pages * self._page)
+            with torch.inference_mode(False):  # it outlives whichever mode it is first asked for in
+                piece = self._queues.host(pages * self._page)
         except MemoryError as error:
             raise BudgetError(
                 f"the host has no {format_bytes(nbytes)} more beside the "
