@@ -35,9 +35,9 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration import worth as worths
-from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator, Phase
 from dynoffload.runtime.migration.steps import Step
+from dynoffload.runtime.migration.trial import Trial
 from dynoffload.runtime.migration.worth import SHOWN, Worth
 
 PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None, "io_threads": 2}
@@ -171,7 +171,7 @@ def test_what_routers_say_is_planned(
     profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)  # whatever it takes
-    monkeypatch.setattr(Forecast, "pays", True)  # whatever it costs
+    monkeypatch.setattr(Trial, "observe", lambda self, step: None)  # whatever it costs
     foreseen, missed, _ = _trained(profiled)
     _, missed_mute, _ = _trained(profiled, lambda decider: lambda x: None)
     assert missed < 0.05 * missed_mute
@@ -183,6 +183,7 @@ def test_a_pilot_that_comes_to_know_within_the_step_goes_on_steering(
     profiled: tuple[int, Pilot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)
+    monkeypatch.setattr(Trial, "observe", lambda self, step: None)
     worse = Standing(pilot=0.1, last_order=0.9, steps=9)  # before the first operator
     monkeypatch.setattr(OnlineLearner, "standing", property(lambda self: worse))
     assert _trained(profiled)[2] == "the pilot"
