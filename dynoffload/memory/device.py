@@ -79,6 +79,7 @@ class Device(Protocol):
         guarded: an access to a locked region waits until its owner unlocks it.
         serves: an access to an absent region waits until it is present, whoever makes it; where it
             does not, whoever is about to make one has to say so, and storages are empty meanwhile.
+        device: where torch has the regions' tensors.
         page_bytes: regions are padded to this.
         capacity: bytes of the pool; never exceeded.
         names: what messages call regions; filled by their owner.
@@ -87,6 +88,7 @@ class Device(Protocol):
     name: str
     guarded: bool
     serves: bool
+    device: torch.device
     page_bytes: int
     capacity: int
     names: dict[int, str]

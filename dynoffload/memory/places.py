@@ -56,6 +56,7 @@ class Places(ABC):
     """
 
     serves = True
+    device = torch.device("cpu")
 
     def __init__(
         self, capacity: int, page_bytes: int, spill: SpillFile | NoFile, base: int

@@ -100,7 +100,7 @@ class Accelerator(Unguarded, Places):
         if host_budget is not None:
             spill = SpillFile(spill_dir, need)
         super().__init__(capacity // PAGE * PAGE, PAGE, spill, 0)
-        self.name = f"accelerator {queues.name}"
+        self.name, self.device = f"accelerator {queues.name}", queues.device
         self._queues = queues
         self._mutex = threading.RLock()
         self._cells: dict[int, Cell] = {}

@@ -60,7 +60,7 @@ class Buffers:
     def _pages(self, buffer: torch.Tensor) -> bool:
         if (
             buffer.layout != torch.strided
-            or buffer.device.type != "cpu"
+            or buffer.device != self._device.device
             or buffer.is_inference()
             or buffer.requires_grad
             or type(buffer) is not torch.Tensor

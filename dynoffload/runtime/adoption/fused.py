@@ -214,7 +214,7 @@ class FusedStore:
         data = fused.parameter.data
         return (
             can_move(data)
-            and data.device.type == "cpu"
+            and data.device == self._device.device
             and self._device.owner(data) < 0
             and users_of(data.untyped_storage()) <= _IN_USE
             and is_torchs(data)
@@ -303,7 +303,7 @@ class FusedStore:
         """Return whether ``tensor`` could lie over a row."""
         return (
             tensor.layout == torch.strided
-            and tensor.device.type == "cpu"
+            and tensor.device == self._device.device
             and tensor.dtype == fused.like.dtype
             and tensor.shape == fused.like.shape
             and tensor.is_contiguous()

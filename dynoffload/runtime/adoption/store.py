@@ -33,7 +33,7 @@ _OWN_USERS = 2  # of the storage of a parameter in use: its own Python object, a
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
     """Return a tensor over ``storage`` with the dtype, shape and strides of ``like``."""
-    empty = torch.empty(0, dtype=like.dtype)
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, offset, like.size(), like.stride())
 
 
@@ -47,7 +47,8 @@ def bytes_of(
 ) -> torch.Tensor:
     """Return ``nbytes`` of ``storage`` from ``offset`` on, as uint8; all of it by default."""
     size = storage.nbytes() - offset if nbytes is None else nbytes
-    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, offset, (size,), (1,))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -145,7 +146,7 @@ class Store:
         least = self._min if slot is None else max(1, min(self._min, slot.parameter.nbytes))
         return (
             can_move(tensor)
-            and tensor.device.type in ("cpu", "meta")
+            and tensor.device.type in (self._device.device.type, "meta")
             and tensor.numel() * tensor.element_size() >= least
         )
 

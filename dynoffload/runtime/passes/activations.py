@@ -198,7 +198,8 @@ class Activations:
 
     def begin_forward(self, inputs: Iterable[torch.Tensor]) -> None:
         """A forward begins, of ``inputs``, whose memory is the user's."""
-        self._inputs = {t.untyped_storage()._cdata for t in inputs if is_plain(t)}
+        kind = self.device.device.type
+        self._inputs = {t.untyped_storage()._cdata for t in inputs if is_plain(t, kind)}
 
     @uninterrupted
     def end_forward(self) -> None:
@@ -248,7 +249,7 @@ class Activations:
     @uninterrupted
     def pack(self, tensor: torch.Tensor) -> Packed | Kept | Borrowed:
         """Take over a tensor that autograd saves."""
-        if not is_plain(tensor):
+        if not is_plain(tensor, self.device.device.type):
             return self._keep(tensor)
         storage = tensor.untyped_storage()
         # Of a row, the region of the first byte that is used; the others come as they are touched.
@@ -305,7 +306,7 @@ class Activations:
             return f"{name_of_kind(tensor)} {where}"
 
         kept = Kept(tensor)
-        storages, others = memory_of(tensor)
+        storages, others = memory_of(tensor, self.device.device.type)
         self.kept.add(kept, storages, others, name)
         return kept
 

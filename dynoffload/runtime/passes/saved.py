@@ -201,11 +201,11 @@ def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> Non
         )
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is bytes in one storage of this memory, and no more than that."""
+def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:
+    """Return whether a tensor is bytes in one storage on a kind of device, and no more."""
     return (
         tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.device.type == kind
         and not tensor._is_zerotensor()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not is_traceable_wrapper_subclass(tensor)
@@ -291,15 +291,15 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
     return found
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[list[torch.UntypedStorage], int]:
-    """Return the storages in this memory behind a tensor of any kind, sparse or wrapped, and the
-    bytes of it that lie in none."""
+def memory_of(tensor: torch.Tensor, kind: str = "cpu") -> tuple[list[torch.UntypedStorage], int]:
+    """Return the storages on a kind of device behind a tensor of any sort, sparse or wrapped, and
+    the bytes of it that lie in none."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     parts: Iterable[torch.Tensor]
     if flatten is not None:
         names, _ = flatten()
         parts = [getattr(tensor, name) for name in names]
-    elif tensor.device.type != "cpu" or tensor._is_zerotensor():
+    elif tensor.device.type != kind or tensor._is_zerotensor():
         return [], 0
     elif tensor.layout == torch.strided:
         return [tensor.untyped_storage()], 0
@@ -307,7 +307,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[list[torch.UntypedStorage], int]:
         parts = parts_of(tensor)
     else:
         return [], tensor.numel() * tensor.element_size()
-    each = [memory_of(part) for part in parts]
+    each = [memory_of(part, kind) for part in parts]
     return [one for storages, _ in each for one in storages], sum(others for _, others in each)
 
 
