@@ -107,7 +107,7 @@ class Emulated:
         self._delay_s, self._memory = delay_s, memory
         self.races: list[str] = []
         self.given = self.peak = self.host_bytes = 0
-        self.copies = 0
+        self.copies = self.trims = 0
         self._clocks: list[Clock] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
         self._seen: dict[int, Seen] = {}  # by the storage's object
         self._mutex = threading.RLock()
@@ -206,6 +206,12 @@ class Emulated:
     def peak_bytes(self) -> int:
         peak, self.peak = self.peak, self.given
         return peak
+
+    def free_bytes(self) -> int:
+        return self._memory - self.given
+
+    def trim(self) -> None:
+        self.trims += 1
 
     # Copies
 

@@ -22,6 +22,7 @@ running further ahead than a few uses, as it would find no room then.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections import deque
@@ -124,11 +125,13 @@ class Accelerator(Unguarded, Places):
             raise
         self._tally = Tally(record)
         self._lags: list[tuple[Lag, Cell, float]] = []
+        self._leaving: list[Cell] = []  # in order
         self._moments: deque[tuple[int, Moment]] = deque()
         self._tick = 0
         self._clock = 0
         self._used = self._peak = self._reserve = 0
         self._closed = False
+        self._process = os.getpid()
 
     # Places
 
@@ -224,8 +227,8 @@ class Accelerator(Unguarded, Places):
             BudgetError: the regions do not fit together, or others are held there.
             SpillError: the file cannot be read or written.
         """
-        self._bring(regions, pin=pin)
-        with self._mutex:
+        with self._mutex:  # all along: what nobody holds might leave before it is noted
+            self._bring(regions, pin=pin)
             for region in regions:
                 cell = self._cells[region]
                 cell.written()
@@ -310,13 +313,14 @@ class Accelerator(Unguarded, Places):
                 if not self._make_room(cell.padded, must, wanted):
                     return False
             elif cell.in_file and not cell.in_host:
-                if not self._host.fetch(cell, wait=must):
+                if not self._host.fetch(cell, wait=must) and not must:
                     return False
             else:
                 break
         if cell.state is State.LEAVING:
             assert cell.gone is not None
             self._queues.after(cell.gone)  # before anything may write it
+            self._leaving.remove(cell)
             cell.state, cell.gone, cell.here = State.PRESENT, None, True
         if cell.state is State.PRESENT:
             return True
@@ -369,11 +373,10 @@ class Accelerator(Unguarded, Places):
             if victim is not None:
                 self._leave(victim, Cause.ROOM)
                 continue
-            leaving = [c for c in self._cells.values() if c.state is State.LEAVING]
-            if not leaving:
+            if not self._leaving:
                 pinned = [c.region for c in self._cells.values() if c.pins]
                 raise self._no_room([c.region for c in wanted], pinned)
-            self._end(min(leaving, key=lambda cell: cell.stamp))
+            self._end(self._leaving[0])
         return True
 
     def _victim(self, later_than: int) -> Cell | None:
@@ -402,9 +405,12 @@ class Accelerator(Unguarded, Places):
         if not cell.is_dirty:
             self._free(cell)
             return True
-        if not self._host.place(cell, wait=cause is not Cause.PLAN):
-            return False
-        self._host.settle(cell)
+        while True:  # to wait lets go of the lock: others may take its slot from it meanwhile
+            if not self._host.place(cell, wait=cause is not Cause.PLAN):
+                return False
+            self._host.settle(cell)
+            if cell.slot is not None:
+                break
         if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
             return True  # things have moved on while host memory was waited for
         start = time.perf_counter()
@@ -412,6 +418,7 @@ class Accelerator(Unguarded, Places):
         moment = self._queues.copy_out(content, cell.storage, [over])
         cell.gone = cell.copied = moment
         cell.state, cell.in_host = State.LEAVING, True
+        self._leaving.append(cell)
         self._tally.bytes_out += cell.nbytes
         self._tally.note(EventKind.EVICT, cause, cell.region, start, cell.nbytes)
         return True
@@ -429,15 +436,12 @@ class Accelerator(Unguarded, Places):
         assert cell.gone is not None
         self._queues.after(cell.gone)
         cell.gone = None
+        self._leaving.remove(cell)
         self._free(cell)
 
     def _reap(self) -> bool:
         """Take the memory of what has left by now; return whether anything has."""
-        gone = [
-            cell
-            for cell in self._cells.values()
-            if cell.state is State.LEAVING and cell.gone is not None and cell.gone.reached()
-        ]
+        gone = [one for one in self._leaving if one.gone is not None and one.gone.reached()]
         for cell in gone:
             self._end(cell)
         return bool(gone)
@@ -589,12 +593,13 @@ class Accelerator(Unguarded, Places):
     @_unseen
     def close(self) -> None:
         """See `Device.close`."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         with self._mutex:
             for cell in self._cells.values():
                 self._settle(cell)
+                cell.storage.bring = None
         self._host.close()
         self._spill.close()
 

@@ -91,3 +91,11 @@ class Queues(Protocol):
     def peak_bytes(self) -> int:
         """Return the most bytes that the accelerator's own allocator had given since the last
         call; 0 where it does not count."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes of the accelerator that the process can still take: those that nobody
+        has, and those that its own allocator keeps unused."""
+
+    def trim(self) -> None:
+        """Hand memory that the allocator keeps unused back, if that is much; see
+        [Note: fragments] in `streams`."""

@@ -36,11 +36,11 @@ class Slab:
         queues: whose host memory it is.
         page_bytes: slots are multiples of it.
         begin: bytes of the first piece, which is taken at once.
-        most: bytes of all pieces; None: as many as are asked for.
+        grows: take further pieces, as many as are asked for.
     """
 
-    def __init__(self, queues: Queues, page_bytes: int, begin: int, most: int | None) -> None:
-        self._queues, self._page, self._most = queues, page_bytes, most
+    def __init__(self, queues: Queues, page_bytes: int, begin: int, *, grows: bool) -> None:
+        self._queues, self._page, self._grows = queues, page_bytes, grows
         self._pieces: list[torch.Tensor] = []
         self._free: list[Extents] = []
         self.nbytes = 0
@@ -58,10 +58,9 @@ class Slab:
             page = free.take(pages)
             if page is not None:
                 return Slot(piece, page, pages)
-        room = nbytes if self._most is None else self._most - self.nbytes
-        if room < nbytes:
+        if not self._grows:
             return None
-        piece = self._add(max(nbytes, min(_PIECE, room if self._most is not None else _PIECE)))
+        piece = self._add(max(nbytes, _PIECE))
         page = self._free[piece].take(pages)
         assert page is not None
         return Slot(piece, page, pages)

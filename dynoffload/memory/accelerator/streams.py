@@ -5,6 +5,10 @@ pinned memory comes in powers of two, up to twice what is asked for; so on CUDA 
 torch gives the same name) a private mapping of the exact size is registered with the driver. Where
 that is refused, or there is no such call, torch's is taken, and where there is none, memory that is
 not pinned: copies are exact then, too, but nothing runs beside them.
+
+[Note: fragments]  Regions of many sizes come and go, and torch's allocator cuts the blocks that it
+keeps. What it keeps and cannot use grows with that. Where it keeps more than `_KEPT` of what is in
+use, it is asked to hand whole unused blocks back, which costs a wait for the accelerator.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ from typing import Any
 import torch
 
 from dynoffload.errors import BackendError
+from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 _ALIGNED = mmap.PAGESIZE
+_KEPT = 0.25
 
 
 class _Event:
@@ -55,6 +61,15 @@ class _Span:
 
     def seconds(self) -> float | None:
         return self._end.since(self._begin) if self._end.reached() else None
+
+
+def open_queues(device: torch.device) -> Queues:
+    """Return the queues of an accelerator.
+
+    Raises:
+        BackendError: there is no such accelerator.
+    """
+    return Streams(device)
 
 
 class Streams:
@@ -113,6 +128,20 @@ class Streams:
         peak = torch.accelerator.max_memory_allocated(self.device)
         torch.accelerator.reset_peak_memory_stats(self.device)
         return int(peak)
+
+    def free_bytes(self) -> int:
+        """See `Queues.free_bytes`."""
+        free, _ = torch.accelerator.get_memory_info(self.device)
+        return int(free) + self._kept_bytes()
+
+    def trim(self) -> None:
+        """See `Queues.trim`."""
+        if self._kept_bytes() > _KEPT * torch.accelerator.memory_allocated(self.device):
+            torch.accelerator.empty_cache()
+
+    def _kept_bytes(self) -> int:
+        reserved = int(torch.accelerator.memory_reserved(self.device))
+        return reserved - int(torch.accelerator.memory_allocated(self.device))
 
     # Copies
 
