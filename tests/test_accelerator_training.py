@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import OPTIONS, accelerated
+from emulated import DEVICE, OPTIONS, accelerated
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -59,7 +59,7 @@ def test_a_plain_network(make: Any, share: int) -> None:
     samples = [torch.randn(8, 48) for _ in range(6)]
     budget = budget_for(twin, share)
     with accelerated():
-        compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, config=OPTIONS)
+        compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE, config=OPTIONS)
 
 
 LOOPS = {
@@ -77,9 +77,16 @@ def test_gated_experts(loop: str, host_share: int | None) -> None:
     twin = Twin(small(), partial(AdamW, lr=1e-2))
     total = footprint_of(twin.model)
     host_budget = None if host_share is None else total // host_share
-    with accelerated(host_budget=host_budget):
+    places: dict[str, Any] = {"device": DEVICE, "host_budget": host_budget}
+    with accelerated(elsewhere=host_share is None):
         session = compare_runs(
-            twin, LOOPS[loop], small_samples(16), small_loss, budget_for(twin, 3), config=OPTIONS
+            twin,
+            LOOPS[loop],
+            small_samples(16),
+            small_loss,
+            budget_for(twin, 3),
+            config=OPTIONS,
+            **places,
         )
     assert session.stats["bytes_in"].sum() > 0
 
@@ -93,7 +100,14 @@ def test_lies_change_no_bit(seed: int) -> None:
     budget = budget_for(twin, chance.choice([2, 3, 4]))
     with accelerated(seed=seed):
         compare_runs(
-            twin, Loop(steps=8), small_samples(8), small_loss, budget, pilot=pilot, config=OPTIONS
+            twin,
+            Loop(steps=8),
+            small_samples(8),
+            small_loss,
+            budget,
+            pilot=pilot,
+            device=DEVICE,
+            config=OPTIONS,
         )
     assert pilot.asked >= 8
 
@@ -105,7 +119,7 @@ def test_the_zoo(network: str, files: bool) -> None:
     twin = Twin(model, partial(AdamW, lr=1e-3))
     samples = list(islice(zoo.samples(network, seed=0), 4))
     total = footprint_of(model)
-    with accelerated(host_budget=total // 2 if files else None):
+    with accelerated(elsewhere=files):
         compare_runs(
             twin,
             Loop(steps=4),
@@ -113,4 +127,6 @@ def test_the_zoo(network: str, files: bool) -> None:
             lambda model, sample: model(*sample.args).loss,
             budget_for(twin, 3) + (MiB if network == "evoformer" else 0),  # of activations
             config=OPTIONS,
+            device=DEVICE,
+            host_budget=total // 2 if files else None,
         )

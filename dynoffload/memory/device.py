@@ -227,6 +227,10 @@ class Device(Protocol):
     def taken_bytes(self) -> int:
         """Return the memory that the process has for the pool now, in use or empty."""
 
+    def allocated_bytes(self) -> int:
+        """Return the most bytes of fast memory that all of the process has taken since the last
+        call, regions and all else, by the count of who gives it; 0 where nobody counts."""
+
     def spill_bytes(self) -> int:
         """Return the bytes that the spill file takes on its disk."""
 
@@ -239,6 +243,16 @@ class Device(Protocol):
 
     def events(self) -> list[Event]:
         """Return and forget what happened since the last call."""
+
+    def keep(self, region: int) -> bool:
+        """Have a region's storage be an ordinary one from now on, with the bytes that it has and
+        where it is, under no budget; False, and nothing is done, where there is no room for that,
+        or none can be."""
+
+    def below(self, region: int) -> torch.UntypedStorage | None:
+        """Return a region's bytes as an ordinary storage of the CPU, made of the memory that the
+        device has for them there, under no budget; the region has no content then. None, and
+        nothing is done, where there is none."""
 
     def retire(self) -> int:
         """Close as soon as nobody else holds a storage, at once if nobody does.

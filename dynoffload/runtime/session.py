@@ -21,6 +21,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.access import Access, InMemory, Paged
 from dynoffload.runtime.adoption.held import has_its_own
+from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.aside import ASIDE, Whole
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
@@ -39,6 +40,7 @@ from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
 from dynoffload.units import format_bytes
 
@@ -73,11 +75,14 @@ class Session:
         sizing: Sizing,
         config: OffloadConfig,
         spill_dir: Path,
+        target: Target,
         pilot: Predictor | str | None,
         spill_reason: str = "",
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
+        self._target = target
+        self._homes = Homes(model, optimizer, target, spill_dir)
         # It asks a predictor of the user's.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
         self._paging: Paging | None = None
@@ -105,11 +110,14 @@ class Session:
             if paging is not None:
                 paging.close()
         finally:
-            self._owed.undo()
+            try:
+                self._homes.leave()
+            finally:
+                self._owed.undo()
 
     def _begin(self, spill_reason: str) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
-        config = self._config
+        config, target = self._config, self._target
         before = resident_bytes()
         self._paging = paging = self._page()
         self.log = RunLog(
@@ -127,6 +135,7 @@ class Session:
             config.heap_slack_bytes,
             events=config.record_events,
             outside=partial(ordinary_bytes, model, optimizer),
+            of_process=target.queues is None,
         )
         self._largest = 0
         self._measured_peak = self._need = 0
@@ -145,7 +154,8 @@ class Session:
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
         ]
-        self._growth = Growth(model)
+        queues = target.queues
+        self._growth = Growth(model, None if queues is None else queues.given_bytes)
         self._say_plan(spill_reason)
         self._owed.begin()
         paging.begun()
@@ -158,6 +168,8 @@ class Session:
             self.sizing,
             self._config,
             self.spill_dir,
+            self._target,
+            self._homes,
             self._forecast,
             on_progress=self._progress,
             on_chunk=self._look_at_heap,
@@ -355,16 +367,16 @@ class Session:
         if paging.is_held_outside():
             return  # since the step
         self._paging = None
-        self._end(paging)
+        self._end(paging, stays=True)
         self._whole.watch()
         if self.optimizer is not None:
             self._aside_handle = self.optimizer.register_step_post_hook(
                 lambda optimizer, args, kwargs: self._end_step()
             )
 
-    def _end(self, paging: Paging) -> str:
+    def _end(self, paging: Paging, *, stays: bool = False) -> str:
         try:
-            return paging.close()
+            return paging.close(stays=stays)
         finally:
             if paging.loss:
                 Aftermath(self.model, self.optimizer, paging.loss)
@@ -574,6 +586,8 @@ class Session:
                 finally:
                     if cut_off:
                         self._owed.revert()
+            elsewhere = self._homes.leave()
+        where = ", ".join(place for place in (where, elsewhere) if place)
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)
 

@@ -54,6 +54,7 @@ class Sizing:
     Attributes:
         budget: what the user allows.
         pool_bytes: the device's pool.
+        least_bytes: of the pool, without which nothing works; see [Note: the least pool].
         page_bytes: size of its pages.
         min_paged_bytes: parameters and state below this stay resident.
         min_moved_bytes: saved tensors below this stay in place.
@@ -67,6 +68,7 @@ class Sizing:
 
     budget: int
     pool_bytes: int
+    least_bytes: int
     page_bytes: int
     min_paged_bytes: int
     min_moved_bytes: int
@@ -287,6 +289,7 @@ def _divide(
     sizing = Sizing(
         budget=budget,
         pool_bytes=pool,
+        least_bytes=need,
         page_bytes=page,
         min_paged_bytes=least,
         min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),

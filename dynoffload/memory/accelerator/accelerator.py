@@ -35,8 +35,9 @@ import torch
 from dynoffload.errors import BackendError, BudgetError
 from dynoffload.memory.accelerator.cells import Cell, State
 from dynoffload.memory.accelerator.host import Host
-from dynoffload.memory.accelerator.queues import Lag, Moment, Queues
+from dynoffload.memory.accelerator.queues import Copied, Lag, Moment, Queues
 from dynoffload.memory.accelerator.storages import RegionStorage
+from dynoffload.memory.accelerator.temporaries import Temporaries
 from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
 from dynoffload.memory.following import NEVER, Following
 from dynoffload.memory.places import Place, Places, users_of
@@ -71,7 +72,11 @@ class Accelerator(Unguarded, Places):
     Args:
         queues: of the accelerator.
         capacity: bytes of its memory that regions may take.
+        page_bytes: regions are padded to this in every tier.
+        budget: bytes of its memory that regions and all else may take by its own allocator's
+            count, see [Note: temporaries]; None: no heed is paid to that.
         spill_dir: where the file lies, if there is one.
+        least: bytes of ``capacity`` without which nothing works.
         need: bytes that regions will take at least.
         host_budget: bytes of host memory for what is not on the accelerator; the rest is in the
             file. None: host memory holds all, and there is no file.
@@ -92,6 +97,9 @@ class Accelerator(Unguarded, Places):
         capacity: int,
         spill_dir: Path,
         *,
+        page_bytes: int = PAGE,
+        budget: int | None = None,
+        least: int = 0,
         need: int = 0,
         host_budget: int | None = None,
         threads: int = 4,
@@ -100,7 +108,9 @@ class Accelerator(Unguarded, Places):
         spill: SpillFile | NoFile = NoFile(spill_dir)
         if host_budget is not None:
             spill = SpillFile(spill_dir, need)
-        super().__init__(capacity // PAGE * PAGE, PAGE, spill, 0)
+        super().__init__(capacity // page_bytes * page_bytes, page_bytes, spill, 0)
+        self._temporaries = Temporaries(self.capacity, least, budget)
+
         self.name, self.device = f"accelerator {queues.name}", queues.device
         self._queues = queues
         self._mutex = threading.RLock()
@@ -110,7 +120,7 @@ class Accelerator(Unguarded, Places):
         try:
             self._host = Host(
                 queues,
-                PAGE,
+                page_bytes,
                 need,
                 host_budget,
                 spill,
@@ -125,11 +135,13 @@ class Accelerator(Unguarded, Places):
             raise
         self._tally = Tally(record)
         self._lags: list[tuple[Lag, Cell, float]] = []
+        self._copies: list[tuple[Copied, EventKind, Cause, Cell]] = []  # to be told of
         self._leaving: list[Cell] = []  # in order
         self._moments: deque[tuple[int, Moment]] = deque()
         self._tick = 0
         self._clock = 0
         self._used = self._peak = self._reserve = 0
+        self._resize(self._temporaries.capacity)
         self._closed = False
         self._process = os.getpid()
 
@@ -347,13 +359,12 @@ class Accelerator(Unguarded, Places):
         cell.state = State.PRESENT
 
     def _copy_in(self, cell: Cell, cause: Cause) -> None:
-        start = time.perf_counter()
         content, now = self._host.content(cell), self._queues.now()
         moment = self._queues.copy_in(cell.storage, content, [now])
         cell.ready = cell.copied = moment
         cell.here = True
         self._tally.bytes_in += cell.nbytes
-        self._tally.note(EventKind.FETCH, cause, cell.region, start, cell.nbytes)
+        self._copies.append((moment, EventKind.FETCH, cause, cell))
         if cause is Cause.PLAN:
             cell.prefetched = True
             self._tally.prefetched_bytes += cell.nbytes
@@ -413,14 +424,13 @@ class Accelerator(Unguarded, Places):
                 break
         if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
             return True  # things have moved on while host memory was waited for
-        start = time.perf_counter()
         content, over = self._host.content(cell), self._after_use(cell)
         moment = self._queues.copy_out(content, cell.storage, [over])
         cell.gone = cell.copied = moment
         cell.state, cell.in_host = State.LEAVING, True
         self._leaving.append(cell)
         self._tally.bytes_out += cell.nbytes
-        self._tally.note(EventKind.EVICT, cause, cell.region, start, cell.nbytes)
+        self._copies.append((moment, EventKind.EVICT, cause, cell))
         return True
 
     def _after_use(self, cell: Cell) -> Moment:
@@ -556,11 +566,39 @@ class Accelerator(Unguarded, Places):
         """See `Device.counters`."""
         with self._mutex:
             self._host.check()
-            self._look_at_lags()
+            self._look_at_queues()
             peak, self._peak = self._peak, self._used
             return self._tally.counters(self._used, peak)
 
-    def _look_at_lags(self) -> None:
+    def allocated_bytes(self) -> int:
+        """See `Device.allocated_bytes`; the pool follows, by [Note: temporaries]."""
+        with self._mutex:
+            peak = self._queues.peak_bytes()
+            self._queues.trim()
+            self._resize(self._temporaries.after(peak, self._peak))
+            return peak
+
+    def _resize(self, capacity: int) -> None:
+        """Let regions take no more than ``capacity`` bytes, or as little as they can now."""
+        self.capacity = capacity // self.page_bytes * self.page_bytes
+        while self._used > self.capacity:
+            victim = self._victim(-1)
+            if victim is None:
+                return
+            self._leave(victim, Cause.ROOM)
+            if victim.state is State.LEAVING:
+                self._end(victim)
+
+    def _look_at_queues(self) -> None:
+        under_way = []
+        for copy in self._copies:
+            moment, kind, cause, cell = copy
+            span = moment.span()
+            if span is None:
+                under_way.append(copy)
+            else:
+                self._tally.note(kind, cause, cell.region, span[0], cell.nbytes, span[1])
+        self._copies = under_way
         left = []
         for lag, cell, start in self._lags:
             seconds = lag.seconds()
@@ -568,21 +606,63 @@ class Accelerator(Unguarded, Places):
                 left.append((lag, cell, start))
             else:
                 self._tally.stall_s += seconds
-                self._tally.note(EventKind.STALL, Cause.FAULT, cell.region, start, cell.nbytes)
+                end = start + seconds
+                self._tally.note(EventKind.STALL, Cause.FAULT, cell.region, start, cell.nbytes, end)
         self._lags = left
 
     def events(self) -> list[Event]:
         """See `Device.events`."""
         with self._mutex:
-            self._look_at_lags()
+            self._look_at_queues()
             return self._tally.take_events()
 
     # The end
 
+    def keep(self, region: int) -> bool:
+        """See `Device.keep`.
+
+        Raises:
+            SpillError: it cannot be read.
+        """
+        with self._mutex:
+            cell = self._cells[region]
+            if cell.storage.bring is None:
+                return True
+            if cell.padded > self._queues.free_bytes() + self.capacity - self._used:
+                return False
+            self.capacity += cell.padded
+            try:
+                self._bring([region], pin=True)
+            except BudgetError:  # it has been given to others meanwhile
+                self.capacity -= cell.padded
+                return False
+            cell.storage.bring = None
+            return True
+
+    def below(self, region: int) -> torch.UntypedStorage | None:
+        """See `Device.below`: host memory, if it holds all; others would lack what is given away."""
+        if self._host.budget is not None:
+            return None
+        with self._mutex:
+            cell = self._cells[region]
+            if cell.state is State.PRESENT and cell.is_dirty:
+                self._leave(cell, Cause.ROOM)
+            if not cell.in_host:
+                return None
+            self._settle(cell)
+            cell.copied = None
+            storage = self._host.give_away(cell)
+            self._forget(cell)
+            return storage
+
     def retire(self) -> int:
         """See `Device.retire`. What somebody holds stays on the accelerator, under no budget."""
         with self._mutex:
-            held = [cell for cell in self._cells.values() if users_of(cell.storage) > 1]
+            held = [
+                cell
+                for cell in self._cells.values()
+                if users_of(cell.storage) > 1 and cell.storage.bring is not None
+            ]
             self.capacity += sum(cell.padded for cell in held)
             for cell in held:
                 self._bring([cell.region], pin=True)

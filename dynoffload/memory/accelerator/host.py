@@ -115,6 +115,13 @@ class Host:
                 self.check()
         return True
 
+    def give_away(self, cell: Cell) -> torch.UntypedStorage:
+        """Return what a region's slot holds as a storage that outlives this; the slot is gone, and
+        no copy of it is under way."""
+        assert cell.slot is not None
+        slot, cell.slot, cell.in_host = cell.slot, None, False
+        return self._slab.give_away(slot, cell.nbytes)
+
     def leave(self, cell: Cell) -> None:
         """Take a region's slot from it; what it holds there is gone."""
         self.settle(cell)

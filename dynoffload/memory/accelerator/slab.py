@@ -43,6 +43,7 @@ class Slab:
         self._queues, self._page, self._grows = queues, page_bytes, grows
         self._pieces: list[torch.Tensor] = []
         self._free: list[Extents] = []
+        self._given: set[int] = set()  # pieces of which a slot was given away
         self.nbytes = 0
         if begin:
             self._add(begin)
@@ -74,10 +75,18 @@ class Slab:
         begin = slot.page * self._page
         return self._pieces[slot.piece][begin : begin + nbytes]
 
+    def give_away(self, slot: Slot, nbytes: int) -> torch.UntypedStorage:
+        """Return the first ``nbytes`` of a slot as a storage that outlives the slab, which has that
+        slot no more."""
+        self._given.add(slot.piece)
+        content = self.bytes_of(slot, nbytes).numpy().data
+        return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
+
     def close(self) -> None:
         """Give the memory back; no copy of it is under way."""
         while self._pieces:
-            self._queues.release(self._pieces.pop())
+            piece = self._pieces.pop()
+            self._queues.release(piece, held=len(self._pieces) in self._given)
         self._free.clear()
         self.nbytes = 0
 

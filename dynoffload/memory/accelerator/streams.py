@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,27 @@ class _Event:
     def since(self, other: _Event) -> float:
         """Return the seconds from another moment, both reached and timed."""
         return float(other._event.elapsed_time(self._event)) / 1e3
+
+
+class _Copy(_Event):
+    """The end of a copy; see `Copied`.
+
+    Args:
+        begin: of it, timed.
+        stream: of the copy.
+        origin: a timed moment that was reached at ``clock``.
+        clock: on `time.perf_counter`'s clock.
+    """
+
+    def __init__(self, begin: _Event, stream: torch.Stream, origin: _Event, clock: float) -> None:
+        super().__init__(stream, timed=True)
+        self._begin, self._origin, self._clock = begin, origin, clock
+
+    def span(self) -> tuple[float, float] | None:
+        if not self.reached():
+            return None
+        begin, end = self._begin.since(self._origin), self.since(self._origin)
+        return self._clock + begin, self._clock + end
 
 
 class _Span:
@@ -96,6 +118,9 @@ class Streams:
         self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
         self._mapped: dict[int, mmap.mmap] = {}  # address -> mapping that is registered
         self.pinned = True
+        self._origin = _Event(self._compute(), timed=True)
+        self._origin.wait()
+        self._clock = time.perf_counter()
 
     # Moments
 
@@ -129,6 +154,10 @@ class Streams:
         torch.accelerator.reset_peak_memory_stats(self.device)
         return int(peak)
 
+    def given_bytes(self) -> int:
+        """See `Queues.given_bytes`."""
+        return int(torch.accelerator.memory_allocated(self.device))
+
     def free_bytes(self) -> int:
         """See `Queues.free_bytes`."""
         free, _ = torch.accelerator.get_memory_info(self.device)
@@ -147,13 +176,13 @@ class Streams:
 
     def copy_in(
         self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Any]
-    ) -> _Event:
+    ) -> _Copy:
         """See `Queues.copy_in`."""
         return self._copy(self._in, _bytes_of(target), source, after)
 
     def copy_out(
         self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Any]
-    ) -> _Event:
+    ) -> _Copy:
         """See `Queues.copy_out`."""
         return self._copy(self._out, target, _bytes_of(source), after)
 
@@ -163,12 +192,13 @@ class Streams:
         target: torch.Tensor,
         source: torch.Tensor,
         after: Sequence[Any],
-    ) -> _Event:
+    ) -> _Copy:
         for moment in after:
             moment.hold(stream)
+        begin = _Event(stream, timed=True)
         with stream, torch.no_grad():
             target.copy_(source, non_blocking=True)
-        return _Event(stream)
+        return _Copy(begin, stream, self._origin, self._clock)
 
     # Host memory
 
@@ -210,7 +240,7 @@ class Streams:
         begin = -found.data_ptr() % _ALIGNED
         return found[begin : begin + nbytes]
 
-    def release(self, memory: torch.Tensor) -> None:
+    def release(self, memory: torch.Tensor, *, held: bool) -> None:
         """See `Queues.release`."""
         address = memory.data_ptr()
         mapping = self._mapped.pop(address, None)
