@@ -116,7 +116,7 @@ class Side:
                 budget, _ = least_budget(model, optimizer, wanted, options)
             below, device = contextlib.nullcontext(), None
             if self.backend == "emulated":
-                below, device = accelerated(elsewhere=True), DEVICE
+                below, device = accelerated(), DEVICE
             with below:
                 with dynoffload.offload(
                     model, optimizer, budget=budget, pilot=None, device=device, config=options

@@ -32,7 +32,7 @@ from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.host import within
 from dynoffload.runtime.interrupts import admit, hold
-from dynoffload.runtime.materialize import Init, check_parts, remember
+from dynoffload.runtime.materialize import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.recompute.session import recomputing
@@ -277,7 +277,7 @@ def _plan(
         options = replace(options, policy=given.policy)
     target = target_of(
         model,
-        given.device if device is None else device,
+        next((one for one in (device, given.device, place_of(model)) if one is not None), None),
         given.host_budget if host_budget is None else host_budget,
         options,
     )

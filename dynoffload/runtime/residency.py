@@ -9,7 +9,8 @@ tensor.
 [Note: views]  A view touches no byte, but most are refused of a storage that is empty. Those that
 are not refused leave an absent region absent.
 
-[Note: lists]  `torch._foreach_*` treat each tensor of a list by itself, so lists that do not fit
+[Note: lists]  `torch._foreach_*`, and what unscales gradients, treat each tensor of a list by
+itself, so lists that do not fit
 together are given part by part, with the same results. Fused optimizers are given one parameter's
 tensors at a time by whoever splits steps.
 
@@ -53,7 +54,7 @@ _OF_EMPTY = {
 @functools.cache
 def _is_over_lists(func: Any) -> bool:
     name = func._schema.name.rpartition("::")[2]
-    return bool(name.startswith("_foreach_"))
+    return bool(name.startswith(("_foreach_", "_amp_foreach_")))
 
 
 class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -88,7 +88,7 @@ class Session:
         self._paging: Paging | None = None
         self._handles: list[RemovableHandle] = []
         self._aside_handle: RemovableHandle | None = None
-        self._owed = Owed(model, recipe_of(model))
+        self._owed = Owed(model, recipe_of(model), target.device)
         try:
             self._begin(spill_reason)
         except BaseException as error:
@@ -184,21 +184,30 @@ class Session:
             return
         logger.info(
             "%s: %s of parameters, gradients%s under %s on the %s (pool %s in "
-            "pages of %s, reserve %s), beside it up to %s of freed memory, spilling to %s%s, "
-            "policy %s",
+            "pages of %s, reserve %s), %s, policy %s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
             format_bytes(sizing.budget),
             paging.device.name,
-            format_bytes(sizing.pool_bytes),
+            format_bytes(paging.device.capacity),
             format_bytes(sizing.page_bytes),
             format_bytes(sizing.reserve_bytes),
-            format_bytes(self._config.heap_slack_bytes),
-            self.spill_dir,
-            f" ({spill_reason})" if spill_reason else "",
+            self._beside(spill_reason),
             self._config.policy,
         )
+
+    def _beside(self, spill_reason: str) -> str:
+        """Return what the plan line says of what lies beside and below the pool."""
+        spills = f"spilling to {self.spill_dir}{f' ({spill_reason})' if spill_reason else ''}"
+        target, paging = self._target, self._paging
+        if target.queues is None:
+            slack = format_bytes(self._config.heap_slack_bytes)
+            return f"beside it up to {slack} of freed memory, {spills}"
+        assert paging is not None
+        pinned = "pinned" if target.queues.pinned else "not pinned"
+        host = f"{format_bytes(paging.device.taken_bytes())} of host memory below it ({pinned})"
+        return host if target.host_budget is None else f"{host}, {spills}"
 
     def __repr__(self) -> str:
         return (

@@ -640,7 +640,7 @@ class Accelerator(Unguarded, Places):
             return True
 
     def below(self, region: int) -> torch.UntypedStorage | None:
-        """See `Device.below`: host memory, if it holds all; others would lack what is given away."""
+        """See `Device.below`: host memory, if it has no budget; else others would lack it."""
         if self._host.budget is not None:
             return None
         with self._mutex:

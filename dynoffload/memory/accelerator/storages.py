@@ -37,6 +37,15 @@ class RegionStorage(torch.UntypedStorage):
         return copy
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what says where a tensor lies: the same for two tensors of one size if and only if
+    they are one. It is no address, which what is absent has none of."""
+    storage = tensor.untyped_storage()
+    if isinstance(storage, RegionStorage):
+        return storage._cdata, int(tensor.storage_offset()) * tensor.element_size()
+    return 0, tensor.data_ptr()
+
+
 def _brings(name: str, *, writes: bool) -> None:
     """Let a method of `RegionStorage` bring its bytes first."""
     inherited = getattr(torch.UntypedStorage, name)

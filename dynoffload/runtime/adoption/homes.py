@@ -28,6 +28,8 @@ from dynoffload.runtime.target import Target
 from dynoffload.units import format_bytes
 
 _KEEP_FREE = 0.1  # share of available memory that is left alone
+# A storage and its copy: the first is held, as another may come to lie where it did.
+_Pair = tuple[torch.UntypedStorage, torch.UntypedStorage]
 
 
 class Room:
@@ -127,7 +129,7 @@ class Homes:
         if not self._moves:
             return
         home, device = self._target.home, self._target.device
-        storages: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, _Pair] = {}
         for tensor in self._staying():
             if tensor.device == home:
                 _move(tensor, device, storages, lambda source: _copied(source, device))
@@ -145,7 +147,7 @@ class Homes:
         if not self._moves:
             return ""
         room = room_for(self._target, self._target.home, self._directory)
-        storages: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, _Pair] = {}
         for tensor in tensors_of(self._model, self._optimizer):
             if tensor.device == self._target.device:
                 _move(tensor, self._target.home, storages, room.copy_of)
@@ -175,14 +177,15 @@ def _copied(source: torch.UntypedStorage, device: torch.device) -> torch.Untyped
 def _move(
     tensor: torch.Tensor,
     device: torch.device,
-    storages: dict[int, torch.UntypedStorage],
+    storages: dict[int, _Pair],
     copy: Callable[[torch.UntypedStorage], torch.UntypedStorage],
 ) -> None:
     """Give ``tensor`` the copy of its storage; those that share one share the copy."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         put(tensor, tensor.detach().to(device))
         return
     source = tensor.untyped_storage()
     if source._cdata not in storages:
-        storages[source._cdata] = copy(source)
-    put(tensor, view_of(storages[source._cdata], tensor.detach(), offset_of(tensor)))
+        storages[source._cdata] = source, copy(source)
+    ours = storages[source._cdata][1]
+    put(tensor, view_of(ours, tensor.detach(), offset_of(tensor)))

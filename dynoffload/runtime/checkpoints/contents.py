@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError
+from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.runtime.adoption.store import is_dense
 from dynoffload.runtime.checkpoints.tensors import check_savable
 from dynoffload.runtime.checkpoints.values import KIND, TENSOR, Put, encode
@@ -49,7 +50,7 @@ def _memory(name: str, tensor: torch.Tensor) -> object:
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     check_savable(name, tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return place_of(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
