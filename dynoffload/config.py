@@ -19,7 +19,8 @@ from typing import Any
 from dynoffload.errors import ConfigError
 from dynoffload.units import KiB, MiB, parse_bytes
 
-BACKENDS = ("auto", "pager", "mapped")
+ACCELERATOR = "accelerator"
+BACKENDS = ("auto", "pager", "mapped", ACCELERATOR)
 POLICIES = ("pilot", "repeat", "replay", "on-demand", "dtr", "os-paging")
 UNPAGED = ("dtr", "os-paging")
 """Policies under which dynoffload pages nothing."""
@@ -62,7 +63,8 @@ class OffloadConfig:
     Attributes:
         backend: of models on the CPU: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file)
             or ``"auto"``: the pager where the system has it, else the mapped file; the plan line,
-            which is logged at INFO, names the choice. On an accelerator only ``"auto"``.
+            which is logged at INFO, names the choice. On an accelerator ``"accelerator"``, which
+            ``"auto"`` is there.
         policy: ``"pilot"`` prefetches by the pilot's prediction while it does better of late than
             the last order, else by that; ``"repeat"`` by the last order, in which a step finds its
             place again after a visit out of order. Prefetch by these that loses against on-demand

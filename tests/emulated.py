@@ -294,6 +294,8 @@ class Watcher(TorchDispatchMode):
         owns: whether a storage is a region's.
     """
 
+    is_of_residency = True  # as the mode above it: what it sees is to be seen in updates too
+
     def __init__(self, queues: Emulated, owns: Callable[[torch.UntypedStorage], bool]) -> None:
         super().__init__()
         self._queues, self._owns = queues, owns

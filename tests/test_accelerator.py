@@ -138,8 +138,34 @@ def test_what_fits_nowhere_is_refused_by_name(device: Accelerator, tiered: Accel
     device.acquire([second])
     with pytest.raises(BackendError, match="no rows"):
         device.allocate_row(2, PAGE)
-    with pytest.raises(BackendError, match="guards nothing"):
-        device.lock([first])
+    with pytest.raises(BackendError, match=r"device cannot do this: ask .* whether it `serves`"):
+        device.show([first])
+
+
+def test_whoever_uses_a_locked_region_meets_its_owner(device: Accelerator) -> None:
+    """In his own thread, before anything is brought; what only plans or makes ready does not."""
+    one, other = device.allocate(PAGE), device.allocate(PAGE)
+    write(device, one, 1)
+    met: list[int] = []
+
+    def owner(region: int) -> None:
+        met.append(region)
+        device.unlock([region])
+        write(device, region, 2)
+
+    device.on_locked = owner
+    device.lock([one, other])
+    device.touch([one])
+    device.unlock([other])
+    assert met == []
+    device.use([one, other])
+    device.used([one, other])
+    assert met == [one]
+    assert holds(device, one, 2)
+    for look in (device.acquire, lambda regions: device.storage(regions[0]).tolist()):
+        device.lock([one])
+        look([one])
+    assert met == [one] * 3
 
 
 def test_a_region_larger_than_host_memory_is_refused(queues: Emulated, tmp_path: Path) -> None:

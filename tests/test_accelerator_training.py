@@ -6,7 +6,9 @@ moment was waited for. A budget of host memory puts a file below it.
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,6 +21,7 @@ from exactness import (
     Loop,
     LyingPilot,
     Twin,
+    assert_same,
     compare_runs,
     footprint_of,
     least_budget,
@@ -27,9 +30,10 @@ from exactness import (
     small_samples,
 )
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from dynoffload.experiments import zoo
+from dynoffload.runtime import offload
 from dynoffload.units import MiB
 
 
@@ -130,3 +134,45 @@ def test_the_zoo(network: str, files: bool) -> None:
             device=DEVICE,
             host_budget=total // 2 if files else None,
         )
+
+
+@pytest.mark.parametrize("how", ["nobody", "parameters", "state", "gradients", "storages"])
+def test_updates_wait_for_the_next_use(how: str) -> None:
+    """Whose use it ever is: a forward's, or that of somebody who looks before it."""
+    waited: list[int] = []
+    looks: dict[str, Callable[[nn.Parameter, Optimizer], torch.Tensor | None]] = {
+        "nobody": lambda p, optimizer: None,
+        "parameters": lambda p, optimizer: p.detach().sum(),
+        "state": lambda p, optimizer: optimizer.state[p]["exp_avg"].sum(),
+        "gradients": lambda p, optimizer: None if p.grad is None else p.grad.sum(),
+        "storages": lambda p, optimizer: torch.empty(0).set_(copy.deepcopy(p.untyped_storage())),
+    }
+    twin = Twin(small(), partial(AdamW, lr=1e-2))
+    seen: dict[nn.Module, list[Any]] = {twin.model: [], twin.reference: []}
+
+    def look(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if model is twin.model:
+            waited.append(len(pending()))
+        for parameter in list(model.parameters())[:4]:
+            seen[model].append(looks[how](parameter, optimizer))
+
+    with accelerated(elsewhere=True):
+        compare_runs(
+            twin,
+            Loop(steps=4, peek=look, zero_first=True),
+            small_samples(4),
+            small_loss,
+            budget_for(twin, 3),
+            device=DEVICE,
+            config=OPTIONS,
+        )
+    assert_same(seen[twin.model], seen[twin.reference], "what was seen")
+    assert min(waited) > 0
+
+
+def pending() -> Any:
+    """Return the updates that wait in the open block."""
+    (session,) = offload._open.values()
+    assert session._paging is not None
+    assert session._paging.updates is not None
+    return session._paging.updates.waiting.pending

@@ -76,7 +76,9 @@ class Device(Protocol):
 
     Attributes:
         name: what the plan line calls it.
-        guarded: an access to a locked region waits until its owner unlocks it.
+        guarded: an access to a locked region waits until its owner unlocks it; where the device
+            serves accesses, the owner is told by `handed`, else he is called by whoever is about to
+            make one (`Accelerator.on_locked`).
         serves: an access to an absent region waits until it is present, whoever makes it; where it
             does not, whoever is about to make one has to say so, and storages are empty meanwhile.
         device: where torch has the regions' tensors.

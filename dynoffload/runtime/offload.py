@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload import memory, runtime
-from dynoffload.config import UNPAGED, Defaults, OffloadConfig, defaults, no_budget
+from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import check_room, default_spill_dir
@@ -318,8 +318,8 @@ def _plan(
     chosen = spill_dir or given.spill_dir
     directory = Path(chosen or default_spill_dir())
     reason = "" if chosen else why_not_temporary(directory)
-    if target.queues is not None:  # there, nobody can be kept from a parameter whose update waits
-        options = replace(options, defer_updates="never")
+    if target.queues is not None:
+        options = replace(options, backend=ACCELERATOR)
     with within(target, limit, options.heap_slack_bytes, model, optimizer) as possible:
         options = replace(options, heap_slack_bytes=possible.slack)
         sizing = sizing_of(model, optimizer, possible.budget, options)

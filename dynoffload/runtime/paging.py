@@ -190,7 +190,9 @@ class Paging:
         self._watching = contextlib.ExitStack()  # of fused parameters
         self._undo.callback(self._watching.close)
         self._watch()
-        if self.device.guarded and self.updates is not None:
+        if self.updates is not None and isinstance(self.device, Accelerator):
+            self.device.on_locked = self.updates.waiting.meet
+        elif self.updates is not None and self.device.guarded:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
 
@@ -211,7 +213,7 @@ class Paging:
         self._undo.callback(updates.close)
         if images is not None:
             updates.keep(images)
-        elif defer and self.device.guarded and updates.splits:
+        elif defer and self.device.guarded and self.device.serves and updates.splits:
             updates.drafts = Drafts(
                 optimizer,
                 self.store,

@@ -64,6 +64,8 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: whose regions they touch.
     """
 
+    is_of_residency = True
+
     def __init__(self, device: Accelerator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device

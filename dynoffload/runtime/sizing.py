@@ -31,7 +31,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.config import LEAST_PAGE, OffloadConfig
+from dynoffload.config import ACCELERATOR, LEAST_PAGE, OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
@@ -305,12 +305,15 @@ def _divide(
 
 def _defers(config: OffloadConfig) -> bool:
     """Return whether updates may be put off."""
-    return config.defer_updates != "never" and config.backend != "mapped" and not probe()
+    if config.defer_updates == "never" or config.backend == "mapped":
+        return False
+    return config.backend == ACCELERATOR or not probe()
 
 
 def may_queue(config: OffloadConfig) -> bool:
     """Return whether the updates of several steps may wait for a slice that is not hit."""
-    return _defers(config) and not config.rollback
+    # What waits makes way for the next gradient by trading contents, which an accelerator cannot.
+    return _defers(config) and not config.rollback and config.backend != ACCELERATOR
 
 
 def _twins(
@@ -330,6 +333,7 @@ def _twins(
         or not can_split(optimizer)
         or not config.draft_share
         or config.policy == "on-demand"  # what is drafted is part of a plan
+        or config.backend == ACCELERATOR  # where nothing is drafted
         or not _defers(config)
     ):
         return 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dynoffload.config import UNPAGED, OffloadConfig
+from dynoffload.config import ACCELERATOR, UNPAGED, OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.memory.accelerator.streams import open_queues
@@ -79,6 +79,11 @@ def target_of(
                 "host_budget= is for what lies below an accelerator, and this model is trained on "
                 "the CPU: pass device= the accelerator, or limit fast memory by budget= alone"
             )
+        if options.backend == ACCELERATOR:
+            raise ConfigError(
+                f"backend={ACCELERATOR!r} is for models on one: pass device= its name, or leave "
+                "backend= out"
+            )
         return Target()
     _check_options(wanted, options)
     queues = open_queues(wanted)
@@ -127,7 +132,7 @@ def _place_of(model: nn.Module) -> torch.device | None:
 
 
 def _check_options(wanted: torch.device, options: OffloadConfig) -> None:
-    if options.backend != "auto":
+    if options.backend not in ("auto", ACCELERATOR):
         raise ConfigError(
             f"backend={options.backend!r} pages memory of the CPU, and the model is to be trained "
             f"on {str(wanted)!r}: leave backend= out"

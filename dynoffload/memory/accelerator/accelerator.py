@@ -69,6 +69,10 @@ def _unseen(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 class Accelerator(Unguarded, Places):
     """A `Device` whose regions are tensors of an accelerator.
 
+    Attributes:
+        on_locked: called with a locked region that somebody is about to use, in his thread; it
+            unlocks it, or raises.
+
     Args:
         queues: of the accelerator.
         capacity: bytes of its memory that regions may take.
@@ -89,7 +93,7 @@ class Accelerator(Unguarded, Places):
     """
 
     name = "accelerator"
-    serves = False
+    serves, guarded = False, True
 
     def __init__(
         self,
@@ -141,9 +145,12 @@ class Accelerator(Unguarded, Places):
         self._tick = 0
         self._clock = 0
         self._used = self._peak = self._reserve = 0
+        self._bare = self._bare_peak = 0  # the same without padding, as the allocator gives it
         self._resize(self._temporaries.capacity)
         self._closed = False
         self._process = os.getpid()
+        self._locked: set[int] = set()
+        self.on_locked: Callable[[int], None] = self._locked.discard
 
     # Places
 
@@ -160,6 +167,7 @@ class Accelerator(Unguarded, Places):
             if writes:
                 self.acquire([region])
             else:
+                self._meet_owner([region])
                 self._bring([region], pin=False)
 
         offset = place.page * self.page_bytes
@@ -175,6 +183,7 @@ class Accelerator(Unguarded, Places):
             cell = self._cells[region]
             self._forget(cell)
             cell.storage.bring = None
+            self._locked.discard(region)
             del self._cells[region], self._by_storage[cell.storage._cdata]
 
     def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
@@ -218,6 +227,7 @@ class Accelerator(Unguarded, Places):
             BudgetError: they do not fit together, or others are held there.
             SpillError: the file cannot be read or written.
         """
+        self._meet_owner(regions)
         self._bring(regions, pin=True)
         with self._mutex:
             for region in written:
@@ -239,12 +249,28 @@ class Accelerator(Unguarded, Places):
             BudgetError: the regions do not fit together, or others are held there.
             SpillError: the file cannot be read or written.
         """
+        self._meet_owner(regions)
         with self._mutex:  # all along: what nobody holds might leave before it is noted
             self._bring(regions, pin=pin)
             for region in regions:
                 cell = self._cells[region]
                 cell.written()
                 cell.tick = _UNKNOWN
+
+    def lock(self, regions: Sequence[int]) -> None:
+        """See `Device.lock`."""
+        self._locked.update(regions)
+
+    def unlock(self, regions: Sequence[int]) -> None:
+        """See `Device.unlock`."""
+        self._locked.difference_update(regions)
+
+    def _meet_owner(self, regions: Sequence[int]) -> None:
+        """Have locked regions unlocked, with no lock of the device's held."""
+        if self._locked:
+            for region in regions:
+                while region in self._locked:
+                    self.on_locked(region)
 
     def unpin(self, regions: Sequence[int]) -> None:
         """See `Device.unpin`."""
@@ -356,6 +382,8 @@ class Accelerator(Unguarded, Places):
             ) from error
         self._used += cell.padded
         self._peak = max(self._peak, self._used)
+        self._bare += cell.nbytes
+        self._bare_peak = max(self._bare_peak, self._bare)
         cell.state = State.PRESENT
 
     def _copy_in(self, cell: Cell, cause: Cause) -> None:
@@ -459,6 +487,7 @@ class Accelerator(Unguarded, Places):
     def _free(self, cell: Cell) -> None:
         self._queues.empty(cell.storage)
         self._used -= cell.padded
+        self._bare -= cell.nbytes
         cell.state, cell.here = State.ABSENT, False
 
     @_unseen
@@ -575,7 +604,8 @@ class Accelerator(Unguarded, Places):
         with self._mutex:
             peak = self._queues.peak_bytes()
             self._queues.trim()
-            self._resize(self._temporaries.after(peak, self._peak))
+            regions, self._bare_peak = self._bare_peak, self._bare
+            self._resize(self._temporaries.after(peak, regions))
             return peak
 
     def _resize(self, capacity: int) -> None:
