@@ -26,6 +26,11 @@ _HOMES = {
     "load_checkpoint": "dynoffload.runtime.checkpointing",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
+    "tile": "dynoffload.tiling.splitting",
+    "untile": "dynoffload.tiling.splitting",
+    "whole_state_dict": "dynoffload.tiling.splitting",
+    "TiledLinear": "dynoffload.tiling.modules",
+    "TiledEmbedding": "dynoffload.tiling.modules",
     "profile": "dynoffload.profiler",
     "Pilot": "dynoffload.pilot",
     "DynOffloadError": "dynoffload.errors",
@@ -59,6 +64,8 @@ __all__ = [
     "SpillError",
     "StepLostError",
     "ThreadError",
+    "TiledEmbedding",
+    "TiledLinear",
     "TraceError",
     "__version__",
     "load_checkpoint",
@@ -66,6 +73,9 @@ __all__ = [
     "offload",
     "profile",
     "save_checkpoint",
+    "tile",
+    "untile",
+    "whole_state_dict",
 ]
 
 if TYPE_CHECKING:
@@ -90,6 +100,8 @@ if TYPE_CHECKING:
     from dynoffload.runtime.checkpointing import load_checkpoint, save_checkpoint
     from dynoffload.runtime.offload import materialize, offload
     from dynoffload.runtime.session import Session
+    from dynoffload.tiling.modules import TiledEmbedding, TiledLinear
+    from dynoffload.tiling.splitting import tile, untile, whole_state_dict
 
 
 def __getattr__(name: str) -> Any:
