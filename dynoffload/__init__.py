@@ -46,6 +46,7 @@ _HOMES = {
     "PlanError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
     "ClientError": "dynoffload.errors",
+    "WholeWeightError": "dynoffload.errors",
 }
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "TiledEmbedding",
     "TiledLinear",
     "TraceError",
+    "WholeWeightError",
     "__version__",
     "load_checkpoint",
     "materialize",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
         StepLostError,
         ThreadError,
         TraceError,
+        WholeWeightError,
     )
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
