@@ -73,7 +73,7 @@ def test_a_weight_larger_than_the_budget_trains(backend: str, how: str) -> None:
         make: Any = partial(AdamW) if how == "clipped" else partial(SGD, momentum=0.9)
         optimizer = make(model.parameters(), lr=1e-2)
         with side.offload(model, optimizer, share=0.07 if how == "clipped" else 0.1):
-            for step in range(2):
+            for step in range(6 if backend == "aside" else 2):
                 for part in range(2 if how == "clipped" else 1):
                     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
                         loss = loss_of(model, 2 * step + part)
@@ -83,6 +83,24 @@ def test_a_weight_larger_than_the_budget_trains(backend: str, how: str) -> None:
                     side.see("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
                 optimizer.step()
                 optimizer.zero_grad()
+
+    side = hazard(backend, program)
+    if backend != "aside":
+        ((_, budget),) = side.sessions
+        assert budget < WEIGHT
+
+
+@each_backend
+def test_a_head_tied_to_its_table_trains(backend: str) -> None:
+    def program(side: Side) -> None:
+        torch.manual_seed(0)
+        model = Net()
+        model.head.weight = model.embedding.weight
+        dynoffload.tile(model, TILE)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, share=0.14):
+            for step in range(6 if backend == "aside" else 2):
+                side.step(loss_of(model, step), optimizer)
 
     side = hazard(backend, program)
     if backend != "aside":

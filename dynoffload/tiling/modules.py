@@ -1,20 +1,22 @@
 """Tiled modules: a linear layer or an embedding as tiles that run one after the other.
 
-What it is: `TiledLinear` and `TiledEmbedding`, and where the tensors of tiles lie in those of the
-whole. A tile is an ordinary module with a parameter of its own, so that under ``offload()`` each
-one, its gradient and its optimizer state move by themselves, and of the weight no more than a tile
-must be in memory at a time. What it is not: part of a session, which knows nothing of it; nor
-tensor parallelism. After the memory-centric tiling of ZeRO-Infinity (Rajbhandari et al., SC 2021).
+What it is: `TiledLinear`, `TiledEmbedding` and `TiledRows`, and where the tensors of tiles lie in
+those of the whole. A tile is an ordinary module with a parameter of its own, so that under
+``offload()`` each one, its gradient and its optimizer state move by themselves, and of the weight
+no more than a tile must be in memory at a time. What it is not: part of a session, which knows
+nothing of it; nor tensor parallelism. After the memory-centric tiling of ZeRO-Infinity (Rajbhandari
+et al., SC 2021).
 
 [Note: bits]  A linear layer is split by output features. An element of its output, or of a tile's
 gradient, is the same sum of products as in the whole, and has the same bits where the library of
 matrix products adds in the same order. It did on the CPU measured where tiles begin at multiples of
-64 features, as they do if there are enough; nobody promises it. The gradient of the *input* is a
-sum over output features, which tiles cut: it is the sum of the tiles' products, each rounded to its
-dtype, and differs from the whole's by rounding. Products that are added into one buffer (``addmm``)
-differ too, with errors no smaller, so autograd adds them, from the last tile to the first. An
-embedding is split by columns, where nothing is added: its bits are the whole's. A tiled model under
-``offload()`` has the bits of the same tiled model in plain PyTorch.
+64 features and have no fewer, as they do if there are enough; nobody promises it. The gradient of
+the *input* is a sum over output features, which tiles cut: it is the sum of the tiles' products,
+each rounded to its dtype, and differs from the whole's by rounding. Products that are added into
+one buffer (``addmm``) differ too, with errors no smaller, so autograd adds them, from the last tile
+to the first. An embedding is split by columns, or by rows where a linear layer has its weight too;
+nothing is added there, and its bits are the whole's. A tiled model under ``offload()`` has the bits
+of the same tiled model in plain PyTorch.
 
 [Note: memory]  The tiles' outputs are joined, so for a moment the output is there twice. Of the
 weight nothing is joined but by `untile` and `whole_state_dict`. Autograd makes a tile's gradient
@@ -145,7 +147,7 @@ class Tiled(nn.Module):
 class TiledLinear(Tiled):
     """`nn.Linear` whose weight is split by output features into tiles that run in turn.
 
-    The last tile may be smaller. Output and gradients of the tiles are as a rule the whole's bit
+    The last tiles may be smaller. Output and gradients of the tiles are as a rule the whole's bit
     for bit, the input's gradient within rounding; see [Note: bits].
 
     Args:
@@ -154,7 +156,7 @@ class TiledLinear(Tiled):
         bias: whether there is one.
         device: of the parameters.
         dtype: of the parameters.
-        tiles: how many, at most: fewer if tiles of equal size, but for the last, are enough.
+        tiles: how many, at most: fewer if fewer tiles of equal size, but for the last, are enough.
         tile_bytes: the most bytes of a tile's weight, or a text such as ``"256MB"``; give either
             this or ``tiles``.
 
@@ -232,6 +234,49 @@ class TiledEmbedding(Tiled):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
+class TiledRows(Tiled):
+    """`nn.Embedding` whose table is split by rows, as it is the weight of a linear layer too; made
+    by `tile`.
+
+    Tiles are parameters of both. Each looks up the indices that are its own. Output and gradients
+    are the whole's bit for bit; how many indices a tile has is known only as it runs, so that
+    ``torch.compile`` breaks its graph here.
+    """
+
+    plain = nn.Embedding
+    dim = 0
+
+    num_embeddings: int
+    embedding_dim: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rows ``[..., embedding_dim]`` of indices ``[...]``.
+
+        Raises:
+            IndexError: an index is not in the table.
+        """
+        indices = x.reshape(-1)
+        places, rows, begin = [], [], 0
+        for tile in self.tiles:
+            end = begin + tile.get_parameter("weight").shape[0]
+            own = ((indices >= begin) & (indices < end)).nonzero()[:, 0]
+            places.append(own)
+            rows.append(tile(indices[own] - begin))
+            begin = end
+        order = torch.cat(places)
+        if len(order) != len(indices):
+            raise IndexError(
+                f"indices from {int(indices.min())} to {int(indices.max())} are out of range of a "
+                f"table of {self.num_embeddings} rows"
+            )
+        found = torch.cat(rows).index_select(0, order.argsort())
+        return found.reshape(*x.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        """Return what `nn.Embedding` says of itself."""
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
 def pieces_of(model: nn.Module) -> dict[str, Piece]:
     """Return by full name where the tensors of all tiles of ``model`` lie in whole ones, by full
     name too."""
@@ -252,7 +297,7 @@ def pieces_of(model: nn.Module) -> dict[str, Piece]:
 def lengths_of(
     features: int, row: int, tiles: int | None, tile_bytes: int | str | None
 ) -> list[int]:
-    """Return how many features each tile has: the same of all but the last, which has the rest.
+    """Return how many features each tile has: the same of all but the last, or the last two.
 
     Args:
         features: to split.
@@ -281,7 +326,11 @@ def lengths_of(
             most -= most % _ALIGNED
         each = -(-features // -(-features // most))  # of as few tiles, the most even
         each = _rounded(each) if most >= _ALIGNED else each
-    return [min(each, features - begin) for begin in range(0, features, each)]
+    lengths = [min(each, features - begin) for begin in range(0, features, each)]
+    if len(lengths) > 1 and lengths[-1] < _ALIGNED and lengths[-2] >= 2 * _ALIGNED:
+        lengths[-2] -= _ALIGNED  # narrow ones are multiplied in another order
+        lengths[-1] += _ALIGNED
+    return lengths
 
 
 def _rounded(features: int) -> int:

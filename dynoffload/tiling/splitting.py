@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.offload import session_of
-from dynoffload.tiling.modules import Tiled, TiledEmbedding, TiledLinear, lengths_of, pieces_of
+from dynoffload.tiling.modules import (
+    Tiled,
+    TiledEmbedding,
+    TiledLinear,
+    TiledRows,
+    lengths_of,
+    pieces_of,
+)
 from dynoffload.units import parse_bytes
 
 _TILED: dict[type[nn.Module], type[Tiled]] = {nn.Linear: TiledLinear, nn.Embedding: TiledEmbedding}
@@ -30,8 +37,9 @@ def tile(
     Modules stay the same objects, with their hooks; weights become parameters of tiles, with the
     values, dtype, device (also meta), ``requires_grad`` and attributes that they had. So call it
     before the optimizer is made, and before ``offload()``. Exactly those two types are split; what
-    is tiled already stays as it is. While a module is split its weight is in memory twice, unless
-    it is on the meta device.
+    is tiled already stays as it is. Linear layers and embeddings with one weight, as heads are tied
+    to tables, have their tiles together, and the table is split by rows. While a module is split
+    its weight is in memory twice, unless it is on the meta device.
 
     Args:
         model: root, or a single layer.
@@ -43,7 +51,7 @@ def tile(
         The paths of the modules that were split, in the model's order.
 
     Raises:
-        ConfigError: a weight is too large but cannot be split: it is tied to another, has a
+        ConfigError: a weight is too large but cannot be split: it is something else's too, has a
             gradient, is of an embedding with ``max_norm`` or of another type than `nn.Parameter`,
             or one row or column passes ``max_bytes``; ``skip`` names no module; or a session
             manages the model. Nothing was split then.
@@ -62,19 +70,22 @@ def tile(
         if type(module) in _TILED and module not in left and _weight_bytes(module) > most
     }
     held = _holders(model)
-    plans = []  # without a reference to a weight, so that each goes as it is split
+    groups: dict[int, list[nn.Module]] = {}
     for path, module in large.items():
-        _check_splits(path, module, held)
-        weight = module.get_parameter("weight")
-        features = weight.shape[_TILED[type(module)].dim]
+        _check_splits(path, module, held, set(large.values()))
+        groups.setdefault(id(module._parameters["weight"]), []).append(module)
+    paths = {module: path for path, module in large.items()}
+    plans = []  # without a reference to a weight, so that each goes as it is split
+    for group in groups.values():
+        dim = _TILED[type(group[0])].dim if len(group) == 1 else 0
+        features = group[0].get_parameter("weight").shape[dim]
         try:
-            lengths = lengths_of(features, _weight_bytes(module) // features, None, most)
+            lengths = lengths_of(features, _weight_bytes(group[0]) // features, None, most)
         except ConfigError as error:
-            raise ConfigError(f"{_named(path)}: {error}") from None
-        plans.append((module, lengths))
-        del weight
-    for module, lengths in plans:
-        _split(module, lengths)
+            raise ConfigError(f"{_named(paths[group[0]])}: {error}") from None
+        plans.append((group, dim, lengths))
+    for group, dim, lengths in plans:
+        _split(group, dim, lengths)
     return list(large)
 
 
@@ -105,15 +116,18 @@ def untile(model: nn.Module) -> nn.Module:
                     f"the tiles of {_named(path)} have gradients, which are not joined: call "
                     "model.zero_grad(set_to_none=True) first"
                 )
+    made: dict[tuple[int, ...], nn.Parameter] = {}  # of tied tiles once
     for _, module in tiled:
-        for key in ("weight", "bias"):
-            own = [getattr(tile, key, None) for tile in module.tiles]
+        for key in ("weight", "bias") if module.plain is nn.Linear else ("weight",):
+            own = [getattr(tile, key) for tile in module.tiles]
             joined = None
             if own[0] is not None:
-                dim = module.dim if key == "weight" else 0
-                joined = _like(own[0], torch.cat([one.detach() for one in own], dim))
-            if key == "weight" or module.plain is nn.Linear:
-                module._parameters[key] = joined
+                of = tuple(map(id, own))
+                if of not in made:
+                    dim = module.dim if key == "weight" else 0
+                    made[of] = _like(own[0], torch.cat([one.detach() for one in own], dim))
+                joined = made[of]
+            module._parameters[key] = joined
         del module._modules["tiles"]
         module.__class__ = module.plain  # type: ignore[assignment]
     return model
@@ -124,13 +138,18 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     A plain model reads it, as does a tiled one. Whole tensors are copies, in memory together.
     """
-    pieces, state = pieces_of(model), model.state_dict()
+    pieces, state = pieces_of(model), model.state_dict(keep_vars=True)
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in state.items():
         parts.setdefault(pieces[name].whole if name in pieces else name, []).append(tensor)
     dims = {piece.whole: piece.dim for piece in pieces.values()}
+    made: dict[tuple[int, ...], Tensor] = {}  # of tied tiles once
+    for name, found in parts.items():
+        of = tuple(map(id, found))
+        if name in dims and of not in made:
+            made[of] = torch.cat([one.detach() for one in found], dims[name])
     return {
-        name: torch.cat(found, dims[name]) if name in dims else found[0]
+        name: made[tuple(map(id, found))] if name in dims else found[0].detach()
         for name, found in parts.items()
     }
 
@@ -165,9 +184,12 @@ def _holders(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def _check_splits(
-    path: str, module: nn.Module, held: dict[int, list[tuple[nn.Module, str]]]
+    path: str,
+    module: nn.Module,
+    held: dict[int, list[tuple[nn.Module, str]]],
+    large: Collection[nn.Module],
 ) -> None:
-    """Refuse what cannot be split."""
+    """Refuse what cannot be split; a weight may be that of others of the modules ``large``."""
     leave = f"leave it whole: dynoffload.tile(model, skip=[{path!r}])"
     for key, tensor in module._parameters.items():
         name = f"{path}.{key}" if path else key
@@ -175,13 +197,14 @@ def _check_splits(
             continue
         if type(tensor) is not nn.Parameter:
             raise ConfigError(f"{name!r} is a {type(tensor).__name__}, which is not split; {leave}")
-        sharing = held[tensor.untyped_storage()._cdata]
-        other = next((other for owner, other in sharing if owner is not module), "")
-        if other:
-            raise ConfigError(
-                f"{name!r} is tied to {other!r}, so it cannot be split: give one of them values of "
-                f"its own (nn.Parameter({key}.detach().clone())), or {leave}"
-            )
+        for owner, other in held[tensor.untyped_storage()._cdata]:
+            shared = key == "weight" and owner._parameters.get("weight") is tensor
+            if owner is not module and not (shared and owner in large):
+                raise ConfigError(
+                    f"{name!r} shares its memory with {other!r}, which is not split with it: give "
+                    f"one of them values of its own (nn.Parameter({key}.detach().clone())), or "
+                    f"{leave}"
+                )
         if tensor.grad is not None:
             raise ConfigError(
                 f"{name!r} has a gradient, which is not split: call "
@@ -194,24 +217,32 @@ def _check_splits(
         )
 
 
-def _split(module: nn.Module, lengths: list[int]) -> None:
-    """Turn ``module`` into a tiled one."""
-    kind = _TILED[type(module)]
-    tiles = []
-    own = {key: one for key, one in module._parameters.items() if one is not None}
-    begin = 0
-    for length in lengths:
-        made = _blank(module, length)
-        for key, parameter in own.items():
-            dim = kind.dim if key == "weight" else 0
-            part = parameter.detach().narrow(dim, begin, length)
-            setattr(made, key, _like(parameter, part.clone(memory_format=torch.contiguous_format)))
-        tiles.append(made.train(module.training))
-        begin += length
-    for key in list(module._parameters):
-        del module._parameters[key]
-    module.__class__ = kind
-    module.tiles = nn.ModuleList(tiles).train(module.training)
+def _split(group: list[nn.Module], dim: int, lengths: list[int]) -> None:
+    """Turn modules that share one weight into tiled ones."""
+    weights = _parts(group[0].get_parameter("weight"), dim, lengths)
+    for module in group:
+        biased = module._parameters.get("bias")
+        biases = None if biased is None else _parts(biased, 0, lengths)
+        tiles, begin = [], 0
+        for number, length in enumerate(lengths):
+            tile = _blank(module, dim, begin, length).train(module.training)
+            tile.weight = weights[number]
+            if biases is not None:
+                tile.bias = biases[number]
+            tiles.append(tile)
+            begin += length
+        module._parameters.clear()
+        kind = _TILED[type(module)]
+        module.__class__ = kind if kind.dim == dim else TiledRows
+        module.tiles = nn.ModuleList(tiles).train(module.training)
+
+
+def _parts(parameter: nn.Parameter, dim: int, lengths: list[int]) -> list[nn.Parameter]:
+    """Return copies of the parts of a parameter."""
+    return [
+        _like(parameter, part.clone(memory_format=torch.contiguous_format))
+        for part in torch.split(parameter.detach(), lengths, dim)
+    ]
 
 
 def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
@@ -221,13 +252,18 @@ def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     return made
 
 
-def _blank(module: nn.Module, length: int) -> nn.Module:
+def _blank(module: nn.Module, dim: int, begin: int, length: int) -> nn.Module:
     """Return a tile like ``module``, without memory."""
     if isinstance(module, nn.Embedding):
+        padding, rows, columns = module.padding_idx, module.num_embeddings, length
+        if dim == 0:
+            rows, columns = length, module.embedding_dim
+            own = padding is not None and begin <= padding < begin + length
+            padding = padding - begin if own and padding is not None else None
         return nn.Embedding(
-            module.num_embeddings,
-            length,
-            module.padding_idx,
+            rows,
+            columns,
+            padding,
             scale_grad_by_freq=module.scale_grad_by_freq,
             sparse=module.sparse,
             device="meta",
