@@ -1,10 +1,10 @@
 """Tiles of a linear layer: their bits and time beside the whole, and a weight past the budget.
 
-What it is: three measurements. Of single layers, at which numbers of rows the tiled output and
-gradients differ from the whole's, and how far each input gradient is from the exact one. Of a small
-network with one large layer, the time of a training step whole, tiled, and tiled under a budget
-that holds less than the weight; the three take turns, step by step. What it is not: a limit, nor
-the time of another network.
+What it is: measurements. Of single layers, at which numbers of rows the tiled output and gradients
+differ from the whole's, and how far the input's gradient is from the exact one. Of a small network
+with one large layer, the time of a training step whole, tiled, and tiled under a budget that holds
+less than the weight; the three take turns, step by step. What it is not: a limit, nor the time of
+another network.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ ROWS = (1, 2, 3, 5, 8, 16, 31, 64, 128, 256, 512)
 """Of the inputs whose bits are compared."""
 SHAPES = ((512, 2048, 2), (512, 2048, 8), (500, 1501, 8), (512, 2050, 8))
 """Features in and out, and tiles: of multiples of 64 features, but for the last shape."""
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Of tiles, with which the error of the input's gradient grows; 1 is the whole."""
 _WAYS = ("whole", "tiled", "budget")
 
 
@@ -73,6 +75,8 @@ def run(
         for done, (dtype, inside, outside, tiles) in enumerate(cases):
             report("bits", done, len(cases))
             result["bits"].append(_bits(dtype, inside, outside, tiles, seed))
+        kinds = (torch.float32, torch.bfloat16)
+        result["errors"] = {str(d).removeprefix("torch."): _errors(d, seed) for d in kinds}
         result |= _times(
             (width, features, tokens), tile, budget, steps, warmup, seed, spill_dir, report
         )
@@ -108,6 +112,24 @@ def _bits(dtype: torch.dtype, inside: int, outside: int, tiles: int, seed: int) 
         "rows_that_differ": differing,
         "input_grad_error_eps": {way: max(found) for way, found in errors.items()},
     }
+
+
+def _errors(dtype: torch.dtype, seed: int) -> dict[str, float]:
+    """Return by number of tiles the root mean square error of the input's gradient, by that of the
+    gradient, in eps of ``dtype``."""
+    torch.manual_seed(seed)
+    inside, outside, rows = 512, 8192, 64
+    whole = nn.Linear(inside, outside, bias=False, dtype=dtype)
+    grad = torch.randn(rows, outside).to(dtype)
+    exact = grad.double() @ whole.weight.detach().double()
+    errors = {}
+    for count in COUNTS:
+        tiled = TiledLinear(inside, outside, bias=False, dtype=dtype, tiles=count)
+        tiled.load_state_dict(whole.state_dict())
+        found = _run(tiled, torch.zeros(rows, inside, dtype=dtype), grad)["input.grad"].double()
+        error = (found - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+        errors[str(len(tiled.tiles))] = float(error) / torch.finfo(dtype).eps
+    return errors
 
 
 def _run(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
@@ -228,6 +250,9 @@ def _print(result: dict[str, Any]) -> None:
             *(f"{error:.2f}" for error in one["input_grad_error_eps"].values()),
         )
     console.print(table)
+    for dtype, errors in result["errors"].items():
+        told = ", ".join(f"{count}: {error:.2f}" for count, error in errors.items())
+        console.print(f"error of dX by tiles, {dtype}, root mean square in eps: {told}")
     table = Table(
         title=f"a weight of {format_bytes(result['weight_bytes'])} in {result['tiles']} tiles, "
         f"AdamW, {result['tokens']} tokens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim import SGD, AdamW
 
 import dynoffload
 from dynoffload.errors import BudgetError, CheckpointError, ConfigError
+from dynoffload.experiments import tiling
 
 WORDS, WIDTH = 512, 256
 WEIGHT = WORDS * WIDTH * 4
@@ -113,7 +115,8 @@ def test_the_error_of_a_budget_names_the_remedy_and_it_is_one() -> None:
     optimizer = AdamW(model.parameters())
     offload = partial(dynoffload.offload, budget=WEIGHT * 3 // 4, pilot=None, config=CONFIG)
     with pytest.raises(
-        BudgetError, match=r"embedding\.weight.*dynoffload\.tile\(model, max_bytes="
+        BudgetError,
+        match=r"embedding\.weight.*, or split its weight by dynoffload\.tile\(model, max_bytes=",
     ):
         with offload(model, optimizer):
             pass
@@ -190,5 +193,22 @@ def test_a_model_is_not_split_within_its_block() -> None:
     optimizer = SGD(model.parameters(), lr=1e-2)
     with dynoffload.offload(model, optimizer, budget=WEIGHT, pilot=None, config=CONFIG):
         for call in (dynoffload.tile, dynoffload.untile):
-            with pytest.raises(ConfigError, match="inside the offload"):
+            with pytest.raises(ConfigError, match=r"was called inside the offload\(\) block"):
                 call(model)
+
+
+@pytest.mark.slow
+def test_the_experiment() -> None:
+    result = tiling.run(
+        width=512, features=2048, tokens=32, tile="256KiB", budget="3MiB", steps=2, warmup=1
+    )
+    assert not result["budget_difference"]
+    assert result["peak_fast_bytes"] <= result["budget_bytes"] < result["weight_bytes"]
+    assert result["whole_least_budget_bytes"] > result["budget_bytes"]
+    assert [len(one) for one in result["seconds"].values()] == [2, 2, 2]
+    for one in result["bits"]:
+        # It shows something: the input's gradient does differ, and the last shape's tiles are odd.
+        assert one["rows_that_differ"]["input.grad"] == one["rows"]
+    json.dumps(result, allow_nan=False)
+    with pytest.raises(ConfigError, match="holds the weight of"):
+        tiling.run(width=64, features=64, budget="1MiB")
