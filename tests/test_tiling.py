@@ -475,3 +475,9 @@ def test_the_whole_weight_is_nowhere() -> None:
     assert not hasattr(tiled.head, "weight")
     with pytest.raises(WholeWeightError, match="has no whole weight: take its tiles, call "):
         F.linear(torch.randn(2, 32), tiled.head.weight)
+    encoder = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    assert dynoffload.tile(encoder, "32KiB") == ["linear1", "linear2"]
+    x = torch.randn(2, 3, 64)
+    encoder(x).sum().backward()
+    with pytest.raises(WholeWeightError, match="has no whole weight"):  # it asks in evaluation
+        encoder.eval()(x)

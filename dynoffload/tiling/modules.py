@@ -21,7 +21,8 @@ of the same tiled model in plain PyTorch.
 [Note: memory]  The tiles' outputs are joined, so for a moment the output is there twice. Of the
 weight nothing is joined but by `untile` and `whole_state_dict`. Autograd makes a tile's gradient
 and hands it over before it turns to the next tile. Under autocast, as of any layer, the casts of
-all tiles are kept until backward has used them: half of a float32 weight.
+all tiles are kept until backward has used them, half of a float32 weight; a session pages them as
+activations, on the CPU.
 """
 
 from __future__ import annotations
