@@ -26,6 +26,11 @@ _HOMES = {
     "load_checkpoint": "dynoffload.runtime.checkpointing",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
+    "tile": "dynoffload.tiling.splitting",
+    "untile": "dynoffload.tiling.splitting",
+    "whole_state_dict": "dynoffload.tiling.splitting",
+    "TiledLinear": "dynoffload.tiling.modules",
+    "TiledEmbedding": "dynoffload.tiling.modules",
     "profile": "dynoffload.profiler",
     "Pilot": "dynoffload.pilot",
     "DynOffloadError": "dynoffload.errors",
@@ -41,6 +46,7 @@ _HOMES = {
     "PlanError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
     "ClientError": "dynoffload.errors",
+    "WholeWeightError": "dynoffload.errors",
 }
 
 __all__ = [
@@ -59,13 +65,19 @@ __all__ = [
     "SpillError",
     "StepLostError",
     "ThreadError",
+    "TiledEmbedding",
+    "TiledLinear",
     "TraceError",
+    "WholeWeightError",
     "__version__",
     "load_checkpoint",
     "materialize",
     "offload",
     "profile",
     "save_checkpoint",
+    "tile",
+    "untile",
+    "whole_state_dict",
 ]
 
 if TYPE_CHECKING:
@@ -84,12 +96,15 @@ if TYPE_CHECKING:
         StepLostError,
         ThreadError,
         TraceError,
+        WholeWeightError,
     )
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
     from dynoffload.runtime.checkpointing import load_checkpoint, save_checkpoint
     from dynoffload.runtime.offload import materialize, offload
     from dynoffload.runtime.session import Session
+    from dynoffload.tiling.modules import TiledEmbedding, TiledLinear
+    from dynoffload.tiling.splitting import tile, untile, whole_state_dict
 
 
 def __getattr__(name: str) -> Any:

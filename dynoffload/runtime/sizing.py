@@ -152,10 +152,22 @@ def sizing_of(
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
         f"activations and reserve: raise the budget to at least {format_bytes(enough)}, or make "
-        f"that layer smaller{_whole(model, optimizer, division, config)}{_held_too(model)}"
+        f"that layer smaller{_splits(model, division)}"
+        f"{_whole(model, optimizer, division, config)}{_held_too(model)}"
     )
     error.lacking = enough - budget
     raise error
+
+
+def _splits(model: nn.Module, division: _Division) -> str:
+    """Return how a culprit can be split that is the weight of a layer, "" if it is not."""
+    path, _, key = division.culprit.rpartition(".")
+    if key != "weight" or type(model.get_submodule(path)) not in (nn.Linear, nn.Embedding):
+        return ""
+    return (
+        ", or split its weight by dynoffload.tile(model, max_bytes=...) before the optimizer is "
+        "made"
+    )
 
 
 def _whole(
