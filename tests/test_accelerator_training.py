@@ -32,9 +32,14 @@ from exactness import (
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import dynoffload
 from dynoffload.experiments import zoo
 from dynoffload.runtime import offload
+from dynoffload.runtime.counting import ordinary_bytes
+from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
+
+CONFIG: dict[str, Any] = {**SMALL_PAGES, **OPTIONS, "step_aside": False}
 
 
 def budget_for(twin: Twin, share: int) -> int:
@@ -176,3 +181,29 @@ def pending() -> Any:
     assert session._paging is not None
     assert session._paging.updates is not None
     return session._paging.updates.waiting.pending
+
+
+def test_counting_brings_nothing() -> None:
+    """What a model takes is known of what is absent, too; counting is done at every step."""
+    model, samples = mlp(), [torch.randn(8, 48) for _ in range(3)]
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    budget = least_budget(model, optimizer, footprint_of(model) // 4, CONFIG)[0]
+    with (
+        accelerated(elsewhere=True),
+        dynoffload.offload(
+            model, optimizer, budget=budget, device=DEVICE, config=CONFIG
+        ) as session,
+    ):
+        Loop(steps=3).run(model, optimizer, samples, mlp_loss)
+        session.flush()
+        before = moved(session)
+        counted = ordinary_bytes(model, optimizer)
+        assert moved(session) == before
+    assert counted >= footprint_of(model, 2) - sum(p.nbytes for p in model.parameters())
+
+
+def moved(session: Session) -> tuple[int, int]:
+    """Return the bytes that a session has moved so far."""
+    assert session._paging is not None
+    counters = session._paging.device.counters()
+    return counters.bytes_in, counters.bytes_out

@@ -176,7 +176,7 @@ class Accelerator(Unguarded, Places):
             cell = Cell(region, place.nbytes, padded, offset, storage, self._clock)
             self._cells[region] = cell
             self._by_storage[storage._cdata] = region
-        storage.bring = bring
+        storage.bring, storage.content = bring, place.nbytes
 
     def _dismiss(self, region: int) -> None:
         with self._mutex:

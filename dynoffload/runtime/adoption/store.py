@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dynoffload.memory import heap
+from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
@@ -70,7 +71,7 @@ def can_move(tensor: torch.Tensor) -> bool:
 
 def moved_bytes(parameter: torch.Tensor) -> int:
     """Return the bytes that move with ``parameter``: those of its whole storage."""
-    return parameter.nbytes if parameter.is_meta else parameter.untyped_storage().nbytes()
+    return parameter.nbytes if parameter.is_meta else size_of(parameter.untyped_storage())
 
 
 @dataclass(eq=False)
