@@ -110,7 +110,9 @@ def test_a_model_on_two_devices_is_refused() -> None:
         (name, _Elsewhere(place)) for name, place in places.items()
     )
     with (
-        pytest.raises(ConfigError, match="'one' is on cpu and 'other' on cuda:0"),
+        pytest.raises(
+            ConfigError, match="'one' is on cpu and 'other' on cuda:0.*move all parameters to one"
+        ),
         dynoffload.offload(model, budget="1MiB"),
     ):
         pass
@@ -143,7 +145,9 @@ def test_the_host_is_asked_before_anything_is_touched(monkeypatch: pytest.Monkey
     monkeypatch.setattr(opening, "available_bytes", lambda: 64 * KiB)
     with (
         emulation(),
-        pytest.raises(BudgetError, match=r"takes .* of host memory, .* pass host_budget="),
+        pytest.raises(
+            BudgetError, match=r"takes .* of host memory, .* pass host_budget= what can be spared"
+        ),
     ):
         trained(model)
     assert_same(dict(model.named_parameters()), before, "parameters")
