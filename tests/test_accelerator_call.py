@@ -111,7 +111,7 @@ def test_a_model_on_two_devices_is_refused() -> None:
     )
     with (
         pytest.raises(
-            ConfigError, match="'one' is on cpu and 'other' on cuda:0.*move all parameters to one"
+            ConfigError, match=r"'one' is on cpu and .* cuda:0.*move all parameters to one"
         ),
         dynoffload.offload(model, budget="1MiB"),
     ):
@@ -145,9 +145,7 @@ def test_the_host_is_asked_before_anything_is_touched(monkeypatch: pytest.Monkey
     monkeypatch.setattr(opening, "available_bytes", lambda: 64 * KiB)
     with (
         emulation(),
-        pytest.raises(
-            BudgetError, match=r"takes .* of host memory, .* pass host_budget= what can be spared"
-        ),
+        pytest.raises(BudgetError, match=r"takes .* of host memory.*pass host_budget= what can be"),
     ):
         trained(model)
     assert_same(dict(model.named_parameters()), before, "parameters")
