@@ -50,6 +50,8 @@ def _accelerator(
     sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: Target
 ) -> Accelerator:
     assert target.queues is not None
+    if config.debug:
+        logger.warning("debug compares nothing on an accelerator: what moves is not checksummed")
     host = sizing.spill_bytes if target.host_budget is None else target.host_budget
     have = available_bytes()
     if host > have:

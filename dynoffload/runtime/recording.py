@@ -64,7 +64,8 @@ class Recording:
         events: keep transfers, stalls and memory samples too.
         outside: returns the bytes of the model's tensors that lie outside of a device, all of them
             for None; called once in a step.
-        of_process: fast memory is the process's, whose resident set tells what it takes beyond.
+        allocated: returns the most bytes that an accelerator's allocator had given since the last
+            call; None: fast memory is the process's, whose resident set tells what it takes beyond.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class Recording:
         *,
         events: bool,
         outside: Callable[[Device | None], int] = _nothing,
-        of_process: bool = True,
+        allocated: Callable[[], int] | None = None,
     ) -> None:
         self.log = log
         self._slack = slack
         self._baseline = baseline
         self._events = events
         self._count_outside = outside
-        self._of_process = of_process
+        self._allocated, self._of_process = allocated, allocated is None
         self._outside: int | None = None  # as last counted
         self._activations = 0  # as last measured
         self._origin = self._step_began = time.perf_counter()
@@ -203,7 +204,10 @@ class Recording:
         """
         now = time.perf_counter()
         self.phase("optimizer")
-        allocated = 0 if device is None else device.allocated_bytes()
+        if device is not None:
+            allocated = device.allocated_bytes()
+        else:
+            allocated = 0 if self._allocated is None else self._allocated()
         counters = self._last if device is None else _counters(device)
         last = self._last
         self._last = counters

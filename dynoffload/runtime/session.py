@@ -135,7 +135,7 @@ class Session:
             config.heap_slack_bytes,
             events=config.record_events,
             outside=partial(ordinary_bytes, model, optimizer),
-            of_process=target.queues is None,
+            allocated=None if target.queues is None else target.queues.peak_bytes,
         )
         self._largest = 0
         self._measured_peak = self._need = 0
@@ -345,7 +345,8 @@ class Session:
         )
 
     def _consider_aside(self, stats: StepStats) -> None:
-        self._measured_peak = max(self._measured_peak, stats.peak_fast_bytes)
+        peak = max(stats.peak_fast_bytes, stats.peak_allocated_bytes)
+        self._measured_peak = max(self._measured_peak, peak)
         if (
             self._leaves
             or stats.bytes_in
