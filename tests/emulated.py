@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.runtime import opening, target
 
 COMPUTE, IN, OUT = range(3)
@@ -323,6 +324,8 @@ class Watcher(TorchDispatchMode):
                     if not self._owns(storage):
                         continue
                     self.seen += 1
+                    if isinstance(storage, RowStorage):
+                        raise Race(f"{func} touches a row, which has no memory as a whole")
                     if _size(storage) == 0:
                         raise Race(f"{func} touches an absent tensor")
                     self._queues.access(COMPUTE, storage, str(func), writes=id(leaf) in written)
@@ -343,8 +346,6 @@ def emulated(seed: int = 0, **options: Any) -> Iterator[Emulated]:
 
 DEVICE = "privateuseone"
 """What sessions within `accelerated` name as their device."""
-OPTIONS: dict[str, Any] = {"slices": False}
-"""Of those sessions."""
 
 
 @contextmanager
