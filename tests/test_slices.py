@@ -698,9 +698,9 @@ LOOPS = {
 }
 
 
-@needs_pager
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), _EMULATED])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_experts_that_are_not_hit_move_no_byte(loop: str) -> None:
+def test_experts_that_are_not_hit_move_no_byte(loop: str, backend: str) -> None:
     """Over forty steps of AdamW, which in plain PyTorch changes all experts in each; under a budget
     that holds neither all parameters nor half of the state. Clipping reads and writes every
     gradient as a whole: those of experts that are not hit are zeros before and after."""
@@ -710,7 +710,8 @@ def test_experts_that_are_not_hit_move_no_byte(loop: str) -> None:
     def loss(model: nn.Module, number: int) -> Tensor:
         return chosen_loss(model, (number, hits[number % 3]))
 
-    with twin.paged(footprint_of(twin.model) // 5, config=PAGES) as session:
+    budget = footprint_of(twin.model) // 5
+    with on(backend) as its, twin.paged(budget, **its) as session:
         for number in range(45):
             for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
                 LOOPS[loop](model, optimizer, partial(loss, model), number)

@@ -12,8 +12,8 @@ share memory with what was given in a tensor's place are made views of the row a
 [Note: by slices]  Operators that treat every element by itself give the same bits by slices, but
 for the ends of what a thread of the CPU treats (see the note on tails in
 `dynoffload.runtime.adoption.slicing`). Tensors of the same shape are cut alike, smaller ones are
-given to each slice as they are. Where a slice is clear and is multiplied, it stays so: the factor
-is looked at, which makes the host wait for the accelerator once.
+given to each slice as they are. Where a slice is clear, and is multiplied or clamped, it stays so:
+the factor is looked at, which makes the host wait for the accelerator once.
 
 [Note: composite operators]  Operators made of others are taken apart before a mode hears of them,
 but not in inference mode. They are taken apart here then: some may be views, and may be copies.
@@ -52,15 +52,23 @@ OF_EMPTY = {
 _ZEROING = {_aten.zero_.default, _aten._foreach_zero_.default}
 _COPYING = {_aten.copy_.default, _aten.clone.default, _aten._to_copy.default}
 _COPYING |= {_aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor}
-_MULTIPLYING = {  # and which argument is the factor
-    _aten.mul_.Tensor: 1,
-    _aten.mul_.Scalar: 1,
-    _aten._foreach_mul_.Tensor: 1,
-    _aten._foreach_mul_.Scalar: 1,
-    _aten._amp_foreach_non_finite_check_and_unscale_.default: 2,
+
+
+def _is_positive(number: float) -> bool:
+    return math.isfinite(number) and math.copysign(1.0, number) > 0
+
+
+_KEEPING_ZEROS: dict[Any, tuple[int, Callable[[float], bool]]] = {
+    # which argument decides, and whether it leaves +0 as it is
+    _aten.mul_.Tensor: (1, _is_positive),
+    _aten.mul_.Scalar: (1, _is_positive),
+    _aten._foreach_mul_.Tensor: (1, _is_positive),
+    _aten._foreach_mul_.Scalar: (1, _is_positive),
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: (2, _is_positive),
+    _aten._foreach_clamp_min_.Scalar: (1, lambda least: least < 0),
+    _aten._foreach_clamp_max_.Scalar: (1, lambda most: most > 0),
 }
 _MAKES_NO_USE = {"set_", "resize_", "resize_as_"}
-_Places = dict[Row, tuple[torch.UntypedStorage, int]]  # what stands for a row, and from which byte
 
 
 @functools.cache
@@ -109,6 +117,28 @@ class _Over:
     plain: torch.Tensor
     row: Row
     slices: range
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Slices of a row that stand together in an operator, as tensors overlap in them."""
+
+    row: Row
+    slices: range
+
+    @property
+    def region(self) -> int:
+        """The first slice's."""
+        return self.row.regions[self.slices.start]
+
+    @property
+    def start(self) -> int:
+        """Its first byte in the row."""
+        return self.slices.start * self.row.slice_bytes
+
+
+_Places = dict[_Span, tuple[torch.UntypedStorage, int]]
+"""What stands for slices, and for which byte of their row it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,52 +214,42 @@ class OverRows:
 
     def _run(self, func: Any, args: Any, kwargs: Any, over: Sequence[_Over]) -> Any:
         """Run an operator on what is given in place of ``over``."""
-        spans: dict[Row, range] = {}
-        for one in over:
-            span = spans.get(one.row, one.slices)
-            first, last = min(span.start, one.slices.start), max(span.stop, one.slices.stop)
-            spans[one.row] = range(first, last) if one.slices else span
+        spans = _spans(over)
         written = self._written(func, args, kwargs)
+        lookup, regions = self._device.lookup, self._device.storage
+        touched = dict.fromkeys(lookup(held) for held in held_by((args, kwargs)))
+        changed = [lookup(held) for held in held_by(written)]
+        into = [one for one in over if any(one.given is other for other in written)]
+        for span in set(spans.values()):
+            if len(span.slices) == 1:
+                touched[span.region] = None
+        changed += [spans[one].region for one in into if len(spans[one].slices) == 1]
         with contextlib.ExitStack() as ends:
             places: _Places = {}
-            for row, span in spans.items():
-                if len(span) > 1:
-                    storage = ends.enter_context(self._gathered(func, row, span))
-                    places[row] = storage, span.start * row.slice_bytes
-            within = {row: span.start for row, span in spans.items() if len(span) == 1}
-            lookup = self._device.lookup
-            regions = dict.fromkeys(lookup(held) for held in held_by((args, kwargs)))
-            changed = [lookup(held) for held in held_by(written)]
-            for one in over:
-                if one.row in within and any(one.given is other for other in written):
-                    changed.append(one.row.regions[within[one.row]])
-            regions.update((row.regions[number], None) for row, number in within.items())
-            touched = [region for region in regions if region > NOBODYS]
-            self._device.use(touched, [region for region in changed if region > NOBODYS])
+            for span in set(spans.values()):
+                if len(span.slices) > 1:
+                    storage = ends.enter_context(self._gathered(func, span))
+                    places[span] = storage, span.start
+            used = [region for region in touched if region > NOBODYS]
+            self._device.use(used, [region for region in changed if region > NOBODYS])
             try:
-                for row, number in within.items():
-                    storage = self._device.storage(row.regions[number])
-                    places[row] = storage, number * row.slice_bytes
-                result = self._on_others(func, args, kwargs, over, places)
+                for span in set(spans.values()):
+                    if len(span.slices) == 1:
+                        places[span] = regions(span.region), span.start
+                result = self._on_others(func, args, kwargs, spans, places)
             finally:
-                self._device.used(touched)
-            for one in over:
-                gathered = len(spans[one.row]) > 1
-                if gathered and any(one.given is other for other in written):
-                    self._bring_back(one, *places[one.row])
+                self._device.used(used)
+            for one in into:
+                if len(spans[one].slices) > 1:
+                    self._bring_back(one, *places[spans[one]])
         return result
 
     def _on_others(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        over: Sequence[_Over],
-        places: _Places,
+        self, func: Any, args: Any, kwargs: Any, spans: dict[_Over, _Span], places: _Places
     ) -> Any:
-        others = {id(one.given): _other(one, places.get(one.row)) for one in over}
-        mine = {id(other): one for other, one in zip(others.values(), over, strict=True)}
-        rows = {storage._cdata: (row, start) for row, (storage, start) in places.items()}
+        others = {id(one.given): _other(one, places.get(span)) for one, span in spans.items()}
+        mine = {id(other): one for other, one in zip(others.values(), spans, strict=True)}
+        rows = {place[0]._cdata: (span.row, place[1]) for span, place in places.items()}
 
         def given(tensor: torch.Tensor) -> torch.Tensor:
             return others.get(id(tensor), tensor)
@@ -268,13 +288,14 @@ class OverRows:
                 )
 
     @contextlib.contextmanager
-    def _gathered(self, func: Any, row: Row, span: range) -> Iterator[torch.UntypedStorage]:
+    def _gathered(self, func: Any, span: _Span) -> Iterator[torch.UntypedStorage]:
         """Yield a storage with the bytes of several slices."""
+        row = span.row
         names, first = self._device.names, row.regions[0]
         name = names.get(first, f"the row of region {first}").replace("[0]", "", 1)
-        what = f"{func} on {len(span)} slices of {name}"
-        with self._device.scratch(len(span) * row.slice_bytes, what) as storage:
-            for place, number in enumerate(span):
+        what = f"{func} on {len(span.slices)} slices of {name}"
+        with self._device.scratch(len(span.slices) * row.slice_bytes, what) as storage:
+            for place, number in enumerate(span.slices):
                 self._exchange(row, number, storage, place, out=True)
             yield storage
 
@@ -378,23 +399,20 @@ class OverRows:
         if func in _ZEROING:
             self._device.clear([region])
             return True
-        return func in _MULTIPLYING and self._device.is_clear([region])[0] and stays()
+        return func in _KEEPING_ZEROS and self._device.is_clear([region])[0] and stays()
 
     def _stay_clear(self, func: Any, args: Any) -> Callable[[], bool]:
         """Return what tells whether zeros stay +0; it looks at the factor when it is asked."""
 
         @functools.cache
         def stays() -> bool:
-            factor = args[_MULTIPLYING[func]]
+            place, keeps = _KEEPING_ZEROS[func]
+            factor = args[place]
             if isinstance(factor, torch.Tensor):
                 if factor.numel() != 1 or self._device.lookup(unwrapped(factor)) != NOBODYS:
                     return False
                 factor = factor.item()
-            return (
-                isinstance(factor, int | float)
-                and math.isfinite(factor)
-                and math.copysign(1.0, factor) > 0
-            )
+            return isinstance(factor, int | float) and keeps(factor)
 
         return stays
 
@@ -450,6 +468,26 @@ def _is_same_for_all(shape: torch.Size, of: torch.Size) -> bool:
         return False
     ends = of[len(of) - len(shape) :]
     return all(size in (1, whole) for size, whole in zip(shape, ends, strict=True))
+
+
+def _spans(over: Sequence[_Over]) -> dict[_Over, _Span]:
+    """Return which slices stand together for each tensor."""
+    found: dict[_Over, _Span] = {}
+    by_row: dict[Row, list[_Over]] = {}
+    for one in over:
+        by_row.setdefault(one.row, []).append(one)
+    for row, ones in by_row.items():
+        ones.sort(key=lambda one: one.slices.start)
+        begin = 0
+        while begin < len(ones):
+            slices, end = ones[begin].slices, begin + 1
+            while end < len(ones) and ones[end].slices.start < slices.stop:
+                slices = range(slices.start, max(slices.stop, ones[end].slices.stop))
+                end += 1
+            span = _Span(row, slices)
+            found.update(dict.fromkeys(ones[begin:end], span))
+            begin = end
+    return found
 
 
 def _other(one: _Over, place: tuple[torch.UntypedStorage, int] | None) -> torch.Tensor:
