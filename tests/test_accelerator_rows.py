@@ -18,7 +18,7 @@ import torch
 from devices import byte_at
 from emulated import DEVICE, Emulated, Race, Watcher, accelerated, emulated
 from exactness import Twin, assert_same, footprint_of
-from fused_networks import PAGES, Chosen, chosen_loss
+from fused_networks import PAGES, Chosen, chosen_loss, fused_of
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import AdamW
