@@ -99,6 +99,7 @@ class Emulated:
     Attributes:
         races: what was found, in words.
         given: bytes of storages now; `peak` the most.
+        full_for: names of operators that find no memory the next time that they are called.
     """
 
     name = "emulated"
@@ -109,6 +110,7 @@ class Emulated:
         self._random = random.Random(seed)
         self._delay_s, self._memory = delay_s, memory
         self.races: list[str] = []
+        self.full_for: set[str] = set()
         self.given = self.peak = self.host_bytes = 0
         self.copies = self.trims = 0
         self._clocks: list[Clock] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
@@ -306,6 +308,9 @@ class Watcher(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if str(func) in self._queues.full_for:
+            self._queues.full_for.remove(str(func))
+            raise torch.OutOfMemoryError(f"the emulated accelerator has no memory for {func}")
         schema = func._schema
         aliases = [one.alias_info for one in schema.returns if one.alias_info is not None]
         if all(alias.is_write for alias in aliases):  # else it is a view, and touches no byte

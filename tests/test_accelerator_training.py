@@ -203,3 +203,40 @@ def moved(session: Session) -> tuple[int, int]:
     assert session._paging is not None
     counters = session._paging.device.counters()
     return counters.bytes_in, counters.bytes_out
+
+
+def test_an_operator_that_finds_no_memory_is_called_again() -> None:
+    """Once what is not used has made way; not if it changes what it is given."""
+    twin = Twin(mlp(), partial(AdamW, lr=1e-2, foreach=False))
+    samples = [torch.randn(8, 48) for _ in range(6)]
+    resident: list[int] = []
+    with accelerated(elsewhere=True) as queues:
+
+        def lack(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+            if model is twin.model:
+                (session,) = offload._open.values()
+                resident.append(session._paging.device.resident_bytes())
+                queues.full_for |= {"aten.addmm.default", "aten.mm.default"}
+
+        budget = budget_for(twin, 2)
+        compare_runs(
+            twin,
+            Loop(steps=6, peek=lack),
+            samples,
+            mlp_loss,
+            budget,
+            device=DEVICE,
+        )
+        assert len(queues.full_for) == 2  # of the last step; all others were called again
+    assert min(resident) > 0
+
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    with (
+        accelerated(elsewhere=True) as queues,
+        dynoffload.offload(model, optimizer, budget=budget, device=DEVICE, config=CONFIG),
+    ):
+        mlp_loss(model, samples[0]).backward()
+        queues.full_for.add("aten.add_.Tensor")
+        with pytest.raises(torch.OutOfMemoryError, match=r"no memory for aten.add_"):
+            model[0][0].weight.grad.add_(1.0)

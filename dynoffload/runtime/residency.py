@@ -17,6 +17,10 @@ tensors at a time by whoever splits steps.
 [Note: rows]  What lies over a row has no memory of its own, and its operators get other tensors:
 `dynoffload.runtime.over_rows`.
 
+[Note: out of memory]  Where an operator finds no memory for what it makes, regions make way, and it
+is called once more: unless it writes what it was given, of which nobody knows how far it has come,
+or draws random numbers.
+
 [Note: not dispatched]  What takes a tensor's address past the dispatcher sees an empty storage:
 kernels of the user's that are launched with `data_ptr()`, and numpy. Storages that Python code
 takes, as to copy or to save them, bring themselves (`RegionStorage`). In compiled code operators
@@ -26,12 +30,14 @@ that a compiled model runs as it was written.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dynoffload.memory.accelerator.accelerator import Accelerator
@@ -41,6 +47,14 @@ from dynoffload.runtime.recompute.operators import effects_of
 from dynoffload.runtime.touching import held_by, in_parts
 
 logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _may_be_called_again(func: Any) -> bool:
+    """Return whether an operator that has failed half way can begin anew; see
+    [Note: out of memory]."""
+    effects = effects_of(func)
+    return effects.known and not effects.written and not effects.draws
 
 
 class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,6 +84,14 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._ended or os.getpid() != self._process:  # a loader's worker is a copy of this
             return func(*args, **kwargs)
+        try:
+            return self._call(func, args, kwargs)
+        except torch.OutOfMemoryError:
+            if not _may_be_called_again(func) or not self._device.make_way():
+                raise
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = self._touched(args, kwargs)
         if not touched or func in OF_EMPTY:
             return func(*args, **kwargs)

@@ -22,6 +22,7 @@ running further ahead than a few uses, as it would find no room then.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -46,6 +47,8 @@ from dynoffload.memory.tally import Tally
 from dynoffload.memory.unguarded import Unguarded
 from dynoffload.planning.schedule import Kind, Schedule, Use
 from dynoffload.units import KiB, format_bytes
+
+logger = logging.getLogger(__name__)
 
 PAGE = 4 * KiB
 _LEAD = 4  # uses by which the host may be ahead of the accelerator; see [Note: ahead]
@@ -133,7 +136,7 @@ class Accelerator(Unguarded, Rows):
         self._used = self._peak = self._reserve = 0
         self._bare = self._bare_peak = 0  # the same without padding, as the allocator gives it
         self._resize(self._temporaries.capacity)
-        self._closed = False
+        self._closed = self._said_full = False
         self._process = os.getpid()
         self._locked: set[int] = set()
         self.on_locked: Callable[[int], None] = self._locked.discard
@@ -384,7 +387,12 @@ class Accelerator(Unguarded, Rows):
 
     def _fill(self, cell: Cell) -> None:
         try:
-            self._queues.fill(cell.storage, cell.nbytes)
+            try:
+                self._queues.fill(cell.storage, cell.nbytes)
+            except torch.OutOfMemoryError:
+                if not self.make_way():
+                    raise
+                self._queues.fill(cell.storage, cell.nbytes)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"{self._queues.name} has no {format_bytes(cell.nbytes)} left for "
@@ -639,6 +647,27 @@ class Accelerator(Unguarded, Rows):
             self._leave(victim, Cause.ROOM)
             if victim.state is State.LEAVING:
                 self._end(victim)
+
+    @unseen
+    def make_way(self) -> bool:
+        """An operator has found no memory: all regions that are not used make way, and the pool is
+        a quarter smaller, until its size is measured again; return whether any could."""
+        with self._mutex:
+            before = self.capacity, self._used
+            self._resize(0)
+            freed = before[1] - self._used
+            self._resize(self._temporaries.shrunk())
+            if freed and not self._said_full:
+                self._said_full = True
+                logger.warning(
+                    "%s had no memory left for an operator, beside %s of regions, of which %s made "
+                    "way: lower the budget of %s, or end what else uses it",
+                    self._queues.name,
+                    format_bytes(before[1]),
+                    format_bytes(freed),
+                    format_bytes(before[0]),
+                )
+            return freed > 0
 
     def _look_at_queues(self) -> None:
         under_way = []
