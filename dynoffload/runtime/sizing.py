@@ -324,8 +324,7 @@ def _defers(config: OffloadConfig) -> bool:
 
 def may_queue(config: OffloadConfig) -> bool:
     """Return whether the updates of several steps may wait for a slice that is not hit."""
-    # What waits makes way for the next gradient by trading contents, which an accelerator cannot.
-    return _defers(config) and not config.rollback and config.backend != ACCELERATOR
+    return _defers(config) and not config.rollback
 
 
 def _twins(
