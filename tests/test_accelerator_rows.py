@@ -231,6 +231,7 @@ def test_what_takes_too_much_at_once_is_told(tmp_path: Path) -> None:
                 BudgetError, match=r"aten.* on 6 slices of experts\.up .*24\.\d+ KiB.*raise the b"
             ):
                 wrong()
+        assert torch.zeros_like(w).shape == w.new_empty(w.shape).shape  # reads no byte
         w.mul_(2)  # by slices
         for number, part in enumerate(values()):
             assert_same(w[number].clone(), part * 2, "what is left")

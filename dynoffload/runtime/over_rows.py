@@ -87,9 +87,12 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _touches_no_byte(func: Any) -> bool:
-    """Return whether an operator makes views, or has a tensor lie over another storage."""
+    """Return whether an operator makes views, has a tensor lie over another storage, or asks for
+    nothing but form, dtype and device."""
     name = func._schema.name.rpartition("::")[2]
-    return bool(func.is_view) or func in OF_EMPTY or name in _MAKES_NO_USE
+    if func.is_view or func in OF_EMPTY or name in _MAKES_NO_USE:
+        return True
+    return bool(name.endswith("_like") or name.startswith("new_"))
 
 
 @functools.cache

@@ -191,7 +191,8 @@ class Paging:
         self._undo.callback(self._watching.close)
         self._watch()
         if self.updates is not None and isinstance(self.device, Accelerator):
-            self.device.on_locked = self.updates.waiting.meet
+            assert self._residence is not None
+            self.device.on_locked = self._residence.heard(self.updates.waiting.meet)
         elif self.updates is not None and self.device.guarded:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()

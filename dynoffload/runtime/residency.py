@@ -34,11 +34,15 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
@@ -151,6 +155,20 @@ class Residence:
             mode = self._of_thread.mode = Residency(self._device)
             self._modes.append(mode)
             mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def heard(self, meet: Callable[[int], None]) -> Callable[[int], None]:
+        """Return what hears of the operators of ``meet``, too, which is called in the midst of one:
+        torch has the mode off meanwhile."""
+
+        def call(region: int) -> None:
+            mode: Residency | None = getattr(self._of_thread, "mode", None)
+            if mode is None or mode in _get_current_dispatch_mode_stack():
+                meet(region)
+                return
+            with mode:
+                meet(region)
+
+        return call
 
     def end(self) -> None:
         """Hear of none any more."""
