@@ -210,14 +210,20 @@ class Emulated:
     # Copies
 
     def copy_in(
-        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Any]
+        self,
+        target: torch.UntypedStorage | torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Any],
     ) -> Reached:
-        return self._copy(IN, target, source, target, after)
+        return self._copy(IN, target, source, _storage_of(target), after)
 
     def copy_out(
-        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Any]
+        self,
+        target: torch.Tensor,
+        source: torch.UntypedStorage | torch.Tensor,
+        after: Sequence[Any],
     ) -> Reached:
-        return self._copy(OUT, target, source, source, after)
+        return self._copy(OUT, target, source, _storage_of(source), after)
 
     def _copy(
         self,
@@ -270,6 +276,10 @@ def _size(storage: torch.UntypedStorage) -> int:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _storage_of(memory: torch.UntypedStorage | torch.Tensor) -> torch.UntypedStorage:
+    return memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
 
 
 class Watcher(TorchDispatchMode):

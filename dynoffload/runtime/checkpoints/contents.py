@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError
-from dynoffload.runtime.adoption.store import is_dense
+from dynoffload.memory.pieces import is_dense
 from dynoffload.runtime.checkpoints.tensors import check_savable
 from dynoffload.runtime.checkpoints.values import KIND, TENSOR, Put, encode
 
