@@ -172,6 +172,15 @@ class Emulated:
             else:
                 seen.read[of] = clock[of]
 
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """The compute queue has made a storage that nobody asked `fill` for; it must outlive this."""
+        with self._mutex:
+            self._seen[storage._cdata] = Seen((COMPUTE, self._clocks[COMPUTE][COMPUTE]))
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether its accesses are looked at."""
+        return storage._cdata in self._seen
+
     # Memory
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:

@@ -11,6 +11,7 @@ cores. Host memory is taken by the leading thread too, so that its pages lie on 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,14 @@ from dynoffload.errors import ConfigError
 from dynoffload.optim.cores import Cores
 
 _Result = TypeVar("_Result")
+
+
+@functools.cache
+def _openmp() -> Any:
+    """Return what sets OpenMP's number of threads for the thread that asks."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController().select(user_api="openmp")
 
 
 class Crew:
@@ -52,15 +61,12 @@ class Crew:
         self._executor = ThreadPoolExecutor(1, "dynoffload-update", self._begin)
 
     def _begin(self) -> None:
-        from threadpoolctl import ThreadpoolController
-
         if self._device.index is not None:  # else it would wake the first accelerator
             torch.accelerator.set_device_index(self._device.index)
         with contextlib.suppress(OSError):  # cores may have gone, or the system may not let us
             os.sched_setaffinity(0, self.cores.numbers)
         torch.get_num_threads()  # torch gives a new thread the process's number once: before ours
-        controller = ThreadpoolController().select(user_api="openmp")
-        self._limit = controller.limit(limits=self.threads)
+        self._limit = _openmp().limit(limits=self.threads)
 
     def give(self, work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
         """Have ``work`` done after all that was given before."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from dynoffload.memory.accelerator.queues import Moment
-from dynoffload.optim.shelves import MASTER, Entry, Shelf, padded
+from dynoffload.optim.shelves import Entry, Shelf
 
 UNIT = 1024
 """Elements that slices are multiples of."""
@@ -107,7 +107,7 @@ def tiles_of(entries: Sequence[Entry], tile_bytes: int) -> list[Tile]:
             taken = 0
 
     for entry in entries:
-        room = padded(entry.numel * _ELEMENT) // _ELEMENT
+        room = entry.shelf.taken(entry.numel * _ELEMENT) // _ELEMENT
         if entry.numel > most:
             end_run()
             for begin in range(0, entry.numel, most):
@@ -141,8 +141,3 @@ def _tile(pieces: Iterable[Piece]) -> Tile:
         stretches.append(Stretch(first, last - first, packed))
         packed += last - first
     return Tile(shelf, held, tuple(stretches), packed)
-
-
-def master_of(piece: Piece) -> torch.Tensor:
-    """Return the master of a piece where it lies, flat."""
-    return piece.entry.flat(MASTER)[piece.begin : piece.end]
