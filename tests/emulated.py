@@ -173,7 +173,7 @@ class Emulated:
                 seen.read[of] = clock[of]
 
     def see(self, storage: torch.UntypedStorage) -> None:
-        """The compute queue has made a storage that nobody asked `fill` for; it must outlive this."""
+        """The compute queue has made a storage that is not of `fill`; it must outlive this."""
         with self._mutex:
             self._seen[storage._cdata] = Seen((COMPUTE, self._clocks[COMPUTE][COMPUTE]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,14 @@ def check_state(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     entries: Mapping[torch.Tensor, Entry],
+    defaults: Collection[str],
 ) -> None:
     """Refuse a state that is not of these parameters.
+
+    Args:
+        state_dict: what is to be loaded.
+        groups, entries: of the optimizer.
+        defaults: names of its options.
 
     Raises:
         ConfigError: naming what differs.
@@ -45,6 +51,12 @@ def check_state(
             f"the state has groups of {lengths} parameters, and this optimizer of {ours}: make its "
             "groups as before it was saved"
         )
+    for group in state_dict["param_groups"]:
+        if lacking := [name for name in defaults if name not in group]:
+            raise ConfigError(
+                f"the state has no {lacking[0]!r} in its groups: it is of another optimizer; make "
+                "the one that it was saved from"
+            )
     for entry, saved in _pairs(state_dict, groups, entries):
         live = {key: value for key, value in saved.items() if value is not None}
         if not live:
@@ -85,6 +97,18 @@ def fill(
         started = float("momentum_buffer" in live)  # of torch's SGD, which counts no steps
         entry.step.fill_(float(live.get("step", started)))
         entry.lags.fill_(bool(live.get("lags", False)))
+
+
+@torch.no_grad()
+def take_over(state: MutableMapping[torch.Tensor, Any], entries: Iterable[Entry]) -> None:
+    """Let ``state`` show entries, which take over the tensors that lie in the place of theirs."""
+    for entry in entries:
+        shown = state.get(entry.parameter, {})
+        state[entry.parameter] = ours = entry.state()
+        for key, mine in ours.items():
+            value = shown.get(key)
+            if isinstance(value, torch.Tensor) and value.data_ptr() != mine.data_ptr():
+                mine.copy_(value)
 
 
 def _put(entry: Entry, key: str, value: torch.Tensor | None) -> None:

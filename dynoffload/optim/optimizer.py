@@ -50,7 +50,7 @@ from dynoffload.optim.crew import Crew
 from dynoffload.optim.departures import check_gradient, total_norm
 from dynoffload.optim.hosting import Hosting
 from dynoffload.optim.immediate import Immediate
-from dynoffload.optim.loading import check_state, fill
+from dynoffload.optim.loading import check_state, fill, take_over
 from dynoffload.optim.reading import Reading
 from dynoffload.optim.rules import Group, Rule
 from dynoffload.optim.shelves import MASTER, Entry, flat
@@ -175,6 +175,11 @@ class HostOptimizer(Optimizer):
         self._say_plan()
 
     @property
+    def kind(self) -> str:
+        """Name of torch's optimizer that makes the updates."""
+        return self._rule.kind.__name__
+
+    @property
     def delayed(self) -> bool:
         """Whether updates are made beside the next step; see [Note: delayed].
 
@@ -276,7 +281,7 @@ class HostOptimizer(Optimizer):
             "HostOptimizer: %s of %.1f million elements on %s, %s of masters and moments in memory "
             "and %s in a file, gradients through %s; updates on the %s, by %d threads on %d "
             "cores%s (%s)%s",
-            self._rule.kind.__name__,
+            self.kind,
             elements / 1e6,
             self._queues.name,
             format_bytes(stores.memory_bytes),
@@ -610,7 +615,7 @@ class HostOptimizer(Optimizer):
         """
         if self._closed:
             self._check_open()
-        check_state(state_dict, self.param_groups, self._entries)
+        check_state(state_dict, self.param_groups, self._entries, self._rule.defaults)
         if self._pending is not None:
             wait([self._pending.made])  # it is no more of use, whatever it was
             self._pending = None
@@ -620,14 +625,14 @@ class HostOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         fill(state_dict, self.param_groups, self._entries)
         stores.sync()
-        for entry in self._entries.values():
-            self.state[entry.parameter] = entry.state()
+        self.state.clear()
         self.loaded()
 
     def loaded(self) -> None:
-        """The state was loaded, tensor by tensor, into what ``state`` shows."""
+        """The state was loaded, tensor by tensor, into what ``state`` shows, or in its place."""
         stores = self._stores
         assert stores is not None
+        take_over(self.state, self._entries.values())
         if self._pending is not None:
             wait([self._pending.made])
             self._pending = None

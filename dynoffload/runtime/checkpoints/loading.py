@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints import randomness
 from dynoffload.runtime.checkpoints.contents import names_of, stateful_modules, tensors_of
 from dynoffload.runtime.checkpoints.matching import (
@@ -119,6 +120,8 @@ def _fill_optimizer(
                 optimizer.state.pop(parameter, None)
             else:
                 _fill_state(checkpoint, entry, parameter, optimizer, memory)
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.loaded()
 
 
 def _fill_state(
