@@ -24,6 +24,7 @@ _HOMES = {
     "materialize": "dynoffload.runtime.offload",
     "save_checkpoint": "dynoffload.runtime.checkpointing",
     "load_checkpoint": "dynoffload.runtime.checkpointing",
+    "HostOptimizer": "dynoffload.optim",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
     "profile": "dynoffload.profiler",
@@ -51,6 +52,7 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "DynOffloadError",
+    "HostOptimizer",
     "OffloadConfig",
     "Pilot",
     "PilotError",
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
         ThreadError,
         TraceError,
     )
+    from dynoffload.optim import HostOptimizer
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
     from dynoffload.runtime.checkpointing import load_checkpoint, save_checkpoint
@@ -93,8 +96,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "moe":
-        return importlib.import_module("dynoffload.moe")
+    if name in ("moe", "optim"):
+        return importlib.import_module(f"dynoffload.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'dynoffload' has no attribute {name!r}")

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from dynoffload.errors import ConfigError
 from dynoffload.memory.accelerator.queues import Moment, Queues
@@ -257,17 +256,6 @@ class Departures:
             self._adder.shutdown()
         while self._owned:
             self._queues.release(self._owned.pop())
-
-
-def total_norm(norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """Return the norm of all, from each gradient's, as `torch.nn.utils.get_total_norm` does with
-    ``foreach=False``: stacked by dtype, in the order in which torch groups them."""
-    if not norms:
-        return torch.tensor(0.0)
-    grouped = _group_tensors_by_device_and_dtype([list(norms)])
-    ordered = [norm for (some,), _ in grouped.values() for norm in some if norm is not None]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), order)
-    return total
 
 
 def check_gradient(entry: Entry, gradient: torch.Tensor) -> None:

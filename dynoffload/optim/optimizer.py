@@ -37,33 +37,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError, ConfigError, StepLostError
 from dynoffload.memory.accelerator.queues import Queues
-from dynoffload.memory.accelerator.streams import Streams
-from dynoffload.memory.pieces import is_dense
+from dynoffload.optim.agreeing import agree, catch_up
 from dynoffload.optim.choosing import Plan, measure, plan_by
 from dynoffload.optim.cores import address_of, cores_for
 from dynoffload.optim.crew import Crew
-from dynoffload.optim.departures import check_gradient, total_norm
+from dynoffload.optim.departures import check_gradient
 from dynoffload.optim.hosting import Hosting
 from dynoffload.optim.immediate import Immediate
 from dynoffload.optim.loading import check_state, fill, take_over
+from dynoffload.optim.norms import are_finite_in_place, norms_in_place, total_norm
+from dynoffload.optim.options import (
+    check_delay,
+    check_entries,
+    check_options,
+    peers_of,
+    queues_of,
+)
 from dynoffload.optim.reading import Reading
 from dynoffload.optim.rules import Group, Rule
-from dynoffload.optim.shelves import MASTER, Entry, flat
+from dynoffload.optim.shelves import Entry
 from dynoffload.optim.stores import Stores
 from dynoffload.optim.streaming import Streaming
 from dynoffload.optim.work import Work, mark_uploaded, upload, work_of
 from dynoffload.units import MiB, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
-
-_PLACES = ("auto", "host", "device")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PIECE = 1 << 20  # elements that are compared at one time
 
 
 class _Pending(NamedTuple):
@@ -130,7 +132,7 @@ class HostOptimizer(Optimizer):
     ) -> None:
         self._rule = Rule(kind, options)
         size = parse_bytes(tile_bytes)
-        _check_options(place, size, delayed, warmup_steps, spill_dir, host_budget)
+        check_options(place, size, delayed, warmup_steps, spill_dir, host_budget)
         self._may_delay = self._delayed = delayed
         self.warmup_steps = warmup_steps
         self.skip_nonfinite, self.overflowed = skip_nonfinite, False
@@ -145,17 +147,15 @@ class HostOptimizer(Optimizer):
         self._steps = 0
         super().__init__(params, self._rule.defaults)
         fresh = self._fresh(self.param_groups)
-        self._queues = queues or _queues_of(entry.parameter for entry in fresh)
-        self._check(fresh)
+        self._queues = queues or queues_of(entry.parameter for entry in fresh)
+        check_entries(fresh, self._queues.device)
         device = self._queues.device
-        self._crew = Crew(device, cores_for(address_of(device), _peers(device)), threads)
+        self._crew = Crew(device, cores_for(address_of(device), peers_of(device)), threads)
         try:
             self.plan = self._choose(place, fresh)
             self.place, self.threads = self.plan.place, self._crew.threads
-            if self.delayed and self.place != "host":
-                raise ConfigError(
-                    'delayed=True makes updates on the host beside the next step: pass place="host"'
-                )
+            if delayed:
+                check_delay(self.place)
             stores = self._stores = Stores(
                 self._queues,
                 self._crew,
@@ -211,7 +211,7 @@ class HostOptimizer(Optimizer):
         try:
             self._check_open()
             fresh = self._fresh(self.param_groups[-1:])
-            self._check(fresh)
+            check_entries(fresh, self._queues.device)
             self._stores.take_in(fresh)
         except BaseException:
             self.param_groups.pop()
@@ -230,24 +230,6 @@ class HostOptimizer(Optimizer):
             for name, parameter in zip(names, group["params"], strict=True):
                 found.append(Entry(name, parameter, moments))
         return found
-
-    def _check(self, entries: Sequence[Entry]) -> None:
-        device = self._queues.device
-        for entry in entries:
-            parameter, why = entry.parameter, ""
-            if parameter.is_meta:
-                why = "is on the meta device: give it its values first, as by materialize()"
-            elif parameter.device != device:
-                why = (
-                    f"is on {parameter.device}, and the others on {device}: move the model to one "
-                    "device before the optimizer is made, and make one optimizer for each device"
-                )
-            elif parameter.dtype not in _DTYPES:
-                why = f"is {parameter.dtype}: bfloat16, float16 and float32 have masters in float32"
-            elif parameter.layout is not torch.strided or not is_dense(parameter):
-                why = "has elements apart, or together, in memory: make it contiguous()"
-            if why:
-                raise ConfigError(f"{entry.name} {why}")
 
     def _show(self, entries: Sequence[Entry]) -> None:
         """Show entries as ``state``, and take their gradients from now on."""
@@ -342,13 +324,7 @@ class HostOptimizer(Optimizer):
         if self.place == "host":
             norms = stores.departures.norms(entries, order, inverse)
         else:
-            norms = []
-            for entry in entries:
-                gradient = entry.parameter.grad
-                if gradient is not None:
-                    if inverse is not None:
-                        gradient = gradient.float() * inverse.to(gradient.device)
-                    norms.append(torch.linalg.vector_norm(gradient, order))
+            norms = norms_in_place(entries, order, inverse)
         total = total_norm(norms, order)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
@@ -378,12 +354,7 @@ class HostOptimizer(Optimizer):
     def _are_finite(self) -> bool:
         if self.place == "host":
             return self._held().departures.are_finite()
-        largest = [
-            torch.linalg.vector_norm(parameter.grad, torch.inf).float()
-            for parameter in self._entries
-            if parameter.grad is not None and parameter.grad.numel()
-        ]
-        return not largest or bool(torch.stack(largest).isfinite().all())
+        return are_finite_in_place(self._entries)
 
     @contextlib.contextmanager
     def scaled(self) -> Iterator[None]:
@@ -450,7 +421,7 @@ class HostOptimizer(Optimizer):
         if self.overflowed:
             self.zero_grad()
             return
-        self._agree(groups)
+        agree(groups, stores)
         arrived = stores.departures.take() if self.place == "host" else {}
         work = work_of(groups, stores.tiles, arrived, reading)
         if self.delayed and self._steps >= self.warmup_steps:
@@ -524,22 +495,8 @@ class HostOptimizer(Optimizer):
             self._pending = None
         if self._late:
             with self._losing():
-                self._catch_up()
+                catch_up([e for e in self._entries.values() if e.lags], self._held())
             self._late = False
-
-    def _catch_up(self) -> None:
-        """Let parameters take over masters that a delayed update was saved with."""
-        late = [entry for entry in self._entries.values() if entry.lags]
-        stores, wanted = self._held(), set(late)
-        stores.settle()
-        tiles = [t for t in stores.tiles if any(piece.entry in wanted for piece in t.pieces)]
-        with contextlib.closing(stores.staging.through(tiles, writes=False)) as leases:
-            for lease in leases:
-                views = lease.tile.views(lease.memory, packed=lease.packed)
-                for (entry, begin, end), kept in zip(lease.tile.pieces, views, strict=True):
-                    if entry in wanted:
-                        flat(entry.parameter)[begin:end].copy_(kept[MASTER])
-        mark_uploaded(late)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -566,27 +523,6 @@ class HostOptimizer(Optimizer):
             with self._losing():
                 self._pending.made.result()
         stores.settle()
-
-    # What others have written
-
-    def _agree(self, groups: Iterable[Entry]) -> None:
-        """See [Note: written by others]."""
-        changed = [e for e in groups if e.parameter._version != e.version and not e.lags]
-        if not changed:
-            return
-        stores = self._held()
-        stores.settle()
-        for entry in changed:
-            ours, theirs = entry.flat(MASTER), flat(entry.parameter)
-            for begin in range(0, entry.numel, _PIECE):
-                master = ours[begin : begin + _PIECE]
-                here = theirs[begin : begin + _PIECE].to("cpu")
-                bits = torch.int32 if here.dtype == torch.float32 else torch.int16
-                same = master.to(here.dtype).view(bits) == here.view(bits)
-                if not bool(same.all()):
-                    master.copy_(torch.where(same, master, here.float()))
-            entry.version = entry.parameter._version
-        stores.sync()
 
     # State
 
@@ -697,40 +633,3 @@ def _leaver(optimizer: weakref.ref[HostOptimizer], entry: Entry) -> Callable[[to
             alive._stores.departures.leave(entry)
 
     return leave
-
-
-def _queues_of(parameters: Iterable[nn.Parameter]) -> Queues:
-    """Return the queues of the device that the first parameter is on."""
-    device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
-    return Immediate() if device.type == "cpu" else Streams(device)
-
-
-def _peers(device: torch.device) -> list[str | None]:
-    """Return the PCI addresses of the accelerators of this machine, by number, where torch has
-    them."""
-    if device.type == "cpu":
-        return []
-    count = torch.accelerator.device_count()
-    return [address_of(torch.device(device.type, number)) for number in range(count)]
-
-
-def _check_options(
-    place: str,
-    tile_bytes: int,
-    delayed: bool,
-    warmup_steps: int,
-    spill_dir: str | Path | None,
-    host_budget: int | str | None,
-) -> None:
-    if place not in _PLACES:
-        raise ConfigError(f"place={place!r} is unknown; there are {', '.join(map(repr, _PLACES))}")
-    if tile_bytes < 4096:
-        raise ConfigError(f"tile_bytes={tile_bytes} is no tile: pass '4KiB' or more, as '8MiB'")
-    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ConfigError(f"warmup_steps={warmup_steps!r} is no number of steps: pass 0 or more")
-    if delayed and place == "device":
-        raise ConfigError('delayed=True makes updates on the host: pass place="host"')
-    if warmup_steps and not delayed:
-        raise ConfigError("warmup_steps are those before updates are delayed: pass delayed=True")
-    if host_budget is not None and spill_dir is None:
-        raise ConfigError("host_budget= needs spill_dir=, where what is beyond it goes")
