@@ -7,6 +7,7 @@ import gc
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from dynoffload.errors import ConfigError
-from dynoffload.optim import HostOptimizer
+from dynoffload.optim import HostOptimizer, hosting
 from dynoffload.optim.tiles import tiles_of
 from dynoffload.units import MiB
 
@@ -232,6 +233,28 @@ def test_it_ends_with_its_last_reference() -> None:
     assert alive() is None
     model(words(1)[0]).backward()
     assert model.out.weight.grad is not None
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_ctrl_c_comes_after_the_step(call: int) -> None:
+    """The step is made as a whole, and what was pressed is raised then."""
+    pair = Pair()
+    pair.train(words(2))
+    pair.backward(words(1)[0])
+    plain = hosting.upload
+    calls = []
+
+    def upload(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        plain(*args)
+
+    with mock.patch.object(hosting, "upload", upload), pytest.raises(KeyboardInterrupt):
+        pair.ours.step()
+    pair.theirs.step()
+    pair.train(words(2, seed=1))
+    pair.assert_same()
 
 
 # What is refused

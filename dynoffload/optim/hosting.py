@@ -24,7 +24,8 @@ from dynoffload.optim.crew import Crew
 from dynoffload.optim.reading import Reading
 from dynoffload.optim.rules import Part, Rule
 from dynoffload.optim.shelves import MASTER
-from dynoffload.optim.staging import Lease, Staging
+from dynoffload.optim.staging import Lease
+from dynoffload.optim.stores import Stores
 from dynoffload.optim.tiles import Tile
 from dynoffload.optim.work import Work, count, mark_uploaded, upload
 
@@ -35,11 +36,11 @@ class Hosting:
     Args:
         rule: the optimizer's code.
         crew: that runs it.
-        staging: the way of masters and moments.
+        stores: whose masters and moments they are.
     """
 
-    def __init__(self, rule: Rule, crew: Crew, staging: Staging) -> None:
-        self._rule, self._crew, self._staging = rule, crew, staging
+    def __init__(self, rule: Rule, crew: Crew, stores: Stores) -> None:
+        self._rule, self._crew, self._stores = rule, crew, stores
         self._scratch = torch.empty(0)
 
     def begin(self, work: Work, on_tile: Callable[[Tile | None], None]) -> Future[None]:
@@ -81,7 +82,7 @@ class Hosting:
         try:
             with torch.no_grad():
                 reading = work.reading.to(torch.device("cpu"))
-                with contextlib.closing(self._staging.through(work.tiles)) as leases:
+                with contextlib.closing(self._stores.staging.through(work.tiles)) as leases:
                     for lease in leases:
                         self._update(lease, work, reading)
                         on_tile(lease.tile)

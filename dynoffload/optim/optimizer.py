@@ -32,9 +32,8 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -45,6 +44,7 @@ from dynoffload.optim.agreeing import agree, catch_up
 from dynoffload.optim.choosing import Plan, measure, plan_by
 from dynoffload.optim.cores import address_of, cores_for
 from dynoffload.optim.crew import Crew
+from dynoffload.optim.delaying import Delay
 from dynoffload.optim.departures import check_gradient
 from dynoffload.optim.hosting import Hosting
 from dynoffload.optim.immediate import Immediate
@@ -62,24 +62,18 @@ from dynoffload.optim.rules import Group, Rule
 from dynoffload.optim.shelves import Entry
 from dynoffload.optim.stores import Stores
 from dynoffload.optim.streaming import Streaming
-from dynoffload.optim.work import Work, mark_uploaded, upload, work_of
+from dynoffload.optim.work import Work, work_of
 from dynoffload.units import MiB, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
-
-
-class _Pending(NamedTuple):
-    """A delayed update that is being made, or was."""
-
-    work: Work
-    made: Future[None]
 
 
 class HostOptimizer(Optimizer):
     """Adam, AdamW or SGD with masters and moments in single precision on the host.
 
     See [Note: semantics] and [Note: gradients] in this module. It has run on CPUs, and on an
-    accelerator made of threads; it has not run on a GPU.
+    accelerator made of threads; it has not run on a GPU. It is for one process: under
+    `DistributedDataParallel` gradients would leave before they are reduced.
 
     Args:
         params: as torch's optimizers take them; bfloat16, float16 or float32, on one device.
@@ -139,7 +133,6 @@ class HostOptimizer(Optimizer):
         self._entries: dict[torch.Tensor, Entry] = {}
         self._handles: dict[Entry, Any] = {}
         self._stores: Stores | None = None
-        self._pending: _Pending | None = None
         self._lost: BaseException | None = None
         self._reading = Reading()
         self._by_scaler = self._closed = False
@@ -167,6 +160,9 @@ class HostOptimizer(Optimizer):
             )
             stores.departures.checks = skip_nonfinite
             stores.take_in(fresh)
+            self._hosting = Hosting(self._rule, self._crew, stores)
+            self._streaming = Streaming(self._rule, self._queues, stores)
+            self._delay = Delay(self._hosting)
         except BaseException:
             self._crew.close()
             raise
@@ -416,7 +412,7 @@ class HostOptimizer(Optimizer):
         self._gather()
         groups = self._with_gradients()
         reading, self._reading = self._reading, Reading()
-        self._end_pending()
+        self._end_delayed()
         self.overflowed = self.skip_nonfinite and not self._are_finite()
         if self.overflowed:
             self.zero_grad()
@@ -425,7 +421,7 @@ class HostOptimizer(Optimizer):
         arrived = stores.departures.take() if self.place == "host" else {}
         work = work_of(groups, stores.tiles, arrived, reading)
         if self.delayed and self._steps >= self.warmup_steps:
-            self._begin_delayed(work)
+            self._delay.begin(work)
         else:
             with self._losing():
                 interrupt = self._compute(work)
@@ -452,12 +448,11 @@ class HostOptimizer(Optimizer):
         return found
 
     def _compute(self, work: Work) -> KeyboardInterrupt | None:
-        stores = self._held()
         if self.place == "device":
-            Streaming(self._rule, self._queues, stores.staging).run(work)
+            self._streaming.run(work)
             return None
-        interrupt = Hosting(self._rule, self._crew, stores.staging).run(work)
-        stores.departures.settle()
+        interrupt = self._hosting.run(work)
+        self._held().departures.settle()
         return interrupt
 
     @contextlib.contextmanager
@@ -476,23 +471,12 @@ class HostOptimizer(Optimizer):
 
     # Delayed updates
 
-    def _begin_delayed(self, work: Work) -> None:
-        hosting = Hosting(self._rule, self._crew, self._held().staging)
-        for entry in work.groups:
-            entry.lags.fill_(True)
-        self._pending = _Pending(work, hosting.begin(work, lambda tile: None))
-
-    def _end_pending(self) -> None:
-        """Let parameters take over the update that was made beside this step."""
-        pending = self._pending
-        if pending is not None:
-            wait([pending.made])  # Ctrl-C leaves it to the next call, here and below
-            with self._losing():
-                pending.made.result()
-            for tile in pending.work.tiles:
-                upload(tile, pending.work.arrived)
-            mark_uploaded(list(pending.work.groups))
-            self._pending = None
+    def _end_delayed(self) -> None:
+        """Let parameters take over the update that was made beside this step, or before a load."""
+        self._delay.wait()  # Ctrl-C leaves it to the next call, here and below
+        with self._losing():
+            self._delay.check()
+        self._delay.end()
         if self._late:
             with self._losing():
                 catch_up([e for e in self._entries.values() if e.lags], self._held())
@@ -509,7 +493,7 @@ class HostOptimizer(Optimizer):
             StepLostError: it was cut off.
         """
         self._held()
-        self._end_pending()
+        self._end_delayed()
 
     def settle(self) -> None:
         """Wait until masters and moments are those of all steps; parameters may lag.
@@ -518,10 +502,9 @@ class HostOptimizer(Optimizer):
             StepLostError: a step was cut off.
         """
         stores = self._held()
-        if self._pending is not None:
-            wait([self._pending.made])
-            with self._losing():
-                self._pending.made.result()
+        self._delay.wait()
+        with self._losing():
+            self._delay.check()
         stores.settle()
 
     # State
@@ -552,9 +535,7 @@ class HostOptimizer(Optimizer):
         if self._closed:
             self._check_open()
         check_state(state_dict, self.param_groups, self._entries, self._rule.defaults)
-        if self._pending is not None:
-            wait([self._pending.made])  # it is no more of use, whatever it was
-            self._pending = None
+        self._delay.drop()
         stores = self._stores
         assert stores is not None
         stores.settle()
@@ -569,9 +550,7 @@ class HostOptimizer(Optimizer):
         stores = self._stores
         assert stores is not None
         take_over(self.state, self._entries.values())
-        if self._pending is not None:
-            wait([self._pending.made])
-            self._pending = None
+        self._delay.drop()
         self._lost, self._late = None, True
         self.zero_grad()
         stores.sync()

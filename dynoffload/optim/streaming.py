@@ -22,7 +22,8 @@ from dynoffload.memory.accelerator.queues import Moment, Queues
 from dynoffload.optim.departures import like_parameter
 from dynoffload.optim.rules import Part, Rule
 from dynoffload.optim.shelves import MASTER, flat
-from dynoffload.optim.staging import Lease, Staging
+from dynoffload.optim.staging import Lease
+from dynoffload.optim.stores import Stores
 from dynoffload.optim.work import Work, count, mark_uploaded
 from dynoffload.units import format_bytes
 
@@ -62,11 +63,11 @@ class Streaming:
     Args:
         rule: the optimizer's code.
         queues: of the accelerator.
-        staging: the way of masters and moments from and to a file.
+        stores: whose masters and moments they are.
     """
 
-    def __init__(self, rule: Rule, queues: Queues, staging: Staging) -> None:
-        self._rule, self._queues, self._staging = rule, queues, staging
+    def __init__(self, rule: Rule, queues: Queues, stores: Stores) -> None:
+        self._rule, self._queues, self._stores = rule, queues, stores
 
     def run(self, work: Work) -> None:
         """Make updates; gradients are consumed.
@@ -81,7 +82,7 @@ class Streaming:
                 nbytes = max(tile.nbytes for tile in work.tiles)
                 for _ in range(SLOTS):
                     slots.append(_Slot(self._queues, nbytes))
-                with contextlib.closing(self._staging.through(work.tiles)) as leases:
+                with contextlib.closing(self._stores.staging.through(work.tiles)) as leases:
                     for number, lease in enumerate(leases):
                         self._update(lease, slots[number % SLOTS], work)
             finally:
