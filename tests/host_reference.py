@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynoffload.optim import HostOptimizer
+from dynoffload.optim.immediate import Immediate
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -183,6 +185,55 @@ class Pair:
             assert_same(mine["master"], master.detach(), f"{name}.master")
             for key, value in self.theirs.inner.state.get(master, {}).items():
                 assert_same(mine[key], value, f"{name}.{key}")
+
+
+class Lazy(Immediate):
+    """Copies that are made when somebody waits for them, in the order in which they were given:
+    whoever does not wait reads what was there before."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[Tensor, Any]] = []
+        self._mutex = threading.RLock()
+        self._done = 0
+
+    def copy_in(self, target: Any, source: Tensor, after: Sequence[Any]) -> Any:
+        """See `Queues.copy_in`: at once, and after what it must come after."""
+        for moment in after:
+            moment.wait()
+        return super().copy_in(target, source, after)
+
+    def copy_out(self, target: Tensor, source: Any, after: Sequence[Any]) -> Any:
+        """See `Queues.copy_out`."""
+        with self._mutex:
+            self._given.append((target, source))
+            return LazyMoment(self, len(self._given))
+
+    def after(self, moment: Any) -> Any:
+        """See `Queues.after`."""
+        moment.wait()
+        return super().after(moment)
+
+    def make(self, count: int) -> None:
+        """Make the first ``count`` copies, those that were not made."""
+        with self._mutex:
+            while self._done < count:
+                super().copy_out(*self._given[self._done], [])
+                self._done += 1
+
+
+class LazyMoment:
+    """A `Moment` of `Lazy`; it is never reached by itself."""
+
+    def __init__(self, queues: Lazy, count: int) -> None:
+        self._queues, self._count = queues, count
+
+    def reached(self) -> bool:
+        """See `Moment.reached`."""
+        return False
+
+    def wait(self) -> None:
+        """See `Moment.wait`."""
+        self._queues.make(self._count)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from exactness import assert_same
-from host_reference import KINDS, Pair, Reference, odd, on_accelerator, racing, words
+from host_reference import KINDS, Lazy, Pair, Reference, odd, on_accelerator, racing, words
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -49,6 +49,16 @@ def test_queues_that_are_late(place: str, seed: int) -> None:
         assert queues.copies > 0
         pair.assert_same()
         pair.ours.close()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_what_nobody_waits_for_is_not_there(place: str, accumulate: int) -> None:
+    """Copies out are made only when somebody waits for them; the state is looked at between."""
+    pair = Pair(place=place, queues=Lazy())
+    for seed in range(2):
+        pair.train(words(2 * accumulate, seed), accumulate)
+        pair.assert_same()
 
 
 def test_tiles_may_be_of_any_size() -> None:

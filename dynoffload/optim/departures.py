@@ -129,7 +129,7 @@ class Departures:
             moment = self._send(content, part)
             target = arrived.memory[begin : begin + len(part)]
             assert self._adder is not None
-            future = self._adder.submit(self._added, slot, content, moment, target, arrived.moment)
+            future = self._adder.submit(self._added, slot, content, moment, target)
             arrived.added.append(future)
 
     def _added(
@@ -138,12 +138,10 @@ class Departures:
         content: torch.Tensor,
         moment: Moment,
         target: torch.Tensor,
-        before: Moment,
     ) -> None:
         assert self._slots is not None
         try:
-            before.wait()
-            moment.wait()
+            moment.wait()  # the first copy of this gradient was given to the same queue before
             with torch.no_grad():
                 target.add_(content)
         finally:

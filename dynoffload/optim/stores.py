@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.queues import Moment, Queues
 from dynoffload.optim.crew import Crew
 from dynoffload.optim.departures import Departures
 from dynoffload.optim.shelves import MASTER, Entry, Shelf, divide, flat, padded
@@ -41,6 +41,7 @@ class Stores:
         tiles: of all entries, in their order.
         departures: gradients on their way.
         staging: the way of files.
+        gone: the moment at which shelves in memory have all that an accelerator made.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Stores:
         self._shelves: list[Shelf] = []
         self._banks: list[torch.Tensor] = []
         self.tiles: list[Tile] = []
+        self.gone: Moment | None = None
         self.staging = Staging(queues, 0)
         self.departures = Departures(queues, tile_bytes, _FLIGHTS * tile_bytes)
         self._closed = False
@@ -149,10 +151,9 @@ class Stores:
 
     def settle(self) -> None:
         """Wait for what accelerators copy to shelves in memory."""
-        for tile in self.tiles:
-            if tile.gone is not None:
-                tile.gone.wait()
-                tile.gone = None
+        if self.gone is not None:
+            self.gone.wait()
+            self.gone = None
 
     def sync(self) -> None:
         """What was written through maps of files is on their disks.

@@ -95,11 +95,10 @@ class Streaming:
 
     def _update(self, lease: Lease, slot: _Slot, work: Work) -> None:
         tile, queues = lease.tile, self._queues
-        after = [slot.free] if tile.gone is None else [slot.free, tile.gone]
         for begin, nbytes, packed in tile.stretches:
             begin = packed if lease.packed else begin
             source = lease.memory[begin : begin + nbytes]
-            there = queues.copy_in(slot.memory[packed : packed + nbytes], source, after)
+            there = queues.copy_in(slot.memory[packed : packed + nbytes], source, [slot.free])
         queues.after(there)  # the last of one queue
         self._compute(lease, slot, work)
         done = [queues.now()]
@@ -110,7 +109,7 @@ class Streaming:
         if lease.packed:
             lease.gone = slot.free
         else:
-            tile.gone = slot.free
+            self._stores.gone = slot.free
 
     def _compute(self, lease: Lease, slot: _Slot, work: Work) -> None:
         parts: list[Part] = []

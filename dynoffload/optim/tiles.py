@@ -13,12 +13,11 @@ tensors of their own within a tile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from dynoffload.memory.accelerator.queues import Moment
 from dynoffload.optim.shelves import Entry, Shelf
 
 UNIT = 1024
@@ -52,14 +51,12 @@ class Tile:
         pieces: all of one shelf.
         stretches: of the shelf, that have all their bytes.
         nbytes: of the stretches together.
-        gone: the moment at which the shelf's memory has what an accelerator made of it last.
     """
 
     shelf: Shelf
     pieces: tuple[Piece, ...]
     stretches: tuple[Stretch, ...]
     nbytes: int
-    gone: Moment | None = field(default=None)
 
     def views(self, memory: torch.Tensor, *, packed: bool) -> list[dict[str, torch.Tensor]]:
         """Return the master and the moments of each piece, flat, float32.
