@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from dynoffload.errors import ConfigError
 from dynoffload.optim import HostOptimizer, hosting
+from dynoffload.optim.rules import Rule
 from dynoffload.optim.tiles import tiles_of
 from dynoffload.units import MiB
 
@@ -61,10 +63,20 @@ def test_what_nobody_waits_for_is_not_there(place: str, accumulate: int) -> None
         pair.assert_same()
 
 
+def test_the_state_is_looked_at_when_it_has_come() -> None:
+    """On an accelerator `Queues.after` does not hold the thread that looks."""
+    optimizer = Pair().ours
+    assert optimizer._stores is not None
+    for look in (optimizer.settle, optimizer.state_dict):
+        moment = optimizer._stores.gone = mock.Mock()
+        look()
+        moment.wait.assert_called_once()
+
+
 def test_tiles_may_be_of_any_size() -> None:
-    """Also where threads divide a tile among them."""
+    """Also where threads divide a tile among them. 4112 bytes are no multiple of a slice's unit."""
     runs = []
-    for tile_bytes, threads in ((4096, 1), (20480, 2), (MiB, 3)):
+    for tile_bytes, threads in ((MiB, 1), (20480, 2), (4112, 3)):
         model = odd()
         optimizer = HostOptimizer(
             model.parameters(), torch.optim.AdamW, tile_bytes=tile_bytes, threads=threads
@@ -74,7 +86,7 @@ def test_tiles_may_be_of_any_size() -> None:
             optimizer.step()
         runs.append(optimizer.state_dict()["state"])
     assert_same(runs[1], runs[0], "tiles of 20 KiB")
-    assert_same(runs[2], runs[0], "tiles of 1 MiB")
+    assert_same(runs[2], runs[0], "tiles of 4112 bytes")
 
 
 def test_a_tile_is_a_run_of_small_parameters_or_a_slice_of_a_large_one() -> None:
@@ -85,6 +97,29 @@ def test_a_tile_is_a_run_of_small_parameters_or_a_slice_of_a_large_one() -> None
     assert cut
     assert all(piece.begin % 1024 == 0 for piece in cut)
     assert all(len(tile.stretches) == 1 for tile in tiles if len(tile.pieces) > 1)
+
+
+def test_a_finished_tile_is_uploaded_while_the_next_is_updated() -> None:
+    """The kernel of the second tile waits for the upload of the first."""
+    pair = Pair()
+    pair.backward(words(1)[0])
+    uploaded, runs = threading.Event(), []
+    plain_run, plain_upload = Rule.run, hosting.upload
+
+    def run(self: Rule, parts: Any) -> None:
+        runs.append(parts)
+        assert len(runs) < 2 or uploaded.wait(30), "nothing is uploaded before all is updated"
+        plain_run(self, parts)
+
+    def upload(*args: Any) -> None:
+        plain_upload(*args)
+        uploaded.set()
+
+    with mock.patch.object(Rule, "run", run), mock.patch.object(hosting, "upload", upload):
+        pair.ours.step()
+    assert len(runs) > 2
+    pair.theirs.step()
+    pair.assert_same()
 
 
 def test_parameters_have_no_gradient_after_backward() -> None:
@@ -304,6 +339,12 @@ def test_parameters_without_a_master(parameter: torch.Tensor, told: str) -> None
     with pytest.raises(ConfigError, match=told):
         optimizer.add_param_group({"params": [nn.Parameter(parameter)]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_of_another_device() -> None:
+    queues = mock.Mock(device=torch.device("cuda", 1))
+    with pytest.raises(ConfigError, match="is on cpu, and the others on cuda:1"):
+        HostOptimizer(odd().parameters(), torch.optim.AdamW, queues=queues)
 
 
 def test_sparse_gradients() -> None:
