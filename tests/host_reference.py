@@ -144,6 +144,7 @@ class Pair:
         delays = {"delayed": delayed, "warmup_steps": warmup_steps}
         options.setdefault("place", "host")
         options.setdefault("tile_bytes", 4096)
+        options.setdefault("threads", 1)  # others wait in a loop for a while, on a core
         self.ours = HostOptimizer(self.model.parameters(), cls, **values, **delays, **options)
         self.theirs = Reference(self.reference.parameters(), cls, **values, **delays)
 

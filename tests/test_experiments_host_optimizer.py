@@ -11,13 +11,20 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import host_optimizer
 
 
+@pytest.mark.slow
 def test_kinds_of_updates_part_where_they_are_delayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first loss after an update shows the delay: the second step's, or the warm-up's."""
     monkeypatch.setattr(host_optimizer, "TILES", (4096, 16384))
     result = host_optimizer.run(
-        steps=11, warmup=3, seeds=1, length=8, elements=10_000, spill_dir=tmp_path
+        steps=11,
+        warmup=3,
+        seeds=1,
+        length=8,
+        elements=10_000,
+        threads=1,
+        spill_dir=tmp_path,
     )
     json.dumps(result, allow_nan=False)
     normal, delayed, later = (result["curves"][name][0] for name in result["curves"])

@@ -40,6 +40,7 @@ def halves() -> nn.Module:
 def twin_on(queues: Emulated, model: nn.Module | None = None, **options: Any) -> Twin:
     """Return a network and its reference, each with an optimizer on the host."""
     made = {"kind": AdamW, "lr": 1e-2, "place": "host", "tile_bytes": 4096, "queues": queues}
+    made["threads"] = 1
     return Twin(halves() if model is None else model, partial(HostOptimizer, **{**made, **options}))
 
 
@@ -57,14 +58,23 @@ def least(twin: Twin) -> int:
 
 
 LOOPS = {
-    "plain": Loop(steps=8),
-    "accumulated": Loop(steps=4, accumulate=2),
-    "kept": Loop(steps=4, zero_first=True, set_to_none=False),
+    "plain": Loop(steps=4),
+    "accumulated": Loop(steps=2, accumulate=2),
+    "kept": Loop(steps=3, zero_first=True, set_to_none=False),
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(
+    ("loop", "delayed"),
+    [
+        ("plain", False),
+        ("plain", True),
+        ("accumulated", False),
+        pytest.param("kept", False, marks=pytest.mark.slow),
+        pytest.param("accumulated", True, marks=pytest.mark.slow),
+        pytest.param("kept", True, marks=pytest.mark.slow),
+    ],
+)
 def test_no_bit_differs(loop: str, delayed: bool) -> None:
     with accelerated() as queues:
         twin = twin_on(queues, delayed=delayed)
@@ -86,7 +96,7 @@ def test_a_file_below_and_clipping(tmp_path: Path) -> None:
 
         compare_runs(
             twin,
-            Loop(steps=4, seeded=True, peek=clip),
+            Loop(steps=2, seeded=True, peek=clip),
             small_samples(16),
             small_loss,
             least(twin),
