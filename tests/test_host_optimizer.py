@@ -12,12 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+from emulated import emulated
 from exactness import assert_same
 from host_reference import KINDS, Lazy, Pair, Reference, odd, on_accelerator, racing, words
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from dynoffload.errors import ConfigError
+from dynoffload.errors import BudgetError, ConfigError, StepLostError
 from dynoffload.optim import HostOptimizer, hosting
 from dynoffload.optim.rules import Rule
 from dynoffload.optim.tiles import tiles_of
@@ -339,6 +340,32 @@ def test_parameters_without_a_master(parameter: torch.Tensor, told: str) -> None
     with pytest.raises(ConfigError, match=told):
         optimizer.add_param_group({"params": [nn.Parameter(parameter)]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_an_accelerator_without_room_for_slots() -> None:
+    """Nothing is changed by that: the step can be made with less beside it."""
+    with emulated(memory=10**6) as queues:
+        pair = Pair(place="device", queues=queues)
+        pair.train(words(2))
+        pair.backward(words(1)[0])
+        queues.given += 10**6
+        with pytest.raises(BudgetError, match='or place="host"'):
+            pair.ours.step()
+        queues.given -= 10**6
+        pair.step()
+        pair.assert_same()
+        assert queues.given == 0
+        pair.ours.close()
+
+
+def test_an_upload_that_fails_loses_the_step() -> None:
+    pair = Pair()
+    pair.backward(words(1)[0])
+    with mock.patch.object(hosting, "upload", side_effect=RuntimeError("no room")):
+        with pytest.raises(StepLostError, match="no room"):
+            pair.ours.step()
+    with pytest.raises(StepLostError, match="cut off before"):
+        pair.ours.step()
 
 
 def test_parameters_of_another_device() -> None:

@@ -143,6 +143,7 @@ def test_checkpoints_go_on_bit_for_bit(tmp_path: Path) -> None:
         optimizer = HostOptimizer(
             again.parameters(), AdamW, lr=3.0, delayed=True, spill_dir=tmp_path / "spill"
         )
+        loop.run(again, optimizer, small_samples(3, seed=5), small_loss)  # one is under way
         dynoffload.load_checkpoint(again, optimizer, tmp_path / "checkpoint")
         for model, its in ((again, optimizer), (twin.reference, twin.its)):
             loop.run(model, its, small_samples(3, seed=1), small_loss)

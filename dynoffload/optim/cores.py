@@ -108,7 +108,7 @@ def cores_for(
         environment: torchrun's variables, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
         root: of the file system.
     """
-    own = set(os.sched_getaffinity(0) if affinity is None else affinity)
+    own = _affinity() if affinity is None else set(affinity)
     node = node_of(address, root)
     here = sorted(nodes(root).get(node, set()) & own)
     if not here:
@@ -122,6 +122,13 @@ def cores_for(
     if begin == end:
         return Cores((here[rank % len(here)],), node)
     return Cores(tuple(here[begin:end]), node)
+
+
+def _affinity() -> set[int]:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -63,7 +63,7 @@ class Crew:
     def _begin(self) -> None:
         if self._device.index is not None:  # else it would wake the first accelerator
             torch.accelerator.set_device_index(self._device.index)
-        with contextlib.suppress(OSError):  # cores may have gone, or the system may not let us
+        with contextlib.suppress(OSError, AttributeError):  # where the system lets nobody choose
             os.sched_setaffinity(0, self.cores.numbers)
         torch.get_num_threads()  # torch gives a new thread the process's number once: before ours
         self._limit = _openmp().limit(limits=self.threads)

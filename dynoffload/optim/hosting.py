@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -71,6 +71,8 @@ class Hosting:
                 upload(tile, work.arrived)
         except KeyboardInterrupt as error:
             interrupt = error
+        finally:
+            wait([made])  # the crew must not run on while an error is told
         made.result()
         if interrupt is not None:
             for tile in work.tiles:  # those that were uploaded already, too: it does no harm

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dynoffload.errors import BudgetError, ConfigError, StepLostError
+from dynoffload.errors import ConfigError, StepLostError
 from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.optim.agreeing import agree, catch_up
 from dynoffload.optim.choosing import Plan, measure, plan_by
@@ -411,7 +411,6 @@ class HostOptimizer(Optimizer):
         stores = self._held()
         self._gather()
         groups = self._with_gradients()
-        reading, self._reading = self._reading, Reading()
         self._end_delayed()
         self.overflowed = self.skip_nonfinite and not self._are_finite()
         if self.overflowed:
@@ -419,16 +418,16 @@ class HostOptimizer(Optimizer):
             return
         agree(groups, stores)
         arrived = stores.departures.take() if self.place == "host" else {}
-        work = work_of(groups, stores.tiles, arrived, reading)
+        work = work_of(groups, stores.tiles, arrived, self._reading)
+        interrupt = None
         if self.delayed and self._steps >= self.warmup_steps:
             self._delay.begin(work)
         else:
-            with self._losing():
-                interrupt = self._compute(work)
-            if interrupt is not None:
-                self._steps += 1
-                raise interrupt
+            interrupt = self._compute(work)
+        self._reading = Reading()
         self._steps += 1
+        if interrupt is not None:
+            raise interrupt
 
     def _with_gradients(self) -> dict[Entry, Group]:
         arrived = self._held().departures.arrived
@@ -449,9 +448,12 @@ class HostOptimizer(Optimizer):
 
     def _compute(self, work: Work) -> KeyboardInterrupt | None:
         if self.place == "device":
-            self._streaming.run(work)
+            slots = self._streaming.open(work)
+            with self._losing():
+                self._streaming.run(work, slots)
             return None
-        interrupt = self._hosting.run(work)
+        with self._losing():
+            interrupt = self._hosting.run(work)
         self._held().departures.settle()
         return interrupt
 
@@ -460,8 +462,6 @@ class HostOptimizer(Optimizer):
         """What is cut off in this block is lost."""
         try:
             yield
-        except BudgetError:
-            raise  # there was no room to begin
         except BaseException as error:
             self._lost = error
             raise StepLostError(
@@ -532,25 +532,29 @@ class HostOptimizer(Optimizer):
             ConfigError: it is of other parameters, or lacks something; nothing was changed.
             SpillError: it cannot be written to the file.
         """
-        if self._closed:
-            self._check_open()
+        self._check_open()
         check_state(state_dict, self.param_groups, self._entries, self._rule.defaults)
-        self._delay.drop()
+        self.begin_load()
         stores = self._stores
         assert stores is not None
-        stores.settle()
         super().load_state_dict({**state_dict, "state": {}})
         fill(state_dict, self.param_groups, self._entries)
         stores.sync()
         self.state.clear()
         self.loaded()
 
+    def begin_load(self) -> None:
+        """The state is about to be loaded: what is under way ends first, well or not."""
+        self._check_open()
+        self._delay.drop()
+        assert self._stores is not None
+        self._stores.settle()
+
     def loaded(self) -> None:
         """The state was loaded, tensor by tensor, into what ``state`` shows, or in its place."""
         stores = self._stores
         assert stores is not None
         take_over(self.state, self._entries.values())
-        self._delay.drop()
         self._lost, self._late = None, True
         self.zero_grad()
         stores.sync()

@@ -14,6 +14,7 @@ the copy out before it has ended, an update after its copy in, a copy out after 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 
@@ -30,7 +31,7 @@ from dynoffload.units import format_bytes
 SLOTS = 3  # one comes in, one is updated, one goes out
 
 
-class _Slot:
+class Slot:
     """Memory of the accelerator for one tile.
 
     Attributes:
@@ -69,19 +70,31 @@ class Streaming:
     def __init__(self, rule: Rule, queues: Queues, stores: Stores) -> None:
         self._rule, self._queues, self._stores = rule, queues, stores
 
-    def run(self, work: Work) -> None:
-        """Make updates; gradients are consumed.
+    def open(self, work: Work) -> list[Slot]:
+        """Return slots for a step.
 
         Raises:
-            BudgetError: the accelerator has no room for the slots; nothing was changed.
+            BudgetError: the accelerator has no room for them.
+        """
+        nbytes = max((tile.nbytes for tile in work.tiles), default=0)
+        slots: list[Slot] = []
+        try:
+            while nbytes and len(slots) < SLOTS:
+                slots.append(Slot(self._queues, nbytes))
+        except BaseException:
+            for slot in slots:
+                slot.close()
+            raise
+        return slots
+
+    def run(self, work: Work, slots: Sequence[Slot]) -> None:
+        """Make updates; gradients are consumed, and slots given back.
+
+        Raises:
             SpillError: a file cannot be read or written; some updates were made, others not.
         """
         if work.tiles:
-            slots: list[_Slot] = []
             try:
-                nbytes = max(tile.nbytes for tile in work.tiles)
-                for _ in range(SLOTS):
-                    slots.append(_Slot(self._queues, nbytes))
                 with contextlib.closing(self._stores.staging.through(work.tiles)) as leases:
                     for number, lease in enumerate(leases):
                         self._update(lease, slots[number % SLOTS], work)
@@ -93,7 +106,7 @@ class Streaming:
             entry.parameter.grad = None
         mark_uploaded(list(work.groups))
 
-    def _update(self, lease: Lease, slot: _Slot, work: Work) -> None:
+    def _update(self, lease: Lease, slot: Slot, work: Work) -> None:
         tile, queues = lease.tile, self._queues
         for begin, nbytes, packed in tile.stretches:
             begin = packed if lease.packed else begin
@@ -111,7 +124,7 @@ class Streaming:
         else:
             self._stores.gone = slot.free
 
-    def _compute(self, lease: Lease, slot: _Slot, work: Work) -> None:
+    def _compute(self, lease: Lease, slot: Slot, work: Work) -> None:
         parts: list[Part] = []
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         reading = work.reading.to(self._queues.device)

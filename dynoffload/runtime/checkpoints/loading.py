@@ -108,6 +108,8 @@ def _fill_optimizer(
     checkpoint: Opened, plan: OptimizerPlan, model: nn.Module, optimizer: Optimizer, memory: Memory
 ) -> None:
     names = names_of(model)
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.begin_load()
     for group, values in zip(optimizer.param_groups, plan.groups, strict=True):
         for key, value in values.items():
             if is_tensor_like(group.get(key), value):
