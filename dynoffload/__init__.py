@@ -27,6 +27,11 @@ _HOMES = {
     "HostOptimizer": "dynoffload.optim",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
+    "tile": "dynoffload.tiling.splitting",
+    "untile": "dynoffload.tiling.splitting",
+    "whole_state_dict": "dynoffload.tiling.splitting",
+    "TiledLinear": "dynoffload.tiling.modules",
+    "TiledEmbedding": "dynoffload.tiling.modules",
     "profile": "dynoffload.profiler",
     "Pilot": "dynoffload.pilot",
     "DynOffloadError": "dynoffload.errors",
@@ -42,6 +47,7 @@ _HOMES = {
     "PlanError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
     "ClientError": "dynoffload.errors",
+    "WholeWeightError": "dynoffload.errors",
 }
 
 __all__ = [
@@ -61,13 +67,19 @@ __all__ = [
     "SpillError",
     "StepLostError",
     "ThreadError",
+    "TiledEmbedding",
+    "TiledLinear",
     "TraceError",
+    "WholeWeightError",
     "__version__",
     "load_checkpoint",
     "materialize",
     "offload",
     "profile",
     "save_checkpoint",
+    "tile",
+    "untile",
+    "whole_state_dict",
 ]
 
 if TYPE_CHECKING:
@@ -86,6 +98,7 @@ if TYPE_CHECKING:
         StepLostError,
         ThreadError,
         TraceError,
+        WholeWeightError,
     )
     from dynoffload.optim import HostOptimizer
     from dynoffload.pilot import Pilot
@@ -93,6 +106,8 @@ if TYPE_CHECKING:
     from dynoffload.runtime.checkpointing import load_checkpoint, save_checkpoint
     from dynoffload.runtime.offload import materialize, offload
     from dynoffload.runtime.session import Session
+    from dynoffload.tiling.modules import TiledEmbedding, TiledLinear
+    from dynoffload.tiling.splitting import tile, untile, whole_state_dict
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,8 @@ from typing import Any
 from dynoffload.errors import ConfigError
 from dynoffload.units import KiB, MiB, parse_bytes
 
-BACKENDS = ("auto", "pager", "mapped")
+ACCELERATOR = "accelerator"
+BACKENDS = ("auto", "pager", "mapped", ACCELERATOR)
 POLICIES = ("pilot", "repeat", "replay", "on-demand", "dtr", "os-paging")
 UNPAGED = ("dtr", "os-paging")
 """Policies under which dynoffload pages nothing."""
@@ -60,9 +61,10 @@ class OffloadConfig:
     Those in bytes are read as ``budget`` is: an int, or a text such as ``"512MiB"``.
 
     Attributes:
-        backend: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file) or ``"auto"``: the
-            pager where the system has it, else the mapped file; the plan line, which is logged at
-            INFO, names the choice.
+        backend: of models on the CPU: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file)
+            or ``"auto"``: the pager where the system has it, else the mapped file; the plan line,
+            which is logged at INFO, names the choice. On an accelerator ``"accelerator"``, which
+            ``"auto"`` is there.
         policy: ``"pilot"`` prefetches by the pilot's prediction while it does better of late than
             the last order, else by that; ``"repeat"`` by the last order, in which a step finds its
             place again after a visit out of order. Prefetch by these that loses against on-demand
@@ -186,6 +188,8 @@ class Defaults:
         pilot: path of a ``.pilot`` file, or ``None`` for the call's own default.
         policy: one of ``POLICIES``, or ``None``.
         spill_dir: directory of the spill file, or ``None``.
+        host_budget: bytes of host memory below an accelerator, or ``None``.
+        device: where to train, or ``None`` for where the model is.
         report: where the session writes its HTML page when the block ends.
         profile_dir: if set, ``offload()`` records traces there and pages nothing.
         profile_steps: steps to record before the script is stopped.
@@ -196,6 +200,8 @@ class Defaults:
     pilot: Path | None = None
     policy: str | None = None
     spill_dir: Path | None = None
+    host_budget: int | None = None
+    device: str | None = None
     report: Path | None = None
     profile_dir: Path | None = None
     profile_steps: int | None = None
@@ -223,6 +229,8 @@ def set_defaults(
     pilot: str | Path | None = None,
     policy: str | None = None,
     spill_dir: str | Path | None = None,
+    host_budget: int | str | None = None,
+    device: str | None = None,
     report: str | Path | None = None,
     profile_dir: str | Path | None = None,
     profile_steps: int | None = None,
@@ -241,6 +249,8 @@ def set_defaults(
         pilot=None if pilot is None else Path(pilot),
         policy=policy,
         spill_dir=None if spill_dir is None else Path(spill_dir),
+        host_budget=None if host_budget is None else parse_bytes(host_budget),
+        device=device,
         report=None if report is None else Path(report),
         profile_dir=None if profile_dir is None else Path(profile_dir),
         profile_steps=profile_steps,

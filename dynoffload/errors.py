@@ -19,6 +19,10 @@ class NotEnteredError(ConfigError, AttributeError):
     """What ``offload()`` returned was used as a session, but no ``with`` has entered it."""
 
 
+class WholeWeightError(ConfigError, AttributeError):
+    """The whole weight of a tiled module was asked for, which exists nowhere."""
+
+
 class BudgetError(DynOffloadError, MemoryError):
     """What must be in fast memory at one moment is larger than the budget.
 

@@ -19,18 +19,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dynoffload.config import OffloadConfig
 from dynoffload.memory.accelerator.accelerator import Accelerator
-from dynoffload.runtime import paging
-from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime import opening, target
 
 COMPUTE, IN, OUT = range(3)
 _POISON = 0xFB  # as float32 -2.6e36, as an index far outside
@@ -55,12 +53,16 @@ class Reached:
     clock: Clock
     done: threading.Event
     shy: int = 0
+    times: tuple[float, float] | None = None  # of a copy
 
     def reached(self) -> bool:
         if not self.done.is_set():
             return False
         self.shy -= 1
         return self.shy < 0
+
+    def span(self) -> tuple[float, float] | None:
+        return self.times if self.reached() else None
 
     def wait(self) -> None:
         assert self.done.wait(60), "a copy does not end"
@@ -107,7 +109,7 @@ class Emulated:
         self._delay_s, self._memory = delay_s, memory
         self.races: list[str] = []
         self.given = self.peak = self.host_bytes = 0
-        self.copies = 0
+        self.copies = self.trims = 0
         self._clocks: list[Clock] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
         self._seen: dict[int, Seen] = {}  # by the storage's object
         self._mutex = threading.RLock()
@@ -208,13 +210,23 @@ class Emulated:
         memory.fill_(_POISON)
         return memory
 
-    def release(self, memory: torch.Tensor) -> None:
+    def release(self, memory: torch.Tensor, *, held: bool) -> None:
         self.host_bytes -= len(memory)
-        memory.fill_(_POISON)
+        if not held:
+            memory.fill_(_POISON)
 
     def peak_bytes(self) -> int:
         peak, self.peak = self.peak, self.given
         return peak
+
+    def given_bytes(self) -> int:
+        return self.given
+
+    def free_bytes(self) -> int:
+        return self._memory - self.given
+
+    def trim(self) -> None:
+        self.trims += 1
 
     # Copies
 
@@ -253,6 +265,7 @@ class Emulated:
             def job() -> None:
                 for begun in begins:
                     begun.wait(60)
+                start = time.perf_counter()
                 time.sleep(delay)
                 try:
                     ours, theirs = (
@@ -264,6 +277,7 @@ class Emulated:
                         ours.copy_(theirs)
                 except Exception as error:
                     self.races.append(f"{_QUEUES[of]} failed: {error}")
+                moment.times = start, time.perf_counter()
                 moment.done.set()
 
             self._jobs[of - 1].put(job)
@@ -298,6 +312,8 @@ class Watcher(TorchDispatchMode):
         queues: of the accelerator.
         owns: whether a storage is a region's.
     """
+
+    is_of_residency = True  # as the mode above it: what it sees is to be seen in updates too
 
     def __init__(self, queues: Emulated, owns: Callable[[torch.UntypedStorage], bool]) -> None:
         super().__init__()
@@ -344,39 +360,47 @@ def emulated(seed: int = 0, **options: Any) -> Iterator[Emulated]:
         raise Race("\n".join(queues.races[:5]))
 
 
-OPTIONS: dict[str, Any] = {"backend": "mapped", "slices": False}
-"""Of sessions within `accelerated`, which have no name for it yet."""
+DEVICE = "privateuseone"
+"""What sessions within `accelerated` name as their device."""
+OPTIONS: dict[str, Any] = {"slices": False}
+"""Of those sessions."""
 
 
 @contextmanager
-def accelerated(seed: int = 0, host_budget: int | None = None) -> Iterator[Emulated]:
-    """Let sessions that begin in this block take an emulated accelerator for their device.
+def accelerated(
+    seed: int = 0, *, memory: int = 1 << 40, elsewhere: bool = False
+) -> Iterator[Emulated]:
+    """Let sessions that name `DEVICE` as their device take an emulated accelerator.
 
     Args:
         seed: of its delays.
-        host_budget: bytes of host memory below it, with a file below that; None: all it takes.
+        elsewhere: what comes from the CPU is not on the accelerator, which has the CPU's tensors:
+            so it goes back where it came from as a block ends.
+        memory: bytes that it has.
     """
     made: list[Accelerator] = []
-    with emulated(seed, delay_s=0.0005) as queues:
+    begin = opening.Accelerator
 
-        def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Accelerator:
-            made.append(
-                Accelerator(
-                    queues,
-                    sizing.pool_bytes,
-                    spill_dir,
-                    need=sizing.spill_bytes,
-                    host_budget=host_budget,
-                    threads=config.io_threads,
-                    record=config.record_events,
-                )
-            )
-            return made[-1]
+    def opened(*args: Any, **kwargs: Any) -> Accelerator:
+        made.append(begin(*args, **kwargs))
+        return made[-1]
 
-        def owns(storage: torch.UntypedStorage) -> bool:
-            return any(device.owner(storage) >= 0 for device in made)
+    def owns(storage: torch.UntypedStorage) -> bool:
+        return any(device.owner(storage) >= 0 for device in made)
 
-        with mock.patch.object(paging, "open_device", open_device), Watcher(queues, owns) as seen:
+    with emulated(seed, delay_s=0.0005, memory=memory) as queues:
+        place = target._place_of
+        if elsewhere:
+
+            def place(model: nn.Module) -> torch.device:
+                return torch.device("cpu", 0)  # not the one without a number
+
+        with (
+            mock.patch.object(target, "_place_of", place),
+            mock.patch.object(target, "open_queues", return_value=queues),
+            mock.patch.object(opening, "Accelerator", opened),
+            Watcher(queues, owns) as seen,
+        ):
             yield queues
         assert made, "no session began"
         assert seen.seen > 0, "nothing was seen: this shows nothing"

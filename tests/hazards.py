@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from devices import KINDS, NO_PAGER, needs_pager
-from emulated import OPTIONS, accelerated
+from emulated import DEVICE, OPTIONS, accelerated
 from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -114,10 +114,12 @@ class Side:
                 options.update(OPTIONS if self.backend == "emulated" else {"backend": self.backend})
                 wanted = int(share * footprint_of(model, states))
                 budget, _ = least_budget(model, optimizer, wanted, options)
-            below = accelerated() if self.backend == "emulated" else contextlib.nullcontext()
+            below, device = contextlib.nullcontext(), None
+            if self.backend == "emulated":
+                below, device = accelerated(), DEVICE
             with below:
                 with dynoffload.offload(
-                    model, optimizer, budget=budget, pilot=None, config=options
+                    model, optimizer, budget=budget, pilot=None, device=device, config=options
                 ) as session:
                     self.sessions.append((session, budget))
                     self._watch(session)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from dynoffload.errors import BackendError, BudgetError, SpillError
 from dynoffload.memory.accelerator import host as host_tier
 from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
+from dynoffload.memory.accelerator.streams import Streams
 from dynoffload.memory.device import EventKind
 from dynoffload.planning import Action, Kind, LookAhead, Use
 from dynoffload.runtime.residency import Residence
@@ -137,8 +138,34 @@ def test_what_fits_nowhere_is_refused_by_name(device: Accelerator, tiered: Accel
     device.acquire([second])
     with pytest.raises(BackendError, match="no rows"):
         device.allocate_row(2, PAGE)
-    with pytest.raises(BackendError, match="guards nothing"):
-        device.lock([first])
+    with pytest.raises(BackendError, match=r"device cannot do this: ask .* whether it `serves`"):
+        device.show([first])
+
+
+def test_whoever_uses_a_locked_region_meets_its_owner(device: Accelerator) -> None:
+    """In his own thread, before anything is brought; what only plans or makes ready does not."""
+    one, other = device.allocate(PAGE), device.allocate(PAGE)
+    write(device, one, 1)
+    met: list[int] = []
+
+    def owner(region: int) -> None:
+        met.append(region)
+        device.unlock([region])
+        write(device, region, 2)
+
+    device.on_locked = owner
+    device.lock([one, other])
+    device.touch([one])
+    device.unlock([other])
+    assert met == []
+    device.use([one, other])
+    device.used([one, other])
+    assert met == [one]
+    assert holds(device, one, 2)
+    for look in (device.acquire, lambda regions: device.storage(regions[0]).tolist()):
+        device.lock([one])
+        look([one])
+    assert met == [one] * 3
 
 
 def test_a_region_larger_than_host_memory_is_refused(queues: Emulated, tmp_path: Path) -> None:
@@ -481,6 +508,41 @@ def test_names_say_where(queues: Emulated, tmp_path: Path) -> None:
     assert device.capacity == 3 * MiB
     assert device.page_bytes == PAGE == 4 * KiB
     device.close()
+
+
+# Several threads, and no accelerator
+
+
+def test_regions_are_held_in_several_threads(tiered: Accelerator) -> None:
+    """Each holds one of its own two at a time, so that all four never fit."""
+    regions = [tiered.allocate(4 * PAGE) for _ in range(4)]
+    wrong: list[object] = []
+
+    def work(own: list[int]) -> None:
+        for turn in range(30):
+            region = own[turn % 2]
+            tiered.acquire([region], pin=True)
+            target = view(tiered, region)
+            if turn > 1 and not torch.equal(target, pattern(len(target), turn - 2)):
+                wrong.append((region, turn))
+            target.copy_(pattern(len(target), turn))
+            tiered.unpin([region])
+
+    threads = [threading.Thread(target=work, args=(regions[half : half + 2],)) for half in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    for region in regions:
+        assert holds(tiered, region, 28 + (region in (regions[1], regions[3])))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
+def test_an_accelerator_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BackendError, match=r"'cuda'.*no accelerator"):
+        Streams(torch.device("cuda"))
 
 
 # What is heard of

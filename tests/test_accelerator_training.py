@@ -6,19 +6,22 @@ moment was waited for. A budget of host memory puts a file below it.
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from emulated import OPTIONS, accelerated
+from emulated import DEVICE, OPTIONS, accelerated
 from exactness import (
     SMALL_PAGES,
     Loop,
     LyingPilot,
     Twin,
+    assert_same,
     compare_runs,
     footprint_of,
     least_budget,
@@ -27,10 +30,16 @@ from exactness import (
     small_samples,
 )
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
+import dynoffload
 from dynoffload.experiments import zoo
+from dynoffload.runtime import offload
+from dynoffload.runtime.counting import ordinary_bytes
+from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
+
+CONFIG: dict[str, Any] = {**SMALL_PAGES, **OPTIONS, "step_aside": False}
 
 
 def budget_for(twin: Twin, share: int) -> int:
@@ -59,7 +68,7 @@ def test_a_plain_network(make: Any, share: int) -> None:
     samples = [torch.randn(8, 48) for _ in range(6)]
     budget = budget_for(twin, share)
     with accelerated():
-        compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, config=OPTIONS)
+        compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE, config=OPTIONS)
 
 
 LOOPS = {
@@ -77,9 +86,16 @@ def test_gated_experts(loop: str, host_share: int | None) -> None:
     twin = Twin(small(), partial(AdamW, lr=1e-2))
     total = footprint_of(twin.model)
     host_budget = None if host_share is None else total // host_share
-    with accelerated(host_budget=host_budget):
+    places: dict[str, Any] = {"device": DEVICE, "host_budget": host_budget}
+    with accelerated(elsewhere=host_share is None):
         session = compare_runs(
-            twin, LOOPS[loop], small_samples(16), small_loss, budget_for(twin, 3), config=OPTIONS
+            twin,
+            LOOPS[loop],
+            small_samples(16),
+            small_loss,
+            budget_for(twin, 3),
+            config=OPTIONS,
+            **places,
         )
     assert session.stats["bytes_in"].sum() > 0
 
@@ -93,7 +109,14 @@ def test_lies_change_no_bit(seed: int) -> None:
     budget = budget_for(twin, chance.choice([2, 3, 4]))
     with accelerated(seed=seed):
         compare_runs(
-            twin, Loop(steps=8), small_samples(8), small_loss, budget, pilot=pilot, config=OPTIONS
+            twin,
+            Loop(steps=8),
+            small_samples(8),
+            small_loss,
+            budget,
+            pilot=pilot,
+            device=DEVICE,
+            config=OPTIONS,
         )
     assert pilot.asked >= 8
 
@@ -105,7 +128,7 @@ def test_the_zoo(network: str, files: bool) -> None:
     twin = Twin(model, partial(AdamW, lr=1e-3))
     samples = list(islice(zoo.samples(network, seed=0), 4))
     total = footprint_of(model)
-    with accelerated(host_budget=total // 2 if files else None):
+    with accelerated(elsewhere=files):
         compare_runs(
             twin,
             Loop(steps=4),
@@ -113,4 +136,74 @@ def test_the_zoo(network: str, files: bool) -> None:
             lambda model, sample: model(*sample.args).loss,
             budget_for(twin, 3) + (MiB if network == "evoformer" else 0),  # of activations
             config=OPTIONS,
+            device=DEVICE,
+            host_budget=total // 2 if files else None,
         )
+
+
+@pytest.mark.parametrize("how", ["nobody", "parameters", "state", "gradients", "storages"])
+def test_updates_wait_for_the_next_use(how: str) -> None:
+    """Whose use it ever is: a forward's, or that of somebody who looks before it."""
+    waited: list[int] = []
+    looks: dict[str, Callable[[nn.Parameter, Optimizer], torch.Tensor | None]] = {
+        "nobody": lambda p, optimizer: None,
+        "parameters": lambda p, optimizer: p.detach().sum(),
+        "state": lambda p, optimizer: optimizer.state[p]["exp_avg"].sum(),
+        "gradients": lambda p, optimizer: None if p.grad is None else p.grad.sum(),
+        "storages": lambda p, optimizer: torch.empty(0).set_(copy.deepcopy(p.untyped_storage())),
+    }
+    twin = Twin(small(), partial(AdamW, lr=1e-2))
+    seen: dict[nn.Module, list[Any]] = {twin.model: [], twin.reference: []}
+
+    def look(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if model is twin.model:
+            waited.append(len(pending()))
+        for parameter in list(model.parameters())[:4]:
+            seen[model].append(looks[how](parameter, optimizer))
+
+    with accelerated(elsewhere=True):
+        compare_runs(
+            twin,
+            Loop(steps=4, peek=look, zero_first=True),
+            small_samples(4),
+            small_loss,
+            budget_for(twin, 3),
+            device=DEVICE,
+            config=OPTIONS,
+        )
+    assert_same(seen[twin.model], seen[twin.reference], "what was seen")
+    assert min(waited) > 0
+
+
+def pending() -> Any:
+    """Return the updates that wait in the open block."""
+    (session,) = offload._open.values()
+    assert session._paging is not None
+    assert session._paging.updates is not None
+    return session._paging.updates.waiting.pending
+
+
+def test_counting_brings_nothing() -> None:
+    """What a model takes is known of what is absent, too; counting is done at every step."""
+    model, samples = mlp(), [torch.randn(8, 48) for _ in range(3)]
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    budget = least_budget(model, optimizer, footprint_of(model) // 4, CONFIG)[0]
+    with (
+        accelerated(elsewhere=True),
+        dynoffload.offload(
+            model, optimizer, budget=budget, device=DEVICE, config=CONFIG
+        ) as session,
+    ):
+        Loop(steps=3).run(model, optimizer, samples, mlp_loss)
+        session.flush()
+        before = moved(session)
+        counted = ordinary_bytes(model, optimizer)
+        assert moved(session) == before
+    assert counted >= footprint_of(model, 2) - sum(p.nbytes for p in model.parameters())
+
+
+def moved(session: Session) -> tuple[int, int]:
+    """Return the bytes that a session has moved so far."""
+    assert session._paging is not None
+    counters = session._paging.device.counters()
+    return counters.bytes_in, counters.bytes_out

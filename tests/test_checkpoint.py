@@ -6,6 +6,7 @@ the middle and loaded into new objects made of another seed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulated import DEVICE, accelerated
+from emulated import OPTIONS as EMULATED
 from exactness import (
     SMALL_PAGES,
     assert_same,
@@ -126,12 +129,26 @@ class Run:
         if backend == "plain":
             yield None  # type: ignore[misc]
             return
-        options = {**SMALL_PAGES, "step_aside": False, "backend": backend, **config}
+        options = {**SMALL_PAGES, "step_aside": False, **config}
+        below, device = contextlib.nullcontext(), None
+        if backend == "emulated":
+            options |= EMULATED
+            below, device = accelerated(elsewhere=True), DEVICE
+        else:
+            options["backend"] = backend
         wished = int(footprint_of(self.model) * share)
         budget, _ = least_budget(self.model, self.optimizer, wished, SMALL_PAGES)
-        with dynoffload.offload(
-            self.model, self.optimizer, budget=budget, pilot=None, config=options
-        ) as session:
+        with (
+            below,
+            dynoffload.offload(
+                self.model,
+                self.optimizer,
+                budget=budget,
+                pilot=None,
+                device=device,
+                config=options,
+            ) as session,
+        ):
             yield session
         for step in session.log.steps:
             assert step.peak_fast_bytes <= budget
@@ -189,8 +206,8 @@ def assert_resumed(run: Run, reference: Run) -> None:
     assert_same(run.scheduler.get_last_lr(), reference.scheduler.get_last_lr(), "rates")
 
 
-@pytest.mark.parametrize("resumed", ["plain", *BACKENDS])
-@pytest.mark.parametrize("saved", ["plain", *BACKENDS])
+@pytest.mark.parametrize("resumed", ["plain", *BACKENDS, "emulated"])
+@pytest.mark.parametrize("saved", ["plain", *BACKENDS, "emulated"])
 def test_saved_and_resumed_anywhere(saved: str, resumed: str, tmp_path: Path) -> None:
     """Under another budget, on another device, with and without a session."""
     make = OPTIMIZERS["adamw"]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dynoffload
-from dynoffload.errors import ConfigError
+from dynoffload.errors import BackendError, ConfigError
 from dynoffload.memory.pager import in_user_mode, probe
 
 transformers = pytest.importorskip("transformers")
@@ -379,14 +379,21 @@ def test_a_model_on_the_meta_device_resumes_inside_a_block(tmp_path: Path) -> No
 
 
 def test_a_noted_model_stays_where_it_is() -> None:
-    """Its ``to`` takes the dtype, and refuses another device; copies have one of their own."""
+    """Its ``to`` takes the dtype, and notes the device, where the block then trains it; copies have
+    one of their own."""
     model = on_meta()
     assert model.to("cpu") is model
     assert model.to(torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
     twin = copy.deepcopy(model)
     assert twin.to("cpu") is twin
-    with pytest.raises(ConfigError, match=r"cannot be moved to cuda:0.*use_cpu=True"):
-        model.to("cuda:0")
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert model.to("xpu:3") is model
+    assert twin.to("cuda:1") is twin
+    with (
+        pytest.raises(BackendError, match="parameters are to be on 'xpu:3'"),
+        dynoffload.offload(model, optimizer, budget="1GiB"),
+    ):
+        pass
 
 
 # Refusals
@@ -415,7 +422,8 @@ def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
     client = trainer(network(), tmp_path, OffloadCallback(**quarter()))
     client.args._n_gpu = 2  # as on a machine with two
     with pytest.raises(
-        ConfigError, match=r"trains on 2 devices .* serves one process on the CPU; .*use_cpu=True"
+        ConfigError,
+        match=r"trains on 2 devices .* one process and one device; .*use_cpu=True",
     ):
         client.train()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import OPTIONS, Emulated, accelerated
+from emulated import DEVICE, OPTIONS, Emulated, accelerated
 from exactness import (
     Loop,
     Twin,
@@ -30,6 +30,7 @@ from dynoffload.optim import HostOptimizer
 from dynoffload.runtime.counting import States, ordinary_bytes, whole_bytes
 
 SMALL: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024, **OPTIONS}
+MAPPED: dict[str, Any] = {**SMALL, "backend": "mapped"}
 
 
 def halves() -> nn.Module:
@@ -79,7 +80,13 @@ def test_no_bit_differs(loop: str, delayed: bool) -> None:
     with accelerated() as queues:
         twin = twin_on(queues, delayed=delayed)
         session = compare_runs(
-            twin, LOOPS[loop], small_samples(16), small_loss, least(twin), config=OPTIONS
+            twin,
+            LOOPS[loop],
+            small_samples(16),
+            small_loss,
+            least(twin),
+            device=DEVICE,
+            config=OPTIONS,
         )
         assert session.stats["bytes_in"].sum() > 0
         close(twin)
@@ -100,6 +107,7 @@ def test_a_file_below_and_clipping(tmp_path: Path) -> None:
             small_samples(16),
             small_loss,
             least(twin),
+            device=DEVICE,
             config=OPTIONS,
         )
         close(twin)
@@ -117,7 +125,7 @@ def test_the_budget_counts_nothing_of_it() -> None:
         assert ordinary_bytes(twin.model, ours) == sum(p.nbytes for p in twin.model.parameters())
         assert whole_bytes(twin.model, ours) == 2 * ordinary_bytes(twin.model, ours)
         budget = least(twin)
-        with twin.paged(budget, config=OPTIONS) as session:
+        with twin.paged(budget, device=DEVICE, config=OPTIONS) as session:
             small_loss(twin.model, small_samples(1)[0]).backward()
             assert all(p.grad is None for p in twin.model.parameters())
             twin.optimizer.step()
@@ -131,7 +139,7 @@ def test_checkpoints_go_on_bit_for_bit(tmp_path: Path) -> None:
     loop, samples = Loop(steps=3, seeded=True), small_samples(3)
     with accelerated() as queues:
         twin = twin_on(queues, delayed=True)
-        with twin.paged(least(twin), config=OPTIONS) as session:
+        with twin.paged(least(twin), device=DEVICE, config=OPTIONS) as session:
             loop.run(twin.model, twin.optimizer, samples, small_loss)
             session.save(tmp_path / "checkpoint")
         loop.run(twin.reference, twin.its, samples, small_loss)
@@ -188,7 +196,7 @@ def test_the_cpus_memory_is_what_is_to_be_saved() -> None:
     model = halves()
     optimizer = HostOptimizer(model.parameters(), AdamW)
     with pytest.raises(ConfigError, match="fast memory is host memory"):
-        with dynoffload.offload(model, optimizer, budget="1MiB", config=SMALL):
+        with dynoffload.offload(model, optimizer, budget="1MiB", config=MAPPED):
             pass
     assert small_loss(model, small_samples(1)[0]).isfinite()
 
@@ -197,14 +205,14 @@ def test_what_streams_through_the_device_is_not_paged(caplog: pytest.LogCaptureF
     model = halves()
     optimizer = HostOptimizer(model.parameters(), AdamW, place="device")
     with pytest.raises(ConfigError, match="pass place='host'"):
-        with dynoffload.offload(model, optimizer, budget="1MiB", config=SMALL):
+        with dynoffload.offload(model, optimizer, budget="1MiB", config=MAPPED):
             pass
 
 
 def test_it_says_nothing_of_paged_state(caplog: pytest.LogCaptureFixture) -> None:
     with accelerated() as queues, caplog.at_level(logging.WARNING, "dynoffload"):
         twin = twin_on(queues)
-        with twin.paged(least(twin), config=OPTIONS):
+        with twin.paged(least(twin), device=DEVICE, config=OPTIONS):
             small_loss(twin.model, small_samples(1)[0]).backward()
             twin.optimizer.step()
         close(twin)

@@ -96,8 +96,11 @@ def test_an_exit_stack_enters_a_block() -> None:
         ("policy", r"option: config=\{'policy': \.\.\.\}"),
         ("polcy", r"option: config=\{'policy': \.\.\.\}"),
         ("spil_dir", r"did you mean 'spill_dir'\?"),
-        ("memory_budget", r"did you mean 'budget'\?"),
-        ("xyz", "known are model, optimizer, budget, pilot, spill_dir, config"),
+        ("host_bugdet", r"did you mean 'host_budget'\?"),
+        (
+            "xyz",
+            "known are model, optimizer, budget, pilot, spill_dir, host_budget, device, config",
+        ),
     ],
 )
 def test_an_unknown_argument_is_named_with_what_was_meant(argument: str, remedy: str) -> None:
@@ -115,7 +118,8 @@ def test_a_budget_by_position_is_told_its_name() -> None:
 
 
 def test_the_signature_stays_explicit() -> None:
-    names = ["model", "optimizer", "budget", "pilot", "spill_dir", "config"]
+    names = ["model", "optimizer", "budget", "pilot", "spill_dir", "host_budget", "device"]
+    names.append("config")
     assert list(inspect.signature(dynoffload.offload).parameters) == names
 
 

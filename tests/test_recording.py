@@ -42,6 +42,9 @@ class Busy:
         kinds = [EventKind.FETCH] * fetches + [EventKind.STALL] * stalls
         self.told += [Event(at, at + 1, REGION_BYTES, 7, kind, Cause.PLAN) for kind in kinds]
 
+    def allocated_bytes(self) -> int:
+        return 0
+
     def counters(self) -> Counters:
         return Counters(
             bytes_in=self.bytes_in,

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from emulated import DEVICE, accelerated
+from emulated import OPTIONS as EMULATED
 from exactness import (
     SMALL_PAGES,
     Twin,
@@ -115,11 +117,14 @@ def train_through(
 ) -> tuple[bool, list[str]]:
     """Train to the end, with the ``at``-th call of the optimizer from step ``struck`` on broken;
     return whether there was one, and which parts of steps have raised."""
-    config = {**PAGES, **options, "rollback": True}
+    config, below, device = {**PAGES, **options, "rollback": True}, nullcontext(), None
+    if options.get("backend") == "emulated":
+        config |= {"backend": "accelerator", **EMULATED}
+        below, device = accelerated(elsewhere=True), DEVICE
     budget, _ = least_budget(twin.model, twin.optimizer, footprint_of(twin.model) // 2, config)
     raised = []
     model, optimizer = twin.model, twin.optimizer
-    with twin.paged(budget, config=config) as session:
+    with below, twin.paged(budget, device=device, config=config) as session:
         breaking, number = Breaking(session, at), 0
         while number < STEPS:
             part = ["forward"]
@@ -192,7 +197,7 @@ def _brief(row: dict[Any, Sequence[str]]) -> list[Any]:
     """Return each backend with each value of ``row``, of which others than those named for it are
     slow."""
     cases = []
-    for backend, value in product(("pager", "mapped"), row):
+    for backend, value in product(("pager", "mapped", "emulated"), row):
         marks = [needs_pager] if backend == "pager" else []
         marks += [] if backend in row[value] else [pytest.mark.slow]
         cases.append(pytest.param(backend, value, marks=marks))
@@ -200,7 +205,7 @@ def _brief(row: dict[Any, Sequence[str]]) -> list[Any]:
 
 
 FAILING = {
-    "adamw": ("pager", "mapped"),
+    "adamw": ("pager", "mapped", "emulated"),
     "adamw one by one": ("mapped",),
     "adamw fused": ("pager",),
     "sgd": ("mapped",),

@@ -85,6 +85,17 @@ def run(
     spill_dir: Annotated[
         Path | None, typer.Option(help="Directory on a disk for what does not fit.")
     ] = None,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory below an accelerator; what it does not hold goes to the disk.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where to train, e.g. cuda; without it where the model is."),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write the HTML page here, trace and run log beside it.")
     ] = None,
@@ -119,7 +130,14 @@ def run(
             written[:] = files.page, files.perfetto, files.log  # those of the last block stay
 
     set_defaults(
-        budget=budget, pilot=pilot, policy=policy, spill_dir=spill_dir, report=report, on_end=note
+        budget=budget,
+        pilot=pilot,
+        policy=policy,
+        spill_dir=spill_dir,
+        host_budget=host_budget,
+        device=device,
+        report=report,
+        on_end=note,
     )
     code: object = 1
     try:

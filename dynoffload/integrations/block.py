@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,7 +23,7 @@ class EventBlock:
     """Enters one block after the other, each with the same arguments.
 
     Args:
-        budget, pilot, spill_dir, config: as `dynoffload.offload` takes them.
+        budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them.
         call: what the user writes to name a budget.
 
     Attributes:
@@ -34,12 +35,14 @@ class EventBlock:
         budget: int | str | None = None,
         pilot: Predictor | str | Path | None = "auto",
         spill_dir: str | Path | None = None,
+        host_budget: int | str | None = None,
         config: OffloadConfig | Mapping[str, Any] | None = None,
         *,
         call: str = "offload(..., budget='8GiB')",
     ) -> None:
         self._call = call
         self._budget, self._pilot, self._spill_dir = budget, pilot, spill_dir
+        self._host_budget = host_budget
         self._config = OffloadConfig.of(config)
         self._open: OffloadBlock | None = None
         self.session: Session | None = None
@@ -49,8 +52,15 @@ class EventBlock:
         """Whether a block was entered and not left."""
         return self._open is not None
 
-    def enter(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def enter(
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device | None = None
+    ) -> None:
         """Enter a block; one that is still open is left first.
+
+        Args:
+            model: the root.
+            optimizer: its optimizer.
+            device: where the trainer gives it its samples; None: where the model is.
 
         Raises:
             ConfigError: there is no budget; or as `dynoffload.offload` raises.
@@ -65,6 +75,8 @@ class EventBlock:
             budget=self._budget,
             pilot=self._pilot,
             spill_dir=self._spill_dir,
+            host_budget=self._host_budget,
+            device=device,
             config=self._config,
         )
         self.session = block.__enter__()

@@ -43,7 +43,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     """Trains a LightningModule within ``budget`` bytes of fast memory, to the same bits.
 
     Args:
-        budget, pilot, spill_dir, config: as `dynoffload.offload` takes them.
+        budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them; the
+            device is the Trainer's.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         *,
         pilot: Predictor | str | Path | None = "auto",
         spill_dir: str | Path | None = None,
+        host_budget: int | str | None = None,
         config: OffloadConfig | Mapping[str, Any] | None = None,
     ) -> None:
         self._block = EventBlock(
-            budget, pilot, spill_dir, config, call="OffloadCallback(budget='8GiB')"
+            budget, pilot, spill_dir, host_budget, config, call="OffloadCallback(budget='8GiB')"
         )
         self._module: nn.Module | None = None
 
@@ -75,11 +77,11 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         ours = [c for c in trainer.callbacks if isinstance(c, OffloadCallback)]
         if len(ours) > 1:
             raise ConfigError(f"this Trainer has {len(ours)} OffloadCallbacks: pass it one")
-        if trainer.world_size > 1 or trainer.strategy.root_device.type != "cpu":
+        if trainer.world_size > 1:
             raise ConfigError(
-                f"the {type(pl_module).__name__} trains on {trainer.world_size} device(s) of type "
-                f"{trainer.strategy.root_device.type}: offload() serves one process on the CPU; "
-                "pass Trainer(accelerator='cpu', devices=1)"
+                f"the {type(pl_module).__name__} trains on {trainer.world_size} devices of type "
+                f"{trainer.strategy.root_device.type}: offload() serves one process and one "
+                "device; pass Trainer(devices=1)"
             )
         if tensors_on_meta(pl_module) and not recipe_is_noted(pl_module):
             materialize(pl_module)
@@ -102,7 +104,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
                 f"{len(trainer.optimizers)} optimizers, and offload() takes one: give it one with "
                 "a parameter group for each part"
             )
-        self._block.enter(pl_module, trainer.optimizers[0])
+        self._block.enter(pl_module, trainer.optimizers[0], trainer.strategy.root_device)
         self._module = pl_module
         pl_module.__dict__["training_step"] = functools.partial(
             _through_the_call, pl_module, pl_module.training_step

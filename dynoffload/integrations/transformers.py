@@ -16,7 +16,9 @@ told of the model but not of the Trainer. One that is added later would come too
 the same way it comes around what saves; see `saving`.
 
 [Note: meta]  The Trainer moves the model to its device before any callback is called, which torch
-refuses for a model on the meta device. After ``materialize(model)`` it does not.
+refuses for a model on the meta device. After ``materialize(model)`` it does not, and the model gets
+its weights where the block puts it. So on an accelerator a model that is larger than it has to come
+from the meta device; one in memory has to fit there once.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     """Trains a Trainer's model within ``budget`` bytes of fast memory, to the same bits.
 
     Args:
-        budget, pilot, spill_dir, config: as `dynoffload.offload` takes them.
+        budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them; the
+            device is the Trainer's.
     """
 
     def __init__(
@@ -95,10 +98,11 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         *,
         pilot: Predictor | str | Path | None = "auto",
         spill_dir: str | Path | None = None,
+        host_budget: int | str | None = None,
         config: OffloadConfig | Mapping[str, Any] | None = None,
     ) -> None:
         self._block = EventBlock(
-            budget, pilot, spill_dir, config, call="OffloadCallback(budget='8GiB')"
+            budget, pilot, spill_dir, host_budget, config, call="OffloadCallback(budget='8GiB')"
         )
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # Trainers; see [Note: leaving]
         self._resumes = False
@@ -170,8 +174,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if args.world_size > 1 or args.n_gpu > 1:
             raise ConfigError(
                 f"the {type(model).__name__} trains on {max(args.world_size, args.n_gpu)} devices "
-                f"({args.parallel_mode}): offload() serves one process on the CPU; start one "
-                "process, with TrainingArguments(use_cpu=True)"
+                f"({args.parallel_mode}): offload() serves one process and one device; start one "
+                "process that sees one (CUDA_VISIBLE_DEVICES=0), or pass "
+                "TrainingArguments(use_cpu=True)"
             )
         if self._resumes and tensors_on_meta(model):
             raise ConfigError(
@@ -180,7 +185,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
                 "dynoffload.offload(model, optimizer, budget=...)' around Trainer(model, "
                 "optimizers=(optimizer, None)), with dynoffload.materialize(model, ...) first"
             )
-        self._block.enter(model, optimizer)
+        self._block.enter(model, optimizer, args.device)
 
 
 def _trainer_that_calls() -> Any:

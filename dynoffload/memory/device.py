@@ -76,7 +76,9 @@ class Device(Protocol):
 
     Attributes:
         name: what the plan line calls it.
-        guarded: an access to a locked region waits until its owner unlocks it.
+        guarded: an access to a locked region waits until its owner unlocks it; where the device
+            serves accesses, the owner is told by `handed`, else he is called by whoever is about to
+            make one (`Accelerator.on_locked`).
         serves: an access to an absent region waits until it is present, whoever makes it; where it
             does not, whoever is about to make one has to say so, and storages are empty meanwhile.
         device: where torch has the regions' tensors.
@@ -227,6 +229,10 @@ class Device(Protocol):
     def taken_bytes(self) -> int:
         """Return the memory that the process has for the pool now, in use or empty."""
 
+    def allocated_bytes(self) -> int:
+        """Return the most bytes of fast memory that all of the process has taken since the last
+        call, regions and all else, by the count of who gives it; 0 where nobody counts."""
+
     def spill_bytes(self) -> int:
         """Return the bytes that the spill file takes on its disk."""
 
@@ -239,6 +245,16 @@ class Device(Protocol):
 
     def events(self) -> list[Event]:
         """Return and forget what happened since the last call."""
+
+    def keep(self, region: int) -> bool:
+        """Have a region's storage be an ordinary one from now on, with the bytes that it has and
+        where it is, under no budget; False, and nothing is done, where there is no room for that,
+        or none can be."""
+
+    def below(self, region: int) -> torch.UntypedStorage | None:
+        """Return a region's bytes as an ordinary storage of the CPU, made of the memory that the
+        device has for them there, under no budget; the region has no content then. None, and
+        nothing is done, where there is none."""
 
     def retire(self) -> int:
         """Close as soon as nobody else holds a storage, at once if nobody does.

@@ -47,8 +47,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two strided tensors of one dtype and shape have the same bits.
 
-    It copies what is not contiguous: for pieces.
+    It copies what is not contiguous, or on another device: for pieces.
     """
+    other = other.to(one.device)
     whole = (t.detach().resolve_conj().resolve_neg().contiguous().flatten() for t in (one, other))
     return torch.equal(*(t.view(torch.uint8) for t in whole))
 

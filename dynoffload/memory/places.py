@@ -254,6 +254,18 @@ class Places(ABC):
         memory = (ctypes.c_char * nbytes).from_address(self._base + page * self.page_bytes)
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
+    def allocated_bytes(self) -> int:
+        """See `Device.allocated_bytes`: the process's resident set tells it."""
+        return 0
+
+    def keep(self, region: int) -> bool:
+        """See `Device.keep`: what lies in the arena ends with it."""
+        return False
+
+    def below(self, region: int) -> torch.UntypedStorage | None:
+        """See `Device.below`: the file is no memory."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """See `Device.close`."""

@@ -29,14 +29,22 @@ class Tally:
         self._events: list[Event] = []
         self._events_lost = 0
 
-    def note(self, kind: EventKind, cause: Cause, region: int, start: float, nbytes: int) -> None:
-        """Keep an event that ends now."""
+    def note(
+        self,
+        kind: EventKind,
+        cause: Cause,
+        region: int,
+        start: float,
+        nbytes: int,
+        end: float | None = None,
+    ) -> None:
+        """Keep an event; it ends now, if ``end`` is not said."""
         if not self._record:
             return
         if len(self._events) == _EVENTS:
             self._events_lost += 1
             return
-        end = time.perf_counter()
+        end = time.perf_counter() if end is None else end
         self._events.append(Event(start, end, nbytes, region, kind, cause))
 
     def take_events(self) -> list[Event]:

@@ -58,6 +58,6 @@ class Unguarded:
 
     def _refuse(self) -> NoReturn:
         raise BackendError(
-            f"the {self.name} device guards nothing: ask a device whether it is `guarded` before "
-            "locking, and make optimizer updates inside step()"
+            f"the {self.name} device cannot do this: ask a device whether it is `guarded`, and "
+            "whether it `serves`, before"
         )

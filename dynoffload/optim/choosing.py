@@ -154,4 +154,4 @@ def _time_link(queues: Queues) -> tuple[float, float, float]:
         for storage in there:
             queues.empty(storage)
         for host in hosts:
-            queues.release(host)
+            queues.release(host, held=False)

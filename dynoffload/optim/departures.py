@@ -253,7 +253,7 @@ class Departures:
         if self._adder is not None:
             self._adder.shutdown()
         while self._owned:
-            self._queues.release(self._owned.pop())
+            self._queues.release(self._owned.pop(), held=False)
 
 
 def check_gradient(entry: Entry, gradient: torch.Tensor) -> None:

@@ -7,15 +7,24 @@ in plain PyTorch on a CPU. What it is not: a device of a session.
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Sequence
 
 import torch
 
 from dynoffload.memory.accelerator.queues import Moment
+from dynoffload.memory.limits import available_bytes
 
 
 class Done:
-    """A `Moment` and a `Lag` that is over."""
+    """A `Moment` and a `Lag` that is over.
+
+    Args:
+        times: when it began and ended, of a copy.
+    """
+
+    def __init__(self, times: tuple[float, float] | None = None) -> None:
+        self._times = times
 
     def reached(self) -> bool:
         """See `Moment.reached`."""
@@ -27,6 +36,10 @@ class Done:
     def seconds(self) -> float | None:
         """See `Lag.seconds`."""
         return 0.0
+
+    def span(self) -> tuple[float, float] | None:
+        """See `Copied.span`."""
+        return self._times
 
 
 class Immediate:
@@ -78,18 +91,30 @@ class Immediate:
             raise MemoryError(error.strerror) from error
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def release(self, memory: torch.Tensor) -> None:
+    def release(self, memory: torch.Tensor, *, held: bool) -> None:
         """See `Queues.release`: the mapping ends with the last tensor over it."""
 
     def peak_bytes(self) -> int:
         """See `Queues.peak_bytes`."""
         return 0
 
+    def given_bytes(self) -> int:
+        """See `Queues.given_bytes`."""
+        return 0
+
+    def free_bytes(self) -> int:
+        """See `Queues.free_bytes`."""
+        return available_bytes()
+
+    def trim(self) -> None:
+        """See `Queues.trim`."""
+
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Done:
+    start = time.perf_counter()
     with torch.no_grad():
         target.copy_(source)
-    return Done()
+    return Done((start, time.perf_counter()))
 
 
 def _bytes_of(memory: torch.UntypedStorage | torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,9 @@ class HostOptimizer(Optimizer):
         host_budget: bytes, or a text such as ``"8GiB"``, of host memory for them before the rest
             goes to ``spill_dir``; None: all goes there.
         skip_nonfinite: leave a step out whose gradients are not all finite.
-        queues: of the accelerator; None: torch's streams, or the CPU.
+        device: the accelerator, where parameters are on the CPU still, as a session brings them
+            there; None: where they are.
+        queues: of the accelerator; None: torch's streams, or the CPU's own.
         options: of ``kind``, such as ``lr``.
 
     Attributes:
@@ -106,6 +108,7 @@ class HostOptimizer(Optimizer):
         ConfigError: an option is wrong, ``kind`` is not served, or a parameter is not.
         BudgetError: the host has no such memory.
         SpillError: the directory cannot be used.
+        BackendError: torch has no such ``device``.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class HostOptimizer(Optimizer):
         spill_dir: str | Path | None = None,
         host_budget: int | str | None = None,
         skip_nonfinite: bool = False,
+        device: torch.device | str | None = None,
         queues: Queues | None = None,
         **options: Any,
     ) -> None:
@@ -140,10 +144,11 @@ class HostOptimizer(Optimizer):
         self._steps = 0
         super().__init__(params, self._rule.defaults)
         fresh = self._fresh(self.param_groups)
-        self._queues = queues or queues_of(entry.parameter for entry in fresh)
-        check_entries(fresh, self._queues.device)
-        device = self._queues.device
-        self._crew = Crew(device, cores_for(address_of(device), peers_of(device)), threads)
+        self._queues = queues or queues_of((entry.parameter for entry in fresh), device)
+        self._coming = device is not None
+        check_entries(fresh, self._queues.device, coming=self._coming)
+        here = self._queues.device
+        self._crew = Crew(here, cores_for(address_of(here), peers_of(here)), threads)
         try:
             self.plan = self._choose(place, fresh)
             self.place, self.threads = self.plan.place, self._crew.threads
@@ -207,7 +212,7 @@ class HostOptimizer(Optimizer):
         try:
             self._check_open()
             fresh = self._fresh(self.param_groups[-1:])
-            check_entries(fresh, self._queues.device)
+            check_entries(fresh, self._queues.device, coming=self._coming)
             self._stores.take_in(fresh)
         except BaseException:
             self.param_groups.pop()

@@ -10,7 +10,7 @@ from torch import nn
 
 from dynoffload.errors import ConfigError
 from dynoffload.memory.accelerator.queues import Queues
-from dynoffload.memory.accelerator.streams import Streams
+from dynoffload.memory.accelerator.streams import open_queues
 from dynoffload.memory.pieces import is_dense
 from dynoffload.optim.cores import address_of
 from dynoffload.optim.immediate import Immediate
@@ -61,12 +61,13 @@ def check_delay(place: str) -> None:
         )
 
 
-def check_entries(entries: Iterable[Entry], device: torch.device) -> None:
+def check_entries(entries: Iterable[Entry], device: torch.device, *, coming: bool = False) -> None:
     """Refuse parameters that have no master.
 
     Args:
         entries: of the parameters.
         device: that all must be on.
+        coming: they may still be on the CPU.
 
     Raises:
         ConfigError: naming the first.
@@ -75,7 +76,7 @@ def check_entries(entries: Iterable[Entry], device: torch.device) -> None:
         parameter, why = entry.parameter, ""
         if parameter.is_meta:
             why = "is on the meta device: give it its values first, as by materialize()"
-        elif parameter.device != device:
+        elif parameter.device != device and not (coming and parameter.device.type == "cpu"):
             why = (
                 f"is on {parameter.device}, and the others on {device}: move the model to one "
                 "device before the optimizer is made, and make one optimizer for each device"
@@ -88,10 +89,16 @@ def check_entries(entries: Iterable[Entry], device: torch.device) -> None:
             raise ConfigError(f"{entry.name} {why}")
 
 
-def queues_of(parameters: Iterable[nn.Parameter]) -> Queues:
-    """Return the queues of the device that the first parameter is on."""
-    device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
-    return Immediate() if device.type == "cpu" else Streams(device)
+def queues_of(parameters: Iterable[nn.Parameter], device: torch.device | str | None) -> Queues:
+    """Return the queues of ``device``, or of the device that the first parameter is on.
+
+    Raises:
+        BackendError: there is no such accelerator.
+    """
+    if device is None:
+        device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
+    device = torch.device(device)
+    return Immediate() if device.type == "cpu" else open_queues(device)
 
 
 def peers_of(device: torch.device) -> list[str | None]:

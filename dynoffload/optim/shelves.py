@@ -208,7 +208,7 @@ class Shelf:
         memory = self.memory
         del self.memory
         if self._queues is not None:
-            self._queues.release(memory)
+            self._queues.release(memory, held=True)
         if self.file is not None:
             self.file.close()
 

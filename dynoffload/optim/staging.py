@@ -143,4 +143,4 @@ class Staging:
         if self._workers is not None:
             self._workers.shutdown()
         while self._slots:
-            self._queues.release(self._slots.pop())
+            self._queues.release(self._slots.pop(), held=False)

@@ -113,7 +113,7 @@ class Stores:
                 shelf.sync()
         except BaseException:
             for bank in banks:
-                self._queues.release(bank)
+                self._queues.release(bank, held=False)
             for shelf in made:
                 shelf.close()
             raise
@@ -175,6 +175,6 @@ class Stores:
         self.staging.close()
         self.tiles.clear()
         while self._banks:
-            self._queues.release(self._banks.pop())
+            self._queues.release(self._banks.pop(), held=False)
         while self._shelves:
             self._shelves.pop().close()

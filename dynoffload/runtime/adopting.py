@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
+from dynoffload.runtime.adoption.homes import Room
 from dynoffload.runtime.adoption.restoring import Restoration
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
 from dynoffload.runtime.adoption.staying import beside, staying_bytes
@@ -46,6 +46,7 @@ class Adoption:
         heap_slack: bytes that moved tensors may leave in the heap.
         slices: page fused parameters by slices.
         queues: the updates of several steps may wait for a slice.
+        home: where the model's tensors are before the block.
 
     Attributes:
         store: what is paged whole.
@@ -65,6 +66,7 @@ class Adoption:
         heap_slack: int,
         slices: bool,
         queues: bool,
+        home: torch.device,
     ) -> None:
         self._model, self._optimizer, self._sizing = model, optimizer, sizing
         self._device = device
@@ -74,6 +76,7 @@ class Adoption:
         self.allowance, self.changed = sizing.kept_bytes, False
         left = min(_LEFT_IN_HEAP, heap_slack // _LEFT_OF_SLACK)
         self.store = Store(device, sizing.min_paged_bytes, left)
+        self.store.home = home
         self.rows = FusedStore(device, self.store)
         self.buffers: Buffers
 
@@ -84,6 +87,7 @@ class Adoption:
 
     def begun(self) -> None:
         """All that was there is adopted; what comes now comes late, and may find no room."""
+        self.store.home = self._device.device
         self._begun = True
         self._seen = self._sizes()
 
@@ -358,11 +362,11 @@ class Adoption:
             if users_of(storage) > 1 + len(adopted.get(region, ()))
         }
 
-    def restore(self, directory: Path) -> str:
-        """Make all tensors ordinary again; what does not fit in memory lies in ``directory`` then.
+    def restore(self, place: torch.device, room: Room) -> str:
+        """Make all tensors ordinary again, on ``place``, as far as there is ``room``.
 
         Returns:
-            Where what does not fit in memory lies now, or "".
+            Where what does not fit there lies now, or "".
 
         Raises:
             SpillError: some could not be read; all others were restored.
@@ -370,7 +374,7 @@ class Adoption:
         adopted = self.tensors()
         # A block that fails to begin has shown nobody anything: only its error holds what it made.
         held = self.held_by_others(adopted) if self._begun else set()
-        restoration = Restoration(self._device, self.store, self.rows, held, directory)
+        restoration = Restoration(self._device, self.store, self.rows, held, place, room)
         restoration.run(self.buffers, adopted)
         if restoration.lost:
             raise restoration.lost[0]

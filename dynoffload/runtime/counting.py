@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.updates.updates import can_split
@@ -128,7 +129,7 @@ def ordinary_bytes(
                 continue
             if device is None or device.owner(tensor) < 0:
                 storage = tensor.untyped_storage()
-                found[storage._cdata] = storage.nbytes()
+                found[storage._cdata] = size_of(storage)
     return sum(found.values())
 
 

@@ -12,7 +12,7 @@ output's node says so, as it is called in backward, or dies with the graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,14 @@ class Growth:
     """Counts what the forwards of ``model`` leave in memory until the end of a step.
 
     Gradients are not counted: what holds them is counted elsewhere.
+
+    Args:
+        model: the root.
+        given: returns the bytes that an accelerator's allocator has given; None: on the CPU.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, given: Callable[[], int] | None = None) -> None:
+        self._model, self._given = model, given
         self._left: list[_Left] = []
         self._alive = self._before = self._after = 0
 
@@ -79,7 +83,7 @@ class Growth:
         self._alive = self._before = self._after = 0
 
     def _used(self) -> int:
-        live = live_bytes()
+        live = live_bytes() if self._given is None else self._given()
         gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
         return (resident_bytes() if live is None else live) - gradients
 

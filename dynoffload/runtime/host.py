@@ -1,4 +1,5 @@
-"""The budget a process can really have: no more than the system, or its control group, can give.
+"""The budget a process can really have: no more than the system, its control group, or the
+accelerator can give.
 
 The pool takes memory as it is used, so a budget beyond what there is does no harm to a model that
 never fills it. It is lowered, with a warning, to what leaves room for freed heap and operators'
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
+from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.memory.limits import available_bytes
 from dynoffload.runtime.counting import ordinary_bytes
+from dynoffload.runtime.target import Target
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,52 @@ class Possible:
 
     budget: int
     slack: int
+
+
+def within(
+    target: Target, budget: int, slack: int, model: nn.Module, optimizer: Optimizer | None
+) -> AbstractContextManager[Possible]:
+    """Return the context in which a budget is divided: `within_host`, or `within_accelerator`."""
+    if target.queues is None:
+        return within_host(budget, slack, model, optimizer)
+    return within_accelerator(target, target.queues, budget, slack, model, optimizer)
+
+
+@contextmanager
+def within_accelerator(
+    target: Target,
+    queues: Queues,
+    budget: int,
+    slack: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+) -> Iterator[Possible]:
+    """Yield ``budget``, or what the accelerator has left if that is less; `slack` as it is.
+
+    What the model's tensors take there already counts as available, as they move into the pool.
+
+    Raises:
+        BudgetError: what is done with the lowered budget finds it too small; says that it is the
+            accelerator that is.
+    """
+    have = queues.free_bytes()
+    if target.home == queues.device:
+        have += ordinary_bytes(model, optimizer)
+    if budget <= have:
+        yield Possible(budget, slack)
+        return
+    lowered = (
+        f"the budget of {format_bytes(budget)} is more than the {format_bytes(have)} that "
+        f"{queues.name} has left"
+    )
+    try:
+        yield Possible(have, slack)
+    except BudgetError as error:
+        raise BudgetError(
+            f"{lowered}, and with that: {error}; it is the accelerator's memory that lacks: end "
+            "what else uses it, or take a larger one"
+        ) from error
+    logger.warning("%s: going on with that", lowered)
 
 
 @contextmanager

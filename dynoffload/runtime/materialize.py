@@ -5,7 +5,8 @@ never in memory at once. Who gives them is `dynoffload.runtime.filling`'s.
 
 [Note: models that stay]  Trainers place a model by ``model.to(device)`` before any of their
 callbacks can page it, and a model on the meta device cannot be moved. One whose weights are noted
-needs no move, as they will be given on the CPU: until then its ``to`` and ``cpu`` answer for that.
+needs no move, as they will be given where the block trains it: until then its ``to`` and ``cpu``
+answer for that, and note where that was to be.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from dynoffload.runtime.stored import Stored
 
 Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] | None
 
-_RECIPE = "_dynoffload_init"
+_CPU = torch.device("cpu")
+_RECIPE, _PLACE = "_dynoffload_init", "_dynoffload_place"
 _wholes: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with a recipe
 
 
@@ -120,12 +122,8 @@ def _stay(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """Be ``to`` and ``cpu`` of a model whose weights are noted; see [Note: models that stay]."""
     parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype, _, memory_format = parsed
-    if device is not None and device.type not in ("cpu", "meta"):
-        raise ConfigError(
-            f"this {type(model).__name__} gets its weights on the CPU, under offload(), and cannot "
-            f"be moved to {device}: leave it there (transformers: TrainingArguments(use_cpu=True), "
-            "Lightning: Trainer(accelerator='cpu'), accelerate: Accelerator(cpu=True))"
-        )
+    if device is not None and device.type != "meta":
+        model.__dict__[_PLACE] = device
     if dtype is not None or memory_format is not None:
         move: Callable[..., nn.Module] = type(model).to
         move(model, dtype=dtype, memory_format=memory_format)
@@ -135,6 +133,12 @@ def _stay(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 def recipe_is_noted(model: nn.Module) -> bool:
     """Return whether `remember` noted how ``model`` is to be given its weights."""
     return _RECIPE in model.__dict__
+
+
+def place_of(model: nn.Module) -> torch.device | None:
+    """Return where a model whose weights are noted was moved to since; None if it was not."""
+    place: torch.device | None = model.__dict__.get(_PLACE)
+    return place
 
 
 def noted(model: nn.Module) -> Init:
@@ -148,7 +152,7 @@ def recipe_of(model: nn.Module) -> tuple[Init] | None:
     recipe: tuple[Init] | None = model.__dict__.pop(_RECIPE, None)
     if recipe is not None:
         _wholes.discard(model)
-        for name in ("to", "cpu"):
+        for name in ("to", "cpu", _PLACE):
             model.__dict__.pop(name, None)
     return recipe
 
@@ -171,6 +175,7 @@ def give_weights(
     access: Access,
     *,
     kept: Collection[str] = (),
+    device: torch.device = _CPU,
 ) -> None:
     """Give the tensors of ``model`` that have no values theirs, one module after the other.
 
@@ -186,13 +191,14 @@ def give_weights(
             file.
         access: to the tensors' memory.
         kept: names of what a file does not replace.
+        device: for what is not paged.
 
     Raises:
         ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a tensor
             without a value, or the file does not fit; then it has written nothing.
     """
     check_init(init, model, empty)
-    leave_meta(model)
+    leave_meta(model, device)
     if isinstance(init, str | Path):
         Stored(init).copy_to(model, kept, access)
     elif isinstance(init, tuple):
@@ -209,16 +215,18 @@ def give_weights(
             fill(model, init, wanted, (), access)
 
 
-def leave_meta(model: nn.Module) -> None:
-    """Give what is not paged memory, of zeros; tensors that are views of one another stay so."""
+def leave_meta(model: nn.Module, device: torch.device = _CPU) -> None:
+    """Give what is not paged memory of ``device``, of zeros; tensors that are views of one another
+    stay so."""
     for parameter in model.parameters():
         if parameter.is_meta:
-            put_in_place(parameter, torch.zeros_like(parameter, device="cpu"))
-    zero_buffers(model)
+            put_in_place(parameter, torch.zeros_like(parameter, device=device))
+    zero_buffers(model, device)
 
 
-def zero_buffers(model: nn.Module) -> None:
-    """Give buffers on the meta device memory, of zeros; what is shared among them stays so."""
+def zero_buffers(model: nn.Module, device: torch.device = _CPU) -> None:
+    """Give buffers on the meta device memory of ``device``, of zeros; what is shared among them
+    stays so."""
     # They are not swapped: one that is a view of another cannot be.
     made: dict[int, torch.Tensor] = {}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -226,18 +234,21 @@ def zero_buffers(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 if id(buffer) not in made:
-                    made[id(buffer)] = _zeros_as(buffer, storages)
+                    made[id(buffer)] = _zeros_as(buffer, storages, device)
                 module._buffers[name] = made[id(buffer)]
 
 
-def _zeros_as(buffer: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def _zeros_as(
+    buffer: torch.Tensor, storages: dict[int, torch.UntypedStorage], device: torch.device
+) -> torch.Tensor:
     """Return zeros like ``buffer``, in a storage that stands for its own."""
     if buffer.layout is not torch.strided or type(buffer) is not torch.Tensor:
-        return torch.zeros_like(buffer, device="cpu")
+        return torch.zeros_like(buffer, device=device)
     away = buffer.untyped_storage()
     if away._cdata not in storages:
-        storages[away._cdata] = torch.zeros(away.nbytes(), dtype=torch.uint8).untyped_storage()
-    empty = torch.empty(0, dtype=buffer.dtype)
+        zeros = torch.zeros(away.nbytes(), dtype=torch.uint8, device=device)
+        storages[away._cdata] = zeros.untyped_storage()
+    empty = torch.empty(0, dtype=buffer.dtype, device=device)
     storage = storages[away._cdata]
     return empty.set_(storage, int(buffer.storage_offset()), buffer.size(), buffer.stride())
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload import memory, runtime
-from dynoffload.config import UNPAGED, Defaults, OffloadConfig, defaults, no_budget
+from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import check_room, default_spill_dir
@@ -29,15 +30,16 @@ from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
 from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
-from dynoffload.runtime.host import within_host
+from dynoffload.runtime.host import within
 from dynoffload.runtime.interrupts import admit, hold
-from dynoffload.runtime.materialize import Init, check_parts, remember
+from dynoffload.runtime.materialize import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.recompute.session import recomputing
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.swapping import swapping
+from dynoffload.runtime.target import target_of
 from dynoffload.runtime.unpaged import Unpaged
 from dynoffload.runtime.updates.update import check_optimizer, innermost
 from dynoffload.runtime.updates.updates import can_split
@@ -200,6 +202,8 @@ def offload(
     budget: int | str | None = None,
     pilot: Predictor | str | Path | None = "auto",
     spill_dir: str | Path | None = None,
+    host_budget: int | str | None = None,
+    device: torch.device | str | int | None = None,
     config: OffloadConfig | Mapping[str, Any] | None = None,
 ) -> OffloadBlock:
     """Train ``model`` within ``budget`` bytes of fast memory; results stay bit for bit the same.
@@ -215,6 +219,12 @@ def offload(
             the first steps, and let what was learned steer once it does better) or ``None`` (fetch
             on demand only, unless ``OffloadConfig.policy`` is ``"repeat"``).
         spill_dir: a directory on a disk; the system's for temporary files by default.
+        host_budget: of a model that is trained on an accelerator: bytes of pinned host memory for
+            what is not on it, and the rest lies in the file; ``None``: all of it is in host memory,
+            and there is no file.
+        device: where to train, such as ``"cuda"``; ``None``: where the model is. A model on the CPU
+            or the meta device is paged from there and is on the CPU after the block; samples are
+            moved by the loop, as ever. On an accelerator ``budget`` caps what its allocator gives.
         config: further options, as `OffloadConfig` or a mapping of its fields.
 
     Returns:
@@ -223,14 +233,17 @@ def offload(
 
     Raises:
         ConfigError: an option is wrong, or the optimizer cannot be split by parameter.
-        BudgetError: the budget cannot hold the largest operator.
+        BudgetError: the budget cannot hold the largest operator, or the host what lies below it.
         SpillError: the spill directory is missing, in memory, or too full.
         PilotError: the pilot is corrupt, or of another network.
-        BackendError: the backend asked for does not work on this system.
+        BackendError: the backend asked for does not work on this system, or there is no such
+            accelerator.
         LimitError: the policy is ``"os-paging"``, and the system lets no control group be made.
     """
     return OffloadBlock(
-        functools.partial(_plan, model, optimizer, budget, pilot, spill_dir, config)
+        functools.partial(
+            _plan, model, optimizer, budget, pilot, spill_dir, host_budget, device, config
+        )
     )
 
 
@@ -240,6 +253,8 @@ def _plan(
     budget: int | str | None,
     pilot: Predictor | str | Path | None,
     spill_dir: str | Path | None,
+    host_budget: int | str | None,
+    device: torch.device | str | int | None,
     config: OffloadConfig | Mapping[str, Any] | None,
 ) -> _Planned:
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
@@ -260,6 +275,12 @@ def _plan(
     options = OffloadConfig.of(config)
     if given.policy is not None:
         options = replace(options, policy=given.policy)
+    target = target_of(
+        model,
+        next((one for one in (device, given.device, place_of(model)) if one is not None), None),
+        given.host_budget if host_budget is None else host_budget,
+        options,
+    )
     if given.profile_dir is not None:
         return _Planned(_profiled(model, optimizer, given, options), lambda session: None)
     limit = given.budget if budget is None else parse_bytes(budget)
@@ -297,13 +318,15 @@ def _plan(
     chosen = spill_dir or given.spill_dir
     directory = Path(chosen or default_spill_dir())
     reason = "" if chosen else why_not_temporary(directory)
-    with within_host(limit, options.heap_slack_bytes, model, optimizer) as possible:
+    if target.queues is not None:
+        options = replace(options, backend=ACCELERATOR)
+    with within(target, limit, options.heap_slack_bytes, model, optimizer) as possible:
         options = replace(options, heap_slack_bytes=possible.slack)
         sizing = sizing_of(model, optimizer, possible.budget, options)
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
-    block = _paged(model, optimizer, sizing, options, directory, predictor, reason)
+    block = _paged(model, optimizer, sizing, options, directory, target, predictor, reason)
     return _Planned(block, functools.partial(_report, given))
 
 
@@ -437,24 +460,17 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what is spread over devices or processes, or has no shape yet."""
+    """Refuse what is spread over processes, or has no shape yet."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ConfigError(
             f"the {type(model.module).__name__} is wrapped in {type(model).__name__}: offload() "
-            "serves one process on the CPU; start one process and pass the model itself"
+            "serves one process; start one process and pass the model itself"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(
                 f"{name!r} of a lazy module has no shape yet: call the model on one sample under "
                 "torch.no_grad(), then make the optimizer, before the offload() block"
-            )
-    for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ConfigError(
-                f"parameter {name!r} is on {parameter.device}, and offload() serves models on the "
-                "CPU: leave the model there (transformers: TrainingArguments(use_cpu=True), "
-                "Lightning: Trainer(accelerator='cpu'), accelerate: Accelerator(cpu=True))"
             )
 
 

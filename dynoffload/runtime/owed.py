@@ -52,14 +52,20 @@ class Owed:
     Args:
         model: before it is paged.
         recipe: how its values are to be given, as a tuple of one; None if nobody has said.
+        device: where what is not paged gets its memory.
 
     Attributes:
         init: as ``recipe``, None once all has values.
         said: somebody has said how it is to be given.
     """
 
-    def __init__(self, model: nn.Module, recipe: tuple[Init] | None) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: tuple[Init] | None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self._model, self._device = model, device
         self._names = tensors_on_meta(model)
         self._kept: set[str] = set()  # of what the user has written
         self._seen: dict[str, _Seen] = {}
@@ -76,7 +82,7 @@ class Owed:
 
     def begin(self) -> None:
         """The model is paged: what is not leaves the meta device too."""
-        leave_meta(self._model)
+        leave_meta(self._model, self._device)
         self._note()
 
     def revert(self) -> None:
@@ -161,7 +167,7 @@ class Owed:
         left = self._names - self._kept
         check_init(init, self._model, left)  # before anything is written
         try:
-            give_weights(self._model, init, left, access, kept=kept)
+            give_weights(self._model, init, left, access, kept=kept, device=self._device)
         except BaseException:
             self._failed = True  # what is not zero may be what it wrote
             self._note()

@@ -24,15 +24,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
-from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import Accelerator
-from dynoffload.memory.device import Device
-from dynoffload.memory.mapped import MappedFile
-from dynoffload.memory.pager import Pager, probe
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.adoption.held import has_its_own
+from dynoffload.runtime.adoption.homes import Homes, room_for
 from dynoffload.runtime.adoption.staying import resident_storages
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit, units_of
@@ -45,6 +42,7 @@ from dynoffload.runtime.growth import tensors_in
 from dynoffload.runtime.interrupts import let_come, uninterrupted
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator
+from dynoffload.runtime.opening import open_device
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
@@ -52,6 +50,7 @@ from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, may_queue
+from dynoffload.runtime.target import Target
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss
@@ -60,30 +59,6 @@ from dynoffload.runtime.updates.updates import Updates, can_split
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-
-def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path) -> Device:
-    """Return the device that ``config`` asks for, or the best that works here.
-
-    Raises:
-        BackendError: the pager was asked for by name and is refused.
-        SpillError: the spill directory cannot be used.
-    """
-    reason = probe() if config.backend != "mapped" else "the mapped file was asked for"
-    if reason and config.backend == "pager":
-        raise BackendError(f"{reason}; use backend='mapped' or 'auto'")
-    if reason and config.backend == "auto":
-        logger.info("using the mapped-file backend: %s", reason)
-    kind = MappedFile if reason else Pager
-    return kind(
-        sizing.pool_bytes,
-        sizing.page_bytes,
-        spill_dir,
-        need=sizing.spill_bytes,
-        threads=config.io_threads,
-        record=config.record_events,
-        debug=config.debug,
-    )
 
 
 class Paging:
@@ -95,6 +70,8 @@ class Paging:
         sizing: how the budget is divided.
         config: the session's options.
         spill_dir: where the spill file lies.
+        target: where operators run.
+        homes: moves what is not paged there.
         forecast: what will probably run; it watches while paging is at work.
         on_progress: called at every visit of a unit.
         on_chunk: called whenever a chunk's worth of activations was saved or used.
@@ -109,6 +86,8 @@ class Paging:
         sizing: Sizing,
         config: OffloadConfig,
         spill_dir: Path,
+        target: Target,
+        homes: Homes,
         forecast: Forecast,
         *,
         on_progress: Callable[[], None],
@@ -118,6 +97,8 @@ class Paging:
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._forecast = forecast
+        self._target, self._homes = target, homes
+        self._place = target.home  # of what is restored
         self.spill_dir = spill_dir
         self._on_progress, self._on_chunk = on_progress, on_chunk
         self._on_phase, self._on_step = on_phase, on_step
@@ -147,7 +128,7 @@ class Paging:
 
     def _open(self, config: OffloadConfig) -> None:
         sizing = self.sizing
-        self.device = open_device(sizing, config, self.spill_dir)
+        self.device = open_device(sizing, config, self.spill_dir, self._target)
         self._undo.callback(self._end_device)
         self._residence: Residence | None = None
         if isinstance(self.device, Accelerator):
@@ -163,6 +144,7 @@ class Paging:
             heap_slack=config.heap_slack_bytes,
             slices=config.slices,
             queues=may_queue(config),
+            home=self._target.home,
         )
         self.store, self.rows = self.adoption.store, self.adoption.rows
         self.activations = Activations(
@@ -195,6 +177,7 @@ class Paging:
         for fused in self.rows:
             let_come()
             self.gradients.adopt(fused)
+        self._homes.bring()
         self.migrator = Migrator(
             self.device,
             self.updates,
@@ -209,7 +192,9 @@ class Paging:
         self._watching = contextlib.ExitStack()  # of fused parameters
         self._undo.callback(self._watching.close)
         self._watch()
-        if self.device.guarded and self.updates is not None:
+        if self.updates is not None and isinstance(self.device, Accelerator):
+            self.device.on_locked = self.updates.waiting.meet
+        elif self.updates is not None and self.device.guarded:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
 
@@ -230,7 +215,7 @@ class Paging:
         self._undo.callback(updates.close)
         if images is not None:
             updates.keep(images)
-        elif defer and self.device.guarded and updates.splits:
+        elif defer and self.device.guarded and self.device.serves and updates.splits:
             updates.drafts = Drafts(
                 optimizer,
                 self.store,
@@ -561,8 +546,11 @@ class Paging:
 
     @uninterrupted
     @torch.inference_mode(False)
-    def close(self) -> str:
+    def close(self, *, stays: bool = False) -> str:
         """Make all tensors ordinary again, and give the pool and the spill file back.
+
+        Args:
+            stays: training goes on, so they are wanted where operators run, and not at home.
 
         Returns:
             Where what does not fit in memory lies now, or "".
@@ -571,6 +559,8 @@ class Paging:
             StepLostError: an update that had been put off failed; all else was done.
         """
         self._ends = True
+        if stays:
+            self._place = self._target.device
         self._undo.close()
         return self._where
 
@@ -603,7 +593,8 @@ class Paging:
 
     def _restore_all(self) -> None:
         try:
-            self._where = self.adoption.restore(self.spill_dir)
+            room = room_for(self._target, self._place, self.spill_dir)
+            self._where = self.adoption.restore(self._place, room)
         except BaseException as error:
             self.loss.set(error, told=True)
             raise

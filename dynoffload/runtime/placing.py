@@ -14,6 +14,16 @@ from torch import nn
 from dynoffload.errors import ConfigError
 
 
+def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Have ``tensor`` hold ``data``, maybe on another device."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+    elif isinstance(tensor, nn.Parameter):
+        put_in_place(tensor, data)
+    else:
+        torch.utils.swap_tensors(tensor, data)  # type: ignore[no-untyped-call]
+
+
 def put_in_place(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Have ``parameter`` hold ``data``, on another device."""
     made = nn.Parameter(data, requires_grad=parameter.requires_grad)

@@ -64,6 +64,8 @@ class Recording:
         events: keep transfers, stalls and memory samples too.
         outside: returns the bytes of the model's tensors that lie outside of a device, all of them
             for None; called once in a step.
+        allocated: returns the most bytes that an accelerator's allocator had given since the last
+            call; None: fast memory is the process's, whose resident set tells what it takes beyond.
     """
 
     def __init__(
@@ -74,12 +76,14 @@ class Recording:
         *,
         events: bool,
         outside: Callable[[Device | None], int] = _nothing,
+        allocated: Callable[[], int] | None = None,
     ) -> None:
         self.log = log
         self._slack = slack
         self._baseline = baseline
         self._events = events
         self._count_outside = outside
+        self._allocated, self._of_process = allocated, allocated is None
         self._outside: int | None = None  # as last counted
         self._activations = 0  # as last measured
         self._origin = self._step_began = time.perf_counter()
@@ -135,6 +139,8 @@ class Recording:
         if self._outside is None:
             self._outside = self._count_outside(device)
         outside = self._outside + small
+        if not self._of_process:
+            return outside + device.resident_bytes(), device.taken_bytes()
         return outside + device.resident_bytes(), outside + device.taken_bytes()
 
     def _look(self, fast: int, taken: int) -> None:
@@ -150,10 +156,14 @@ class Recording:
         # What is in use cannot go back: ask again only when there is more than that.
         if beyond > max(self._slack, self._in_use + self._slack // 8) and heap.give_back():
             # The peak before is recorded too: it was there.
-            self.log.headroom = max(self.log.headroom, beyond)
+            self._note_headroom(beyond)
             beyond = self._in_use = resident_bytes() - self._baseline - taken
-        self.log.headroom = max(self.log.headroom, beyond)
+        self._note_headroom(beyond)
         return beyond
+
+    def _note_headroom(self, beyond: int) -> None:
+        if self._of_process:
+            self.log.headroom = max(self.log.headroom, beyond)
 
     def restart(self) -> None:
         """Another device begins to count from zero."""
@@ -194,12 +204,18 @@ class Recording:
         """
         now = time.perf_counter()
         self.phase("optimizer")
+        if device is not None:
+            allocated = device.allocated_bytes()
+        else:
+            allocated = 0 if self._allocated is None else self._allocated()
         counters = self._last if device is None else _counters(device)
         last = self._last
         self._last = counters
         number = len(self.log.steps)
         still = (counters.bytes_in, counters.bytes_out) == (last.bytes_in, last.bytes_out)
         peak = self._peak(device, small, counters, still=still)
+        if allocated:
+            self.log.headroom = max(self.log.headroom, allocated - peak)
         stats = StepStats(
             step=number,
             seconds=now - self._step_began,
@@ -212,6 +228,7 @@ class Recording:
             wasted_bytes=counters.wasted_bytes - last.wasted_bytes,
             accuracy=accuracy,
             peak_fast_bytes=peak,
+            peak_allocated_bytes=allocated,
         )
         self._step_began = now
         self.log.steps.append(stats)

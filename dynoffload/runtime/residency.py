@@ -9,8 +9,10 @@ tensor.
 [Note: views]  A view touches no byte, but most are refused of a storage that is empty. Those that
 are not refused leave an absent region absent.
 
-[Note: lists]  Operators over lists (`torch._foreach_*`, the fused optimizers) treat each tensor by
-itself, so lists that do not fit together are given part by part, with the same results.
+[Note: lists]  `torch._foreach_*`, and what unscales gradients, treat each tensor of a list by
+itself, so lists that do not fit
+together are given part by part, with the same results. Fused optimizers are given one parameter's
+tensors at a time by whoever splits steps.
 
 [Note: not dispatched]  What takes a tensor's address past the dispatcher sees an empty storage:
 kernels of the user's that are launched with `data_ptr()`, and numpy. Storages that Python code
@@ -32,6 +34,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.recompute.operators import effects_of
 
 logger = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ _OF_EMPTY = {
 @functools.cache
 def _is_over_lists(func: Any) -> bool:
     name = func._schema.name.rpartition("::")[2]
-    return bool(name.startswith("_foreach_"))
+    return bool(name.startswith(("_foreach_", "_amp_foreach_")))
 
 
 class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,6 +63,8 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: whose regions they touch.
     """
+
+    is_of_residency = True
 
     def __init__(self, device: Accelerator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,19 +176,13 @@ def _held_by(values: Any) -> Iterator[torch.Tensor | torch.UntypedStorage]:
             if value.layout is torch.strided:
                 yield value
             else:
-                yield from _parts_of(value)
+                yield from parts_of(value)
         elif isinstance(value, torch.UntypedStorage):
             yield value
         elif isinstance(value, torch.storage.TypedStorage):
             yield value._untyped_storage
         elif isinstance(value, list | tuple | dict):
             yield from _held_by(value)
-
-
-def _parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    from dynoffload.runtime.counting import parts_of
-
-    return iter(parts_of(tensor))
 
 
 def _is_list_of_tensors(value: Any) -> bool:

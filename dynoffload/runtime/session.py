@@ -21,6 +21,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.access import Access, InMemory, Paged
 from dynoffload.runtime.adoption.held import has_its_own
+from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.aside import ASIDE, Whole
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
@@ -39,6 +40,7 @@ from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
 from dynoffload.units import format_bytes
 
@@ -73,17 +75,20 @@ class Session:
         sizing: Sizing,
         config: OffloadConfig,
         spill_dir: Path,
+        target: Target,
         pilot: Predictor | str | None,
         spill_reason: str = "",
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
+        self._target = target
+        self._homes = Homes(model, optimizer, target, spill_dir)
         # It asks a predictor of the user's.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
         self._paging: Paging | None = None
         self._handles: list[RemovableHandle] = []
         self._aside_handle: RemovableHandle | None = None
-        self._owed = Owed(model, recipe_of(model))
+        self._owed = Owed(model, recipe_of(model), target.device)
         try:
             self._begin(spill_reason)
         except BaseException as error:
@@ -105,11 +110,14 @@ class Session:
             if paging is not None:
                 paging.close()
         finally:
-            self._owed.undo()
+            try:
+                self._homes.leave()
+            finally:
+                self._owed.undo()
 
     def _begin(self, spill_reason: str) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
-        config = self._config
+        config, target = self._config, self._target
         before = resident_bytes()
         self._paging = paging = self._page()
         self.log = RunLog(
@@ -127,6 +135,7 @@ class Session:
             config.heap_slack_bytes,
             events=config.record_events,
             outside=partial(ordinary_bytes, model, optimizer),
+            allocated=None if target.queues is None else target.queues.peak_bytes,
         )
         self._largest = 0
         self._measured_peak = self._need = 0
@@ -145,7 +154,8 @@ class Session:
             model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(leave, always_call=True),
         ]
-        self._growth = Growth(model)
+        queues = target.queues
+        self._growth = Growth(model, None if queues is None else queues.given_bytes)
         self._say_plan(spill_reason)
         self._owed.begin()
         paging.begun()
@@ -158,6 +168,8 @@ class Session:
             self.sizing,
             self._config,
             self.spill_dir,
+            self._target,
+            self._homes,
             self._forecast,
             on_progress=self._progress,
             on_chunk=self._look_at_heap,
@@ -172,21 +184,30 @@ class Session:
             return
         logger.info(
             "%s: %s of parameters, gradients%s under %s on the %s (pool %s in "
-            "pages of %s, reserve %s), beside it up to %s of freed memory, spilling to %s%s, "
-            "policy %s",
+            "pages of %s, reserve %s), %s, policy %s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
             format_bytes(sizing.budget),
             paging.device.name,
-            format_bytes(sizing.pool_bytes),
+            format_bytes(paging.device.capacity),
             format_bytes(sizing.page_bytes),
             format_bytes(sizing.reserve_bytes),
-            format_bytes(self._config.heap_slack_bytes),
-            self.spill_dir,
-            f" ({spill_reason})" if spill_reason else "",
+            self._beside(spill_reason),
             self._config.policy,
         )
+
+    def _beside(self, spill_reason: str) -> str:
+        """Return what the plan line says of what lies beside and below the pool."""
+        spills = f"spilling to {self.spill_dir}{f' ({spill_reason})' if spill_reason else ''}"
+        target, paging = self._target, self._paging
+        if target.queues is None:
+            slack = format_bytes(self._config.heap_slack_bytes)
+            return f"beside it up to {slack} of freed memory, {spills}"
+        assert paging is not None
+        pinned = "pinned" if target.queues.pinned else "not pinned"
+        host = f"{format_bytes(paging.device.taken_bytes())} of host memory below it ({pinned})"
+        return host if target.host_budget is None else f"{host}, {spills}"
 
     def __repr__(self) -> str:
         return (
@@ -324,7 +345,8 @@ class Session:
         )
 
     def _consider_aside(self, stats: StepStats) -> None:
-        self._measured_peak = max(self._measured_peak, stats.peak_fast_bytes)
+        peak = max(stats.peak_fast_bytes, stats.peak_allocated_bytes)
+        self._measured_peak = max(self._measured_peak, peak)
         if (
             self._leaves
             or stats.bytes_in
@@ -355,16 +377,16 @@ class Session:
         if paging.is_held_outside():
             return  # since the step
         self._paging = None
-        self._end(paging)
+        self._end(paging, stays=True)
         self._whole.watch()
         if self.optimizer is not None:
             self._aside_handle = self.optimizer.register_step_post_hook(
                 lambda optimizer, args, kwargs: self._end_step()
             )
 
-    def _end(self, paging: Paging) -> str:
+    def _end(self, paging: Paging, *, stays: bool = False) -> str:
         try:
-            return paging.close()
+            return paging.close(stays=stays)
         finally:
             if paging.loss:
                 Aftermath(self.model, self.optimizer, paging.loss)
@@ -574,6 +596,8 @@ class Session:
                 finally:
                     if cut_off:
                         self._owed.revert()
+            elsewhere = self._homes.leave()
+        where = ", ".join(place for place in (where, elsewhere) if place)
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)
 

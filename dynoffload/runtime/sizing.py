@@ -31,7 +31,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.config import LEAST_PAGE, OffloadConfig
+from dynoffload.config import ACCELERATOR, LEAST_PAGE, OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
@@ -54,6 +54,7 @@ class Sizing:
     Attributes:
         budget: what the user allows.
         pool_bytes: the device's pool.
+        least_bytes: of the pool, without which nothing works; see [Note: the least pool].
         page_bytes: size of its pages.
         min_paged_bytes: parameters and state below this stay resident.
         min_moved_bytes: saved tensors below this stay in place.
@@ -67,6 +68,7 @@ class Sizing:
 
     budget: int
     pool_bytes: int
+    least_bytes: int
     page_bytes: int
     min_paged_bytes: int
     min_moved_bytes: int
@@ -150,10 +152,22 @@ def sizing_of(
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
         f"activations and reserve: raise the budget to at least {format_bytes(enough)}, or make "
-        f"that layer smaller{_whole(model, optimizer, division, config)}{_held_too(model)}"
+        f"that layer smaller{_splits(model, division)}"
+        f"{_whole(model, optimizer, division, config)}{_held_too(model)}"
     )
     error.lacking = enough - budget
     raise error
+
+
+def _splits(model: nn.Module, division: _Division) -> str:
+    """Return how a culprit can be split that is the weight of a layer, "" if it is not."""
+    path, _, key = division.culprit.rpartition(".")
+    if key != "weight" or type(model.get_submodule(path)) not in (nn.Linear, nn.Embedding):
+        return ""
+    return (
+        ", or split its weight by dynoffload.tile(model, max_bytes=...) before the optimizer is "
+        "made"
+    )
 
 
 def _whole(
@@ -287,6 +301,7 @@ def _divide(
     sizing = Sizing(
         budget=budget,
         pool_bytes=pool,
+        least_bytes=need,
         page_bytes=page,
         min_paged_bytes=least,
         min_moved_bytes=min(16 * KiB, max(256, budget // 4096)),
@@ -302,12 +317,15 @@ def _divide(
 
 def _defers(config: OffloadConfig) -> bool:
     """Return whether updates may be put off."""
-    return config.defer_updates != "never" and config.backend != "mapped" and not probe()
+    if config.defer_updates == "never" or config.backend == "mapped":
+        return False
+    return config.backend == ACCELERATOR or not probe()
 
 
 def may_queue(config: OffloadConfig) -> bool:
     """Return whether the updates of several steps may wait for a slice that is not hit."""
-    return _defers(config) and not config.rollback
+    # What waits makes way for the next gradient by trading contents, which an accelerator cannot.
+    return _defers(config) and not config.rollback and config.backend != ACCELERATOR
 
 
 def _twins(
@@ -327,6 +345,7 @@ def _twins(
         or not can_split(optimizer)
         or not config.draft_share
         or config.policy == "on-demand"  # what is drafted is part of a plan
+        or config.backend == ACCELERATOR  # where nothing is drafted
         or not _defers(config)
     ):
         return 0

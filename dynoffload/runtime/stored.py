@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.access import Access
+from dynoffload.tiling.modules import Piece, pieces_of
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """What transformers names the files of a model."""
@@ -63,13 +64,15 @@ class Stored:
             ConfigError: a tensor is lacking or has another shape.
         """
         persistent = set(model.state_dict().keys())
+        pieces = pieces_of(model)
         for names, tensor in _tensors(model):
-            name = self._name_of(names)
+            name, piece = self._find(names, pieces)
             if name is not None:
-                if self._shapes[name] != list(tensor.shape):
+                shape = list(tensor.shape if piece is None else piece.shape)
+                if self._shapes[name] != shape:
                     raise ConfigError(
                         f"tensor {name!r} of {self.path} has shape {self._shapes[name]} but the "
-                        f"model's has {list(tensor.shape)}: {_FITS}"
+                        f"model's has {shape}: {_FITS}"
                     )
             elif not persistent.isdisjoint(names):
                 raise ConfigError(f"{self.path} has no tensor {names[0]!r}: {_FITS}")
@@ -82,24 +85,35 @@ class Stored:
 
     def lacks(self, model: nn.Module, empty: Collection[str]) -> frozenset[str]:
         """Return those of the names ``empty`` whose tensors are here under none of their names."""
-        found = (names for names, _ in _tensors(model) if self._name_of(names) is None)
+        pieces = pieces_of(model)
+        found = (names for names, _ in _tensors(model) if self._find(names, pieces)[0] is None)
         return frozenset(name for names in found for name in names if name in empty)
 
-    def _name_of(self, names: Collection[str]) -> str | None:
-        return next((name for name in names if name in self._files), None)
+    def _find(
+        self, names: Collection[str], pieces: Mapping[str, Piece]
+    ) -> tuple[str | None, Piece | None]:
+        """Return under which name a tensor is here, None if it is not; and which part of that it
+        is, if it is a tile's and what is here is whole."""
+        for name in names:
+            if name in self._files:
+                return name, None
+            if name in pieces and pieces[name].whole in self._files:
+                return pieces[name].whole, pieces[name]
+        return None, None
 
     def copy_to(self, model: nn.Module, kept: Collection[str], access: Access) -> None:
         """Copy into the tensors of ``model`` that are here, but for those ``kept``."""
-        wanted: dict[Path, list[tuple[str, Any]]] = {}
+        wanted: dict[Path, list[tuple[str, Piece | None, Any]]] = {}
+        pieces = pieces_of(model)
         for names, tensor in _tensors(model):
-            name = self._name_of(names)
+            name, piece = self._find(names, pieces)
             if name is not None and frozenset(names).isdisjoint(kept):
-                wanted.setdefault(self._files[name], []).append((name, tensor))
+                wanted.setdefault(self._files[name], []).append((name, piece, tensor))
         for file, tensors in wanted.items():
             with _opened(file) as opened:
-                for name, tensor in tensors:
+                for name, piece, tensor in tensors:
                     access.bring([tensor])
-                    tensor.copy_(_read(opened, file, name))
+                    tensor.copy_(_read(opened, file, name, piece))
 
 
 def _file_in(path: Path) -> Path:
@@ -157,10 +171,14 @@ def _opened(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _read(opened: Any, path: Path, name: str) -> torch.Tensor:
+def _read(opened: Any, path: Path, name: str, piece: Piece | None) -> torch.Tensor:
     with _told(path):
-        tensor: torch.Tensor = opened.get_tensor(name)
-    return tensor
+        if piece is None:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor
+        part = slice(piece.begin, piece.begin + piece.length)
+        tensor = opened.get_slice(name)[(slice(None),) * piece.dim + (part,)]
+        return tensor
 
 
 @contextlib.contextmanager

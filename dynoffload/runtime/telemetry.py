@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = "dynoffload-runlog"
-VERSION = 3
+VERSION = 4
 MAX_FILE_BYTES = GiB
 """Largest run log, unpacked, that `RunLog.load` reads."""
 
@@ -124,6 +124,8 @@ class StepStats:
         dropped_bytes: bytes of saved activations dropped, to be made again (``"dtr"``).
         recomputed: operators called again for that.
         recompute_s: seconds that took.
+        peak_allocated_bytes: most bytes of an accelerator that its own allocator had given at any
+            moment of the step, to regions and all else; 0 on the CPU.
     """
 
     step: int
@@ -140,6 +142,7 @@ class StepStats:
     dropped_bytes: int = 0
     recomputed: int = 0
     recompute_s: float = 0.0
+    peak_allocated_bytes: int = 0
 
 
 def table_of(steps: Sequence[StepStats]) -> pd.DataFrame:
@@ -321,6 +324,7 @@ _TABLES: dict[str, tuple[type[Any], dict[str, _Check]]] = {
             "dropped_bytes": _count,
             "recomputed": _count,
             "recompute_s": _seconds,
+            "peak_allocated_bytes": _count,
         },
     ),
     "transfers": (

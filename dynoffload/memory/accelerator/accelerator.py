@@ -22,6 +22,7 @@ running further ahead than a few uses, as it would find no room then.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections import deque
@@ -34,8 +35,9 @@ import torch
 from dynoffload.errors import BackendError, BudgetError
 from dynoffload.memory.accelerator.cells import Cell, State
 from dynoffload.memory.accelerator.host import Host
-from dynoffload.memory.accelerator.queues import Lag, Moment, Queues
+from dynoffload.memory.accelerator.queues import Copied, Lag, Moment, Queues
 from dynoffload.memory.accelerator.storages import RegionStorage
+from dynoffload.memory.accelerator.temporaries import Temporaries
 from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
 from dynoffload.memory.following import NEVER, Following
 from dynoffload.memory.places import Place, Places, users_of
@@ -67,10 +69,18 @@ def _unseen(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 class Accelerator(Unguarded, Places):
     """A `Device` whose regions are tensors of an accelerator.
 
+    Attributes:
+        on_locked: called with a locked region that somebody is about to use, in his thread; it
+            unlocks it, or raises.
+
     Args:
         queues: of the accelerator.
         capacity: bytes of its memory that regions may take.
+        page_bytes: regions are padded to this in every tier.
+        budget: bytes of its memory that regions and all else may take by its own allocator's
+            count, see [Note: temporaries]; None: no heed is paid to that.
         spill_dir: where the file lies, if there is one.
+        least: bytes of ``capacity`` without which nothing works.
         need: bytes that regions will take at least.
         host_budget: bytes of host memory for what is not on the accelerator; the rest is in the
             file. None: host memory holds all, and there is no file.
@@ -83,7 +93,7 @@ class Accelerator(Unguarded, Places):
     """
 
     name = "accelerator"
-    serves = False
+    serves, guarded = False, True
 
     def __init__(
         self,
@@ -91,6 +101,9 @@ class Accelerator(Unguarded, Places):
         capacity: int,
         spill_dir: Path,
         *,
+        page_bytes: int = PAGE,
+        budget: int | None = None,
+        least: int = 0,
         need: int = 0,
         host_budget: int | None = None,
         threads: int = 4,
@@ -99,7 +112,9 @@ class Accelerator(Unguarded, Places):
         spill: SpillFile | NoFile = NoFile(spill_dir)
         if host_budget is not None:
             spill = SpillFile(spill_dir, need)
-        super().__init__(capacity // PAGE * PAGE, PAGE, spill, 0)
+        super().__init__(capacity // page_bytes * page_bytes, page_bytes, spill, 0)
+        self._temporaries = Temporaries(self.capacity, least, budget)
+
         self.name, self.device = f"accelerator {queues.name}", queues.device
         self._queues = queues
         self._mutex = threading.RLock()
@@ -109,7 +124,7 @@ class Accelerator(Unguarded, Places):
         try:
             self._host = Host(
                 queues,
-                PAGE,
+                page_bytes,
                 need,
                 host_budget,
                 spill,
@@ -124,11 +139,18 @@ class Accelerator(Unguarded, Places):
             raise
         self._tally = Tally(record)
         self._lags: list[tuple[Lag, Cell, float]] = []
+        self._copies: list[tuple[Copied, EventKind, Cause, Cell]] = []  # to be told of
+        self._leaving: list[Cell] = []  # in order
         self._moments: deque[tuple[int, Moment]] = deque()
         self._tick = 0
         self._clock = 0
         self._used = self._peak = self._reserve = 0
+        self._bare = self._bare_peak = 0  # the same without padding, as the allocator gives it
+        self._resize(self._temporaries.capacity)
         self._closed = False
+        self._process = os.getpid()
+        self._locked: set[int] = set()
+        self.on_locked: Callable[[int], None] = self._locked.discard
 
     # Places
 
@@ -145,6 +167,7 @@ class Accelerator(Unguarded, Places):
             if writes:
                 self.acquire([region])
             else:
+                self._meet_owner([region])
                 self._bring([region], pin=False)
 
         offset = place.page * self.page_bytes
@@ -153,13 +176,14 @@ class Accelerator(Unguarded, Places):
             cell = Cell(region, place.nbytes, padded, offset, storage, self._clock)
             self._cells[region] = cell
             self._by_storage[storage._cdata] = region
-        storage.bring = bring
+        storage.bring, storage.content = bring, place.nbytes
 
     def _dismiss(self, region: int) -> None:
         with self._mutex:
             cell = self._cells[region]
             self._forget(cell)
             cell.storage.bring = None
+            self._locked.discard(region)
             del self._cells[region], self._by_storage[cell.storage._cdata]
 
     def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
@@ -203,6 +227,7 @@ class Accelerator(Unguarded, Places):
             BudgetError: they do not fit together, or others are held there.
             SpillError: the file cannot be read or written.
         """
+        self._meet_owner(regions)
         self._bring(regions, pin=True)
         with self._mutex:
             for region in written:
@@ -224,12 +249,28 @@ class Accelerator(Unguarded, Places):
             BudgetError: the regions do not fit together, or others are held there.
             SpillError: the file cannot be read or written.
         """
-        self._bring(regions, pin=pin)
-        with self._mutex:
+        self._meet_owner(regions)
+        with self._mutex:  # all along: what nobody holds might leave before it is noted
+            self._bring(regions, pin=pin)
             for region in regions:
                 cell = self._cells[region]
                 cell.written()
                 cell.tick = _UNKNOWN
+
+    def lock(self, regions: Sequence[int]) -> None:
+        """See `Device.lock`."""
+        self._locked.update(regions)
+
+    def unlock(self, regions: Sequence[int]) -> None:
+        """See `Device.unlock`."""
+        self._locked.difference_update(regions)
+
+    def _meet_owner(self, regions: Sequence[int]) -> None:
+        """Have locked regions unlocked, with no lock of the device's held."""
+        if self._locked:
+            for region in regions:
+                while region in self._locked:
+                    self.on_locked(region)
 
     def unpin(self, regions: Sequence[int]) -> None:
         """See `Device.unpin`."""
@@ -310,13 +351,14 @@ class Accelerator(Unguarded, Places):
                 if not self._make_room(cell.padded, must, wanted):
                     return False
             elif cell.in_file and not cell.in_host:
-                if not self._host.fetch(cell, wait=must):
+                if not self._host.fetch(cell, wait=must) and not must:
                     return False
             else:
                 break
         if cell.state is State.LEAVING:
             assert cell.gone is not None
             self._queues.after(cell.gone)  # before anything may write it
+            self._leaving.remove(cell)
             cell.state, cell.gone, cell.here = State.PRESENT, None, True
         if cell.state is State.PRESENT:
             return True
@@ -340,16 +382,17 @@ class Accelerator(Unguarded, Places):
             ) from error
         self._used += cell.padded
         self._peak = max(self._peak, self._used)
+        self._bare += cell.nbytes
+        self._bare_peak = max(self._bare_peak, self._bare)
         cell.state = State.PRESENT
 
     def _copy_in(self, cell: Cell, cause: Cause) -> None:
-        start = time.perf_counter()
         content, now = self._host.content(cell), self._queues.now()
         moment = self._queues.copy_in(cell.storage, content, [now])
         cell.ready = cell.copied = moment
         cell.here = True
         self._tally.bytes_in += cell.nbytes
-        self._tally.note(EventKind.FETCH, cause, cell.region, start, cell.nbytes)
+        self._copies.append((moment, EventKind.FETCH, cause, cell))
         if cause is Cause.PLAN:
             cell.prefetched = True
             self._tally.prefetched_bytes += cell.nbytes
@@ -369,11 +412,10 @@ class Accelerator(Unguarded, Places):
             if victim is not None:
                 self._leave(victim, Cause.ROOM)
                 continue
-            leaving = [c for c in self._cells.values() if c.state is State.LEAVING]
-            if not leaving:
+            if not self._leaving:
                 pinned = [c.region for c in self._cells.values() if c.pins]
                 raise self._no_room([c.region for c in wanted], pinned)
-            self._end(min(leaving, key=lambda cell: cell.stamp))
+            self._end(self._leaving[0])
         return True
 
     def _victim(self, later_than: int) -> Cell | None:
@@ -402,18 +444,21 @@ class Accelerator(Unguarded, Places):
         if not cell.is_dirty:
             self._free(cell)
             return True
-        if not self._host.place(cell, wait=cause is not Cause.PLAN):
-            return False
-        self._host.settle(cell)
+        while True:  # to wait lets go of the lock: others may take its slot from it meanwhile
+            if not self._host.place(cell, wait=cause is not Cause.PLAN):
+                return False
+            self._host.settle(cell)
+            if cell.slot is not None:
+                break
         if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
             return True  # things have moved on while host memory was waited for
-        start = time.perf_counter()
         content, over = self._host.content(cell), self._after_use(cell)
         moment = self._queues.copy_out(content, cell.storage, [over])
         cell.gone = cell.copied = moment
         cell.state, cell.in_host = State.LEAVING, True
+        self._leaving.append(cell)
         self._tally.bytes_out += cell.nbytes
-        self._tally.note(EventKind.EVICT, cause, cell.region, start, cell.nbytes)
+        self._copies.append((moment, EventKind.EVICT, cause, cell))
         return True
 
     def _after_use(self, cell: Cell) -> Moment:
@@ -429,15 +474,12 @@ class Accelerator(Unguarded, Places):
         assert cell.gone is not None
         self._queues.after(cell.gone)
         cell.gone = None
+        self._leaving.remove(cell)
         self._free(cell)
 
     def _reap(self) -> bool:
         """Take the memory of what has left by now; return whether anything has."""
-        gone = [
-            cell
-            for cell in self._cells.values()
-            if cell.state is State.LEAVING and cell.gone is not None and cell.gone.reached()
-        ]
+        gone = [one for one in self._leaving if one.gone is not None and one.gone.reached()]
         for cell in gone:
             self._end(cell)
         return bool(gone)
@@ -445,6 +487,7 @@ class Accelerator(Unguarded, Places):
     def _free(self, cell: Cell) -> None:
         self._queues.empty(cell.storage)
         self._used -= cell.padded
+        self._bare -= cell.nbytes
         cell.state, cell.here = State.ABSENT, False
 
     @_unseen
@@ -552,11 +595,40 @@ class Accelerator(Unguarded, Places):
         """See `Device.counters`."""
         with self._mutex:
             self._host.check()
-            self._look_at_lags()
+            self._look_at_queues()
             peak, self._peak = self._peak, self._used
             return self._tally.counters(self._used, peak)
 
-    def _look_at_lags(self) -> None:
+    def allocated_bytes(self) -> int:
+        """See `Device.allocated_bytes`; the pool follows, by [Note: temporaries]."""
+        with self._mutex:
+            peak = self._queues.peak_bytes()
+            self._queues.trim()
+            regions, self._bare_peak = self._bare_peak, self._bare
+            self._resize(self._temporaries.after(peak, regions))
+            return peak
+
+    def _resize(self, capacity: int) -> None:
+        """Let regions take no more than ``capacity`` bytes, or as little as they can now."""
+        self.capacity = capacity // self.page_bytes * self.page_bytes
+        while self._used > self.capacity:
+            victim = self._victim(-1)
+            if victim is None:
+                return
+            self._leave(victim, Cause.ROOM)
+            if victim.state is State.LEAVING:
+                self._end(victim)
+
+    def _look_at_queues(self) -> None:
+        under_way = []
+        for copy in self._copies:
+            moment, kind, cause, cell = copy
+            span = moment.span()
+            if span is None:
+                under_way.append(copy)
+            else:
+                self._tally.note(kind, cause, cell.region, span[0], cell.nbytes, span[1])
+        self._copies = under_way
         left = []
         for lag, cell, start in self._lags:
             seconds = lag.seconds()
@@ -564,21 +636,63 @@ class Accelerator(Unguarded, Places):
                 left.append((lag, cell, start))
             else:
                 self._tally.stall_s += seconds
-                self._tally.note(EventKind.STALL, Cause.FAULT, cell.region, start, cell.nbytes)
+                end = start + seconds
+                self._tally.note(EventKind.STALL, Cause.FAULT, cell.region, start, cell.nbytes, end)
         self._lags = left
 
     def events(self) -> list[Event]:
         """See `Device.events`."""
         with self._mutex:
-            self._look_at_lags()
+            self._look_at_queues()
             return self._tally.take_events()
 
     # The end
 
+    def keep(self, region: int) -> bool:
+        """See `Device.keep`.
+
+        Raises:
+            SpillError: it cannot be read.
+        """
+        with self._mutex:
+            cell = self._cells[region]
+            if cell.storage.bring is None:
+                return True
+            if cell.padded > self._queues.free_bytes() + self.capacity - self._used:
+                return False
+            self.capacity += cell.padded
+            try:
+                self._bring([region], pin=True)
+            except BudgetError:  # it has been given to others meanwhile
+                self.capacity -= cell.padded
+                return False
+            cell.storage.bring = None
+            return True
+
+    def below(self, region: int) -> torch.UntypedStorage | None:
+        """See `Device.below`: host memory, if it has no budget; else others would lack it."""
+        if self._host.budget is not None:
+            return None
+        with self._mutex:
+            cell = self._cells[region]
+            if cell.state is State.PRESENT and cell.is_dirty:
+                self._leave(cell, Cause.ROOM)
+            if not cell.in_host:
+                return None
+            self._settle(cell)
+            cell.copied = None
+            storage = self._host.give_away(cell)
+            self._forget(cell)
+            return storage
+
     def retire(self) -> int:
         """See `Device.retire`. What somebody holds stays on the accelerator, under no budget."""
         with self._mutex:
-            held = [cell for cell in self._cells.values() if users_of(cell.storage) > 1]
+            held = [
+                cell
+                for cell in self._cells.values()
+                if users_of(cell.storage) > 1 and cell.storage.bring is not None
+            ]
             self.capacity += sum(cell.padded for cell in held)
             for cell in held:
                 self._bring([cell.region], pin=True)
@@ -589,12 +703,13 @@ class Accelerator(Unguarded, Places):
     @_unseen
     def close(self) -> None:
         """See `Device.close`."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         with self._mutex:
             for cell in self._cells.values():
                 self._settle(cell)
+                cell.storage.bring = None
         self._host.close()
         self._spill.close()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -57,25 +57,20 @@ class Host:
     ) -> None:
         self._spill, self._cells, self._names = spill, cells, names
         self._next_use = next_use
-        begin = need if budget is None else budget
-        self._slab = Slab(queues, page_bytes, -(-begin // page_bytes) * page_bytes, budget)
+        pages = -(-need // page_bytes) if budget is None else budget // page_bytes
+        self._slab = Slab(queues, page_bytes, pages * page_bytes, grows=budget is None)
         self.budget = budget
         self._settled = threading.Condition(mutex)  # told when a transfer of the file is over
         self._draining: list[Cell] = []  # stand for slots that copies still use
         self._workers: ThreadPoolExecutor | None = None
         if isinstance(spill, SpillFile):
             self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
-        self.bytes_read = self.bytes_written = 0
+        self._failed: list[Cell] = []  # whose error somebody is to be told
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory taken, in use or not."""
         return self._slab.nbytes
-
-    @property
-    def spills(self) -> bool:
-        """Whether there is a file below."""
-        return self._workers is not None
 
     def content(self, cell: Cell) -> torch.Tensor:
         """Return the bytes of a region's slot, uint8."""
@@ -98,8 +93,8 @@ class Host:
             BudgetError: nothing leaves.
             SpillError: those that should leave cannot be written.
         """
-        for other in self._cells.values():
-            other.error = 0  # what could not be written then may be written now
+        while self._failed:  # what could not be written then may be written now
+            self._failed.pop().error = 0
         while cell.slot is None:
             self._drain()
             cell.slot = self._slab.take(cell.padded)
@@ -117,8 +112,15 @@ class Host:
                     f"({format_bytes(self._slab.nbytes)})"
                 )
             if wait:
-                self._check(self._cells.values())
+                self.check()
         return True
+
+    def give_away(self, cell: Cell) -> torch.UntypedStorage:
+        """Return what a region's slot holds as a storage that outlives this; the slot is gone, and
+        no copy of it is under way."""
+        assert cell.slot is not None
+        slot, cell.slot, cell.in_host = cell.slot, None, False
+        return self._slab.give_away(slot, cell.nbytes)
 
     def leave(self, cell: Cell) -> None:
         """Take a region's slot from it; what it holds there is gone."""
@@ -151,7 +153,7 @@ class Host:
             if cell.slot is None or cell is wanted or not cell.slot_is_idle() or cell.error:
                 continue
             free = not cell.in_host or cell.in_file
-            if not free and not self.spills:
+            if not free and self._workers is None:
                 continue
             rank = (free, self._next_use(cell.region), -cell.stamp)
             if rank > best:
@@ -188,7 +190,7 @@ class Host:
             wait: until they are there.
 
         Returns:
-            Whether they are there.
+            Whether they are there: if it waits, unless somebody else needed the room by then.
 
         Raises:
             BudgetError: there is no room for them.
@@ -204,8 +206,9 @@ class Host:
         if not wait:
             return False
         self.settle(cell)
-        self._check([cell])
-        return True
+        if cell.error:
+            self._fail(cell)
+        return cell.in_host
 
     def settle(self, cell: Cell) -> None:
         """Wait until the file does nothing with a region's slot."""
@@ -235,10 +238,10 @@ class Host:
             cell.traffic, cell.error = Traffic.NONE, number
             if not number and reads:
                 cell.in_host = True
-                self.bytes_read += cell.nbytes
             elif not number:
                 cell.in_file = cell.in_host  # unless it was written on the accelerator meanwhile
-                self.bytes_written += cell.nbytes
+            else:
+                self._failed.append(cell)
             self._settled.notify_all()
 
     def check(self) -> None:
@@ -247,16 +250,12 @@ class Host:
         Raises:
             SpillError: it could not be read or written.
         """
-        self._check(self._cells.values())
-
-    def _check(self, cells: Iterable[Cell]) -> None:
-        """Raise what the file did to one of ``cells``."""
-        for cell in cells:
-            if cell.error:
-                self._fail(cell)
+        if self._failed:
+            self._fail(self._failed[0])
 
     def _fail(self, cell: Cell) -> NoReturn:
         assert isinstance(self._spill, SpillFile)
+        self._failed.remove(cell)
         number, cell.error = cell.error, 0
         what, why = called(self._names, cell.region, cell.nbytes), reason(number)
         if cell.in_file:

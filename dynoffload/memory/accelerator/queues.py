@@ -26,6 +26,14 @@ class Moment(Protocol):
         """Hold the calling thread until it is reached."""
 
 
+class Copied(Moment, Protocol):
+    """The end of a copy."""
+
+    def span(self) -> tuple[float, float] | None:
+        """Return when the copy began and ended, on `time.perf_counter`'s clock; None while it is
+        under way."""
+
+
 class Lag(Protocol):
     """How long the compute queue stood still for a moment of another."""
 
@@ -67,7 +75,7 @@ class Queues(Protocol):
         target: torch.UntypedStorage | torch.Tensor,
         source: torch.Tensor,
         after: Sequence[Moment],
-    ) -> Moment:
+    ) -> Copied:
         """Copy host memory into a storage, on the queue for that, once ``after`` are reached.
 
         Args:
@@ -81,7 +89,7 @@ class Queues(Protocol):
         target: torch.Tensor,
         source: torch.UntypedStorage | torch.Tensor,
         after: Sequence[Moment],
-    ) -> Moment:
+    ) -> Copied:
         """Copy a storage, or a part of one, into host memory, on the queue for that, once ``after``
         are reached."""
 
@@ -92,9 +100,25 @@ class Queues(Protocol):
             MemoryError: there is none left.
         """
 
-    def release(self, memory: torch.Tensor) -> None:
-        """Give memory back that `host` has given; no copy of it is under way."""
+    def release(self, memory: torch.Tensor, *, held: bool) -> None:
+        """Give memory back that `host` has given; no copy of it is under way.
+
+        Args:
+            memory: all of it.
+            held: others read and write parts of it from now on: it is ordinary memory, theirs."""
 
     def peak_bytes(self) -> int:
         """Return the most bytes that the accelerator's own allocator had given since the last
         call; 0 where it does not count."""
+
+    def given_bytes(self) -> int:
+        """Return the bytes that the accelerator's own allocator has given by now, regions and all
+        else; 0 where it does not count."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes of the accelerator that the process can still take: those that nobody
+        has, and those that its own allocator keeps unused."""
+
+    def trim(self) -> None:
+        """Hand memory that the allocator keeps unused back, if that is much; see
+        [Note: fragments] in `streams`."""

@@ -36,13 +36,14 @@ class Slab:
         queues: whose host memory it is.
         page_bytes: slots are multiples of it.
         begin: bytes of the first piece, which is taken at once.
-        most: bytes of all pieces; None: as many as are asked for.
+        grows: take further pieces, as many as are asked for.
     """
 
-    def __init__(self, queues: Queues, page_bytes: int, begin: int, most: int | None) -> None:
-        self._queues, self._page, self._most = queues, page_bytes, most
+    def __init__(self, queues: Queues, page_bytes: int, begin: int, *, grows: bool) -> None:
+        self._queues, self._page, self._grows = queues, page_bytes, grows
         self._pieces: list[torch.Tensor] = []
         self._free: list[Extents] = []
+        self._given: set[int] = set()  # pieces of which a slot was given away
         self.nbytes = 0
         if begin:
             self._add(begin)
@@ -58,10 +59,9 @@ class Slab:
             page = free.take(pages)
             if page is not None:
                 return Slot(piece, page, pages)
-        room = nbytes if self._most is None else self._most - self.nbytes
-        if room < nbytes:
+        if not self._grows:
             return None
-        piece = self._add(max(nbytes, min(_PIECE, room if self._most is not None else _PIECE)))
+        piece = self._add(max(nbytes, _PIECE))
         page = self._free[piece].take(pages)
         assert page is not None
         return Slot(piece, page, pages)
@@ -75,10 +75,18 @@ class Slab:
         begin = slot.page * self._page
         return self._pieces[slot.piece][begin : begin + nbytes]
 
+    def give_away(self, slot: Slot, nbytes: int) -> torch.UntypedStorage:
+        """Return the first ``nbytes`` of a slot as a storage that outlives the slab, which has that
+        slot no more."""
+        self._given.add(slot.piece)
+        content = self.bytes_of(slot, nbytes).numpy().data
+        return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
+
     def close(self) -> None:
         """Give the memory back; no copy of it is under way."""
         while self._pieces:
-            self._queues.release(self._pieces.pop())
+            piece = self._pieces.pop()
+            self._queues.release(piece, held=len(self._pieces) in self._given)
         self._free.clear()
         self.nbytes = 0
 

@@ -25,9 +25,11 @@ class RegionStorage(torch.UntypedStorage):
     Attributes:
         bring: called before its bytes are looked at, with whether they may be written; None once
             it is a storage like any other.
+        content: bytes that it has while it is present.
     """
 
     bring: Callable[[bool], None] | None = None
+    content = 0
 
     def clone(self) -> torch.UntypedStorage:
         """Return an ordinary storage with the same bytes."""
@@ -35,6 +37,22 @@ class RegionStorage(torch.UntypedStorage):
         copy = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
         copy.copy_(self)
         return copy
+
+
+def size_of(storage: torch.UntypedStorage) -> int:
+    """Return the bytes of a storage; that of a region is not brought for that."""
+    if isinstance(storage, RegionStorage) and storage.bring is not None:
+        return storage.content
+    return int(storage.nbytes())
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what says where a tensor lies: the same for two tensors of one size if and only if
+    they are one. It is no address, which what is absent has none of."""
+    storage = tensor.untyped_storage()
+    if isinstance(storage, RegionStorage):
+        return storage._cdata, int(tensor.storage_offset()) * tensor.element_size()
+    return 0, tensor.data_ptr()
 
 
 def _brings(name: str, *, writes: bool) -> None:

@@ -5,6 +5,10 @@ pinned memory comes in powers of two, up to twice what is asked for; so on CUDA 
 torch gives the same name) a private mapping of the exact size is registered with the driver. Where
 that is refused, or there is no such call, torch's is taken, and where there is none, memory that is
 not pinned: copies are exact then, too, but nothing runs beside them.
+
+[Note: fragments]  Regions of many sizes come and go, and torch's allocator cuts the blocks that it
+keeps. What it keeps and cannot use grows with that. Where it keeps more than `_KEPT` of what is in
+use, it is asked to hand whole unused blocks back, which costs a wait for the accelerator.
 """
 
 from __future__ import annotations
@@ -12,17 +16,20 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dynoffload.errors import BackendError
+from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 _ALIGNED = mmap.PAGESIZE
+_KEPT = 0.25
 
 
 class _Event:
@@ -47,6 +54,27 @@ class _Event:
         return float(other._event.elapsed_time(self._event)) / 1e3
 
 
+class _Copy(_Event):
+    """The end of a copy; see `Copied`.
+
+    Args:
+        begin: of it, timed.
+        stream: of the copy.
+        origin: a timed moment that was reached at ``clock``.
+        clock: on `time.perf_counter`'s clock.
+    """
+
+    def __init__(self, begin: _Event, stream: torch.Stream, origin: _Event, clock: float) -> None:
+        super().__init__(stream, timed=True)
+        self._begin, self._origin, self._clock = begin, origin, clock
+
+    def span(self) -> tuple[float, float] | None:
+        if not self.reached():
+            return None
+        begin, end = self._begin.since(self._origin), self.since(self._origin)
+        return self._clock + begin, self._clock + end
+
+
 class _Span:
     """A `Lag` between two timed moments of the compute stream."""
 
@@ -55,6 +83,15 @@ class _Span:
 
     def seconds(self) -> float | None:
         return self._end.since(self._begin) if self._end.reached() else None
+
+
+def open_queues(device: torch.device) -> Queues:
+    """Return the queues of an accelerator.
+
+    Raises:
+        BackendError: there is no such accelerator.
+    """
+    return Streams(device)
 
 
 class Streams:
@@ -81,6 +118,9 @@ class Streams:
         self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
         self._mapped: dict[int, mmap.mmap] = {}  # address -> mapping that is registered
         self.pinned = True
+        self._origin = _Event(self._compute(), timed=True)
+        self._origin.wait()
+        self._clock = time.perf_counter()
 
     # Moments
 
@@ -114,6 +154,24 @@ class Streams:
         torch.accelerator.reset_peak_memory_stats(self.device)
         return int(peak)
 
+    def given_bytes(self) -> int:
+        """See `Queues.given_bytes`."""
+        return int(torch.accelerator.memory_allocated(self.device))
+
+    def free_bytes(self) -> int:
+        """See `Queues.free_bytes`."""
+        free, _ = torch.accelerator.get_memory_info(self.device)
+        return int(free) + self._kept_bytes()
+
+    def trim(self) -> None:
+        """See `Queues.trim`."""
+        if self._kept_bytes() > _KEPT * torch.accelerator.memory_allocated(self.device):
+            torch.accelerator.empty_cache()
+
+    def _kept_bytes(self) -> int:
+        reserved = int(torch.accelerator.memory_reserved(self.device))
+        return reserved - int(torch.accelerator.memory_allocated(self.device))
+
     # Copies
 
     def copy_in(
@@ -121,7 +179,7 @@ class Streams:
         target: torch.UntypedStorage | torch.Tensor,
         source: torch.Tensor,
         after: Sequence[Any],
-    ) -> _Event:
+    ) -> _Copy:
         """See `Queues.copy_in`."""
         return self._copy(self._in, _bytes_of(target), source, after)
 
@@ -130,7 +188,7 @@ class Streams:
         target: torch.Tensor,
         source: torch.UntypedStorage | torch.Tensor,
         after: Sequence[Any],
-    ) -> _Event:
+    ) -> _Copy:
         """See `Queues.copy_out`."""
         return self._copy(self._out, target, _bytes_of(source), after)
 
@@ -140,12 +198,13 @@ class Streams:
         target: torch.Tensor,
         source: torch.Tensor,
         after: Sequence[Any],
-    ) -> _Event:
+    ) -> _Copy:
         for moment in after:
             moment.hold(stream)
+        begin = _Event(stream, timed=True)
         with stream, torch.no_grad():
             target.copy_(source, non_blocking=True)
-        return _Event(stream)
+        return _Copy(begin, stream, self._origin, self._clock)
 
     # Host memory
 
@@ -187,7 +246,7 @@ class Streams:
         begin = -found.data_ptr() % _ALIGNED
         return found[begin : begin + nbytes]
 
-    def release(self, memory: torch.Tensor) -> None:
+    def release(self, memory: torch.Tensor, *, held: bool) -> None:
         """See `Queues.release`."""
         address = memory.data_ptr()
         mapping = self._mapped.pop(address, None)

@@ -7,21 +7,18 @@ tensors are ordinary in any case.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.device import Device
-from dynoffload.memory.limits import available_bytes
-from dynoffload.memory.outside import mapped_copy
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.adoption.homes import Room
 from dynoffload.runtime.adoption.store import Store, offset_of, view_of
+from dynoffload.runtime.placing import put
 from dynoffload.units import format_bytes
-
-_KEEP_FREE = 0.1  # share of available memory that restoration leaves alone
 
 
 class Restoration:
@@ -32,7 +29,8 @@ class Restoration:
         store: knows which.
         rows: holds those that are paged by slices.
         held: first regions of what others hold too: it stays where it is.
-        directory: for what does not fit in memory.
+        place: where they are wanted.
+        room: has memory there.
 
     Attributes:
         where: where what does not fit in memory lies now, or "".
@@ -45,13 +43,14 @@ class Restoration:
         store: Store,
         rows: FusedStore,
         held: Collection[int],
-        directory: Path,
+        place: torch.device,
+        room: Room,
     ) -> None:
         self._device, self._store, self._rows = device, store, rows
-        self._held, self._directory = held, directory
+        self._held, self._room = held, room
+        self._stays = place == device.device
         self._storages: dict[int, torch.UntypedStorage] = {}  # by the first region
-        self._room = int(available_bytes() * (1 - _KEEP_FREE))
-        self._outside = self._inside = 0
+        self._inside = 0
         self._refused = ""
         self.where = ""
         self.lost: list[SpillError] = []
@@ -63,7 +62,7 @@ class Restoration:
         for tensors in adopted.values():
             for tensor in tensors:
                 if self._region_of(tensor) >= 0:
-                    tensor.data = self._ordinary(tensor.data)
+                    put(tensor, self._ordinary(tensor.data))
         for slot in self._store.slots.values():
             for region in slot.update_regions():
                 if users_of(self._device.storage(region)) <= 1:
@@ -73,9 +72,7 @@ class Restoration:
                 if not self._rows.is_held(row):
                     for region in row:
                         self._device.discard(region)
-        where = ""
-        if self._outside:
-            where = f"{format_bytes(self._outside)} mapped from {self._directory}"
+        where = self._room.where
         if self._inside:
             where += f"{', ' if where else ''}{format_bytes(self._inside)} under the budget still"
             where += f" ({self._refused})"
@@ -109,23 +106,28 @@ class Restoration:
     def _copied(
         self, ours: torch.UntypedStorage, region: int, row: list[int] | None
     ) -> torch.UntypedStorage:
-        if row is None:
-            self._device.acquire([region])
-        if region in self._held:  # whoever holds it must go on seeing the tensor
+        device = self._device
+        if row is None and self._stays and device.keep(region):
             return ours
-        nbytes = ours.nbytes()
-        if nbytes <= self._room:
-            self._room -= nbytes
+        if region in self._held:  # whoever holds it must go on seeing the tensor
             if row is None:
-                return ours.clone()  # type: ignore[no-untyped-call, no-any-return]
-            storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
-            self._rows.copy_out(row, storage)
+                device.acquire([region])
+            return ours
+        if row is None and (below := device.below(region)) is not None:
+            return below
+        if row is None:
+            device.acquire([region])
+        nbytes = ours.nbytes()
+        storage = self._room.empty(nbytes)
+        if storage is not None:
+            if row is None:
+                storage.copy_(ours)
+            else:
+                self._rows.copy_out(row, storage)
             return storage
         try:
-            storage = mapped_copy(ours, self._directory)
+            return self._room.mapped(ours)
         except SpillError as error:  # no room there either: it stays where it is
             self._refused = error.strerror or str(error)
             self._inside += nbytes
             return ours
-        self._outside += nbytes
-        return storage

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.memory.accelerator.storages import size_of
+
 _ELEMENTWISE = frozenset(
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
@@ -73,7 +75,7 @@ def sole_owners(parameters: Iterable[nn.Parameter]) -> set[int]:
     return {
         id(first)
         for first, *others in users.values()
-        if not others and first.untyped_storage().nbytes() == first.numel() * first.element_size()
+        if not others and size_of(first.untyped_storage()) == first.numel() * first.element_size()
     }
 
 

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from dynoffload.memory import heap
+from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
-from dynoffload.runtime.placing import put_in_place
+from dynoffload.runtime.placing import put, put_in_place
 
 if TYPE_CHECKING:
     from dynoffload.runtime.adoption.fused import Fused
@@ -60,7 +61,7 @@ def can_move(tensor: torch.Tensor) -> bool:
 
 def moved_bytes(parameter: torch.Tensor) -> int:
     """Return the bytes that move with ``parameter``: those of its whole storage."""
-    return parameter.nbytes if parameter.is_meta else parameter.untyped_storage().nbytes()
+    return parameter.nbytes if parameter.is_meta else size_of(parameter.untyped_storage())
 
 
 @dataclass(eq=False)
@@ -114,10 +115,14 @@ class Store:
         device: where regions live.
         min_paged_bytes: smaller tensors stay where they are.
         left_bytes: of state moved out of the heap, after which its free pages go back.
+
+    Attributes:
+        home: from where tensors come as a block begins; then the device's own.
     """
 
     def __init__(self, device: Device, min_paged_bytes: int, left_bytes: int) -> None:
         self._device = device
+        self.home = device.device
         self._min = min_paged_bytes
         self._most_left = left_bytes
         self.slots: dict[nn.Parameter, Slot] = {}  # of those that are paged whole
@@ -136,7 +141,7 @@ class Store:
         least = self._min if slot is None else max(1, min(self._min, slot.parameter.nbytes))
         return (
             can_move(tensor)
-            and tensor.device.type in (self._device.device.type, "meta")
+            and tensor.device.type in (self._device.device.type, self.home.type, "meta")
             and tensor.numel() * tensor.element_size() >= least
         )
 
@@ -201,7 +206,7 @@ class Store:
         if meta:
             put_in_place(parameter, ours)
         else:
-            parameter.data = ours
+            put(parameter, ours)
         self.slots[parameter] = slot
         other = self._by_region.get(region)
         if other is not None:
@@ -264,7 +269,7 @@ class Store:
             ours = view_of(self._device.storage(region), gradient)
         self._device.acquire([region])
         ours.copy_(gradient)
-        gradient.data = ours
+        put(gradient, ours)
 
     def _gradient_region(self, slot: Slot, gradient: torch.Tensor) -> int:
         nbytes = gradient.numel() * gradient.element_size()
@@ -315,7 +320,7 @@ class Store:
             self._device.acquire([region])
             ours = view_of(self._device.storage(region), value)
             ours.copy_(value)
-            value.data = ours
+            put(value, ours)
         if self._left_in_heap > self._most_left:
             self._left_in_heap = 0
             heap.give_back()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError
+from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.pieces import is_dense
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints.tensors import check_savable
@@ -50,10 +51,7 @@ def _memory(name: str, tensor: torch.Tensor) -> object:
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     check_savable(name, tensor)
-    address: object = tensor.data_ptr()
-    if not address:  # of a storage that is empty, as its region is absent
-        address = tensor.untyped_storage()._cdata, tensor.storage_offset()
-    return address, tensor.dtype, tensor.shape, tensor.stride()
+    return place_of(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, str]:

@@ -61,7 +61,7 @@ class Migrator:
         self._device = device
         self._updates = updates
         self._activations = activations
-        self._capacity = device.capacity - reserve_bytes
+        self._reserve = reserve_bytes
         self._replay = replay
         if replay is not None:
             replay.forget()  # regions and units have new numbers
@@ -206,8 +206,9 @@ class Migrator:
         resident = self._device.resident()
         highest = max([highest, *resident])
         sizes = [self._device.size(region) for region in range(highest + 1)]
+        capacity = self._device.capacity - self._reserve
         try:
-            schedule = self.policy.plan(reference.uses, sizes, self._capacity, resident, resident)
+            schedule = self.policy.plan(reference.uses, sizes, capacity, resident, resident)
         except (BudgetError, ValueError) as error:
             # A module uses more than there is, though no operator does, or the order is one that
             # cannot be: a plan is advice, so the step runs on demand.

@@ -114,7 +114,6 @@ class Activations:
         self.kept = Keeping()
         self._closed = False
         self._inputs: set[int] = set()  # storages of what the model was called with
-        self._most = self.device.capacity - self.chunk_bytes  # bytes that can be saved as one
         self._borrowed: Endings[None] = Endings()
 
     # Chunks
@@ -269,7 +268,8 @@ class Activations:
         used = tensor.numel() * tensor.element_size()
         whole, gaps = nbytes <= 2 * used, used > 0 and not is_dense(tensor)
         if not whole and gaps:
-            whole = key not in self._inputs and self.device.padded(nbytes) <= self._most
+            most = self.device.capacity - self.chunk_bytes  # bytes that can be saved as one
+            whole = key not in self._inputs and self.device.padded(nbytes) <= most
         if not whole:
             nbytes = used
             key = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -187,7 +187,7 @@ class Drafts:
         used = slot.gradient if trial is None else trial
         given_gradient = view_of(device.storage(used), gradient, offset_of(gradient))
         version = given_gradient._version
-        modes = Modes.now()
+        modes = Modes.now(self._device.device.type)
         update = Update(group, data, given_gradient, own, [], modes, self._optimizer.state)
         if trial is not None:
             copied.append(slot.gradient)
@@ -277,7 +277,7 @@ class Drafts:
             and all(state.get(key) is value for key, value in draft.state.items())
             and _places(slot, draft.gradient, state) == draft.places
             and same(group, draft.group)
-            and draft.modes.suit(self._optimizer, Modes.now())
+            and draft.modes.suit(self._optimizer, Modes.now(self._device.device.type))
             and may_wait()
             and same({key: state[key] for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.copies import Copies
 from dynoffload.memory.pieces import Holder
 
@@ -36,7 +37,7 @@ class _Image:
     key: str | None
     number: int | None
     offset: int
-    address: int
+    place: tuple[int, int]
     dtype: torch.dtype
     shape: torch.Size
 
@@ -117,8 +118,8 @@ class Images:
             return
         before = self._states[parameter] or {}
         if key is None or before.get(key) is _IN_FILE:
-            at, address = self._copies.write(shown), own.data_ptr()
-            image = _Image(parameter, key, number, at, address, shown.dtype, shown.shape)
+            at, place = self._copies.write(shown), place_of(own)
+            image = _Image(parameter, key, number, at, place, shown.dtype, shown.shape)
             self._images.append(image)
 
     def undo(self) -> None:
@@ -153,8 +154,8 @@ class Images:
             tensor = tensor[image.number]
         found = None
         if isinstance(tensor, torch.Tensor):
-            found = tensor.data_ptr(), tensor.dtype, tensor.shape
-        if found != (image.address, image.dtype, image.shape):
+            found = place_of(tensor), tensor.dtype, tensor.shape
+        if found != (image.place, image.dtype, image.shape):
             raise ValueError("a tensor that the step has changed lies elsewhere by now")
         return cast(torch.Tensor, tensor).detach()
 

@@ -15,6 +15,7 @@ made. So flags are set instead, and nothing is cached.
 
 [Note: modes that hold]  Two kinds cannot be carried over, so with them nothing is put off: a mode
 of the user's that watches operators would miss them, and no other thread flushes denormals alike.
+Modes that see to residency stay on.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 _LEAST = 5e-324  # the least denormal number
 _CAST = ("Adafactor", "Muon")  # whose operators autocast casts; those of the others it does not
@@ -39,9 +44,17 @@ def flushes_denormals() -> bool:
     return _LEAST * 1.0 == 0.0
 
 
+def _ours() -> list[Any]:
+    """Return the dispatch modes that are on and see to residency alone."""
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    modes = _get_current_dispatch_mode_stack()
+    return [mode for mode in modes if getattr(mode, "is_of_residency", False)]
+
+
 def may_wait() -> bool:
     """Return whether updates of this moment may be made later; see [Note: modes that hold]."""
-    if flushes_denormals() or torch._C._len_torch_dispatch_stack():
+    if flushes_denormals() or len(_ours()) < torch._C._len_torch_dispatch_stack():
         return False
     return not torch._C._len_torch_function_stack() or all(
         isinstance(mode, DeviceContext) and mode.device.type == "cpu"
@@ -59,7 +72,8 @@ class Modes:
         warn_only: whether those that are missing are only warned of.
         threads: of one operator.
         mkldnn: whether oneDNN may multiply matrices.
-        autocast: whether autocast is on for the CPU.
+        kind: type of the device on which updates are made.
+        autocast: whether autocast is on for it.
         autocast_dtype: to what it casts.
     """
 
@@ -68,20 +82,22 @@ class Modes:
     warn_only: bool
     threads: int
     mkldnn: bool
+    kind: str
     autocast: bool
     autocast_dtype: torch.dtype
 
     @classmethod
-    def now(cls) -> Modes:
-        """Return the modes of this moment."""
+    def now(cls, kind: str) -> Modes:
+        """Return the modes of this moment, for updates on a device of type ``kind``."""
         return cls(
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.get_num_threads(),
             torch._C._get_mkldnn_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
+            kind,
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
         )
 
     def suit(self, optimizer: Optimizer, others: Modes) -> bool:
@@ -98,7 +114,7 @@ class Modes:
             own_thread: this thread does nothing else: its number of threads need not come back.
         """
         with contextlib.ExitStack() as undo:
-            now = Modes.now()
+            now = Modes.now(self.kind)
             if now != self:
                 undo.callback(now._set_globals if own_thread else now._set)
                 self._set()
@@ -111,7 +127,10 @@ class Modes:
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 undo.enter_context(temporarily_clear_interpreter_stack())
             if torch._C._len_torch_dispatch_stack():
+                ours = _ours()
                 undo.enter_context(_disable_current_modes())
+                for mode in ours:
+                    undo.enter_context(mode)
             if torch._C._len_torch_function_stack():
                 undo.enter_context(torch._C.DisableTorchFunction())
             if torch.is_inference_mode_enabled():
@@ -128,8 +147,8 @@ class Modes:
 
     def _set(self) -> None:
         self._set_globals()
-        torch.set_autocast_enabled("cpu", self.autocast)
-        torch.set_autocast_dtype("cpu", self.autocast_dtype)
+        torch.set_autocast_enabled(self.kind, self.autocast)
+        torch.set_autocast_dtype(self.kind, self.autocast_dtype)
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 

@@ -118,7 +118,7 @@ class SliceUpdates:
         assert row is not None
         self.rows.point(fused, row)  # the user may have put a gradient there that was made for him
         clear = self._device.is_clear(row)
-        modes = Modes.now()
+        modes = Modes.now(self._device.device.type)
         zero, other = Step(group, small, True, modes), Step(group, small, False, modes)
         torch.autograd.graph.increment_version(fused.parameter)
         return [

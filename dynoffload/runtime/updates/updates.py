@@ -174,7 +174,7 @@ class Updates:
         images = self.maker.images
         if images is None or self.waiting.loss.within or not images.any():
             return False
-        with self.waiting.mutex, Modes.now().again():
+        with self.waiting.mutex, Modes.now(self._device.device.type).again():
             self.waiting.forget()
             try:
                 images.undo()
@@ -397,7 +397,7 @@ class Updates:
 
     def _put_off(self, paged: Iterable[tuple[Slot, Group]]) -> None:
         waiting = []
-        may, modes = may_wait(), Modes.now()
+        may, modes = may_wait(), Modes.now(self._device.device.type)
         self._begun = True
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad

@@ -1,9 +1,10 @@
 """Updates that wait: made when their parameter is next used, by whoever comes first.
 
 [Note: guards]  The regions of an update that waits are locked: an access by anybody is held back
-until `Waiting.serve` has made the update behind its back. Whoever needs the update meanwhile waits
-for the mutex: a slot leaves `pending` before its update is made, but `_making` holds it until it
-is.
+until `Waiting.serve` has made the update behind its back; where the device serves no accesses,
+whoever is about to make one makes the update first (`Waiting.meet`). Whoever needs the update
+meanwhile waits for the mutex: a slot leaves `pending` before its update is made, but `_making`
+holds it until it is.
 """
 
 from __future__ import annotations
@@ -139,6 +140,20 @@ class Waiting:
             finally:
                 self._device.unlock(update.regions)
             self._maker.end_gradient(slot, update)
+
+    def meet(self, region: int) -> None:
+        """Somebody is about to use a locked ``region``: make the update that it waits for, in his
+        thread.
+
+        Raises:
+            BaseException: what the update has raised; it is lost, or still to be made.
+        """
+        slot = self._store.slot_of(region)
+        if slot is None or not (slot in self.pending or self._making is slot):
+            self._device.unlock([region])
+            return
+        self.behind += 1
+        self.flush(slot)
 
     def vacate(self, slot: Slot, region: int) -> None:
         """The gradient of a slice is about to be made in ``region``: an update that still has to

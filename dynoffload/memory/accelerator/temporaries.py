@@ -1,0 +1,67 @@
+"""How much of an accelerator's budget is left to regions, beside what operators take.
+
+What it is: `Temporaries`, by which the pool follows the allocator's own count from step to step.
+What it is not: the pool.
+
+[Note: temporaries]  An accelerator has one memory for regions and for all else: what operators make
+and do not save, workspaces of libraries, inputs. A budget is kept by the count of its allocator,
+which sees both; what the rest takes nobody knows before it has run. So the pool begins smaller by
+an eighth of the budget, and from then on is what the rest has left of it in the last steps. It is
+never smaller than what the largest update needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from dynoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_FIRST = 8  # part of the budget, for what nobody has seen yet
+_STEPS = 32  # in which the rest was seen
+
+
+class Temporaries:
+    """Sizes the pool.
+
+    Args:
+        most: bytes of the pool at most.
+        least: bytes without which it cannot work.
+        budget: bytes that regions and all else may take; None: the pool is what it is at most.
+
+    Attributes:
+        capacity: bytes of the pool now.
+    """
+
+    def __init__(self, most: int, least: int, budget: int | None) -> None:
+        self._most, self._least, self._budget = most, min(least, most), budget
+        self._rest: deque[int] = deque(maxlen=_STEPS)
+        self._said = False
+        self.capacity = most if budget is None else max(self._least, most - budget // _FIRST)
+
+    def after(self, peak: int, regions: int) -> int:
+        """Return the bytes of the pool after a step.
+
+        Args:
+            peak: the most bytes that the allocator has given in it; 0 if it does not count.
+            regions: the most bytes of regions in it.
+        """
+        if self._budget is None or not peak:
+            return self.capacity
+        self._rest.append(max(0, peak - regions))
+        room = self._budget - max(self._rest)
+        self.capacity = max(self._least, min(self._most, room))
+        if room < self._least and not self._said:
+            self._said = True
+            logger.warning(
+                "operators, and what is not dynoffload's, take up to %s beside the regions, and "
+                "these need %s at once: the budget of %s is passed by %s; raise it, or take "
+                "smaller samples",
+                format_bytes(max(self._rest)),
+                format_bytes(self._least),
+                format_bytes(self._budget),
+                format_bytes(self._least - room),
+            )
+        return self.capacity

@@ -1,0 +1,75 @@
+"""Which device a session pages with: the accelerator's, the pager, or the mapped file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BackendError, BudgetError
+from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.device import Device
+from dynoffload.memory.limits import available_bytes
+from dynoffload.memory.mapped import MappedFile
+from dynoffload.memory.pager import Pager, probe
+from dynoffload.runtime.sizing import Sizing
+from dynoffload.runtime.target import Target
+from dynoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: Target) -> Device:
+    """Return the device that ``target`` and ``config`` ask for, or the best that works here.
+
+    Raises:
+        BackendError: the pager was asked for by name and is refused.
+        BudgetError: the host has no room for what is not on the accelerator.
+        SpillError: the spill directory cannot be used.
+    """
+    if target.queues is not None:
+        return _accelerator(sizing, config, spill_dir, target)
+    reason = probe() if config.backend != "mapped" else "the mapped file was asked for"
+    if reason and config.backend == "pager":
+        raise BackendError(f"{reason}; use backend='mapped' or 'auto'")
+    if reason and config.backend == "auto":
+        logger.info("using the mapped-file backend: %s", reason)
+    kind = MappedFile if reason else Pager
+    return kind(
+        sizing.pool_bytes,
+        sizing.page_bytes,
+        spill_dir,
+        need=sizing.spill_bytes,
+        threads=config.io_threads,
+        record=config.record_events,
+        debug=config.debug,
+    )
+
+
+def _accelerator(
+    sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: Target
+) -> Accelerator:
+    assert target.queues is not None
+    if config.debug:
+        logger.warning("debug compares nothing on an accelerator: what moves is not checksummed")
+    host = sizing.spill_bytes if target.host_budget is None else target.host_budget
+    have = available_bytes()
+    if host > have:
+        asked = "takes" if target.host_budget is None else "was asked for and is"
+        raise BudgetError(
+            f"what is not on the accelerator {asked} {format_bytes(host)} of host memory, and "
+            f"there are {format_bytes(have)}: pass host_budget= what can be spared, and the rest "
+            "goes to a file"
+        )
+    return Accelerator(
+        target.queues,
+        sizing.pool_bytes,
+        spill_dir,
+        page_bytes=sizing.page_bytes,
+        budget=sizing.budget,
+        least=sizing.least_bytes,
+        need=sizing.spill_bytes,
+        host_budget=target.host_budget,
+        threads=config.io_threads,
+        record=config.record_events,
+    )

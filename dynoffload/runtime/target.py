@@ -1,0 +1,144 @@
+"""Where a session's operators run, where tensors are afterwards, and what memory lies below.
+
+What it is: `Target`, made of what the user says and of where the model is, and every refusal of a
+place that does not fit. What it is not: the device (`dynoffload.runtime.opening`), or how a budget
+is divided.
+
+[Note: home]  A model that was on the accelerator stays there; one that came from the CPU, or from
+the meta device, is on the CPU after the block, as it may be larger than the accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dynoffload.config import ACCELERATOR, UNPAGED, OffloadConfig
+from dynoffload.errors import ConfigError
+from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.streams import open_queues
+from dynoffload.runtime.counting import parts_of
+from dynoffload.units import parse_bytes
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where operators run.
+
+    Attributes:
+        queues: of the accelerator; None: on the CPU.
+        home: where tensors are after the block; see [Note: home].
+        host_budget: bytes of host memory below the accelerator; None: as much as it takes, and no
+            file.
+    """
+
+    queues: Queues | None = None
+    home: torch.device = _CPU
+    host_budget: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are that operators meet."""
+        return _CPU if self.queues is None else self.queues.device
+
+
+def target_of(
+    model: nn.Module,
+    device: torch.device | str | int | None,
+    host_budget: int | str | None,
+    options: OffloadConfig,
+) -> Target:
+    """Return where ``model`` is to be trained.
+
+    Args:
+        model: the root.
+        device: as the user says; None: where the model is, which for the meta device is the CPU.
+        host_budget: as the user says.
+        options: whose backend and policy must serve that device.
+
+    Raises:
+        ConfigError: the model is spread over devices, or is not where it could be trained, or an
+            option is not for that device.
+        BackendError: there is no such accelerator.
+    """
+    here = _place_of(model)
+    wanted = (here or _CPU) if device is None else _parsed(device)
+    if wanted.type == "cpu":
+        if here is not None and here.type != "cpu":
+            raise ConfigError(
+                f"this {type(model).__name__} is on {here}, and device={str(wanted)!r} was asked "
+                "for: call model.to('cpu') before the block, or leave device= out"
+            )
+        if host_budget is not None:
+            raise ConfigError(
+                "host_budget= is for what lies below an accelerator, and this model is trained on "
+                "the CPU: pass device= the accelerator, or limit fast memory by budget= alone"
+            )
+        if options.backend == ACCELERATOR:
+            raise ConfigError(
+                f"backend={ACCELERATOR!r} is for models on one: pass device= its name, or leave "
+                "backend= out"
+            )
+        return Target()
+    _check_options(wanted, options)
+    queues = open_queues(wanted)
+    if here is not None and here.type != "cpu" and here != queues.device:
+        raise ConfigError(
+            f"this {type(model).__name__} is on {here}, and device={str(wanted)!r} was asked for: "
+            "move the model before the block, or leave device= out"
+        )
+    host = None if host_budget is None else parse_bytes(host_budget)
+    return Target(queues, _CPU if here is None else here, host)
+
+
+def _parsed(device: torch.device | str | int) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"device={device!r} is no device: pass 'cpu', or what "
+            "torch.accelerator.current_accelerator() names, such as 'cuda' or 'cuda:1'"
+        ) from error
+    if found.type == "meta":
+        raise ConfigError(
+            "device='meta' has no memory to train in: pass the device to train on; a model that "
+            "is on the meta device may stay there"
+        )
+    return found
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in model.named_parameters():
+        yield from ((name, part) for part in parts_of(tensor) if not part.is_meta)
+
+
+def _place_of(model: nn.Module) -> torch.device | None:
+    """Return where the parameters are; None if all are on the meta device."""
+    found: dict[torch.device, str] = {}
+    for name, part in _named(model):
+        found.setdefault(part.device, name)
+    if len(found) > 1:
+        (one, first), (other, second) = list(found.items())[:2]
+        raise ConfigError(
+            f"{first!r} is on {one} and {second!r} on {other}, and offload() serves models on one "
+            "device: move all parameters to one, or leave all on the CPU and pass device="
+        )
+    return next(iter(found), None)
+
+
+def _check_options(wanted: torch.device, options: OffloadConfig) -> None:
+    if options.backend not in ("auto", ACCELERATOR):
+        raise ConfigError(
+            f"backend={options.backend!r} pages memory of the CPU, and the model is to be trained "
+            f"on {str(wanted)!r}: leave backend= out"
+        )
+    if options.policy in UNPAGED:
+        raise ConfigError(
+            f"policy={options.policy!r} is a baseline of the CPU, and the model is to be trained "
+            f"on {str(wanted)!r}: leave the policy out, or the model on the CPU"
+        )

@@ -1,0 +1,339 @@
+"""What `offload` does of a device, and of what lies below it: where things are before, in and after
+the block, how much they take, and what is refused. On the emulated accelerator; bits are compared
+by `test_accelerator_training`."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated import DEVICE, OPTIONS, Emulated, accelerated
+from exactness import (
+    SMALL_PAGES,
+    Loop,
+    Twin,
+    assert_same,
+    compare_runs,
+    footprint_of,
+    least_budget,
+    small,
+    small_loss,
+    small_samples,
+)
+from torch import nn
+from torch.optim import AdamW
+
+import dynoffload
+from dynoffload.errors import BackendError, BudgetError, ConfigError
+from dynoffload.memory.accelerator.temporaries import Temporaries
+from dynoffload.runtime import opening
+from dynoffload.runtime.adoption.homes import Homes, Room
+from dynoffload.runtime.target import Target
+from dynoffload.units import KiB, MiB
+
+CONFIG: dict[str, Any] = {**SMALL_PAGES, **OPTIONS, "step_aside": False}
+CPU_0 = torch.device("cpu", 0)  # equal to no tensor's device: "elsewhere"
+
+
+def budget_for(model: nn.Module, optimizer: Any, share: int = 3) -> int:
+    """Return a share of what training keeps, or what is refused least."""
+    return least_budget(model, optimizer, footprint_of(model) // share, CONFIG)[0]
+
+
+def trained(
+    model: nn.Module, steps: int = 3, budget: int = 0, config: Any = CONFIG, **options: Any
+) -> Any:
+    """Train on the emulated accelerator; return the session."""
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    limit = budget or budget_for(model, optimizer)
+    with dynoffload.offload(
+        model, optimizer, budget=limit, device=DEVICE, config=config, **options
+    ) as session:
+        Loop(steps=steps).run(model, optimizer, small_samples(steps), small_loss)
+    return session
+
+
+# Where
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cudda", "'cudda' is no device"),
+        ("meta", "device='meta' has no memory to train in"),
+        ("xpu:1", "'xpu:1', but torch has"),
+    ],
+)
+def test_a_device_that_is_none_is_refused(device: str, message: str) -> None:
+    model = small()
+    with (
+        pytest.raises((ConfigError, BackendError), match=message),
+        dynoffload.offload(model, budget="1MiB", device=device),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": {"backend": "mapped"}}, "backend='mapped' pages memory of the CPU"),
+        ({"config": {"policy": "dtr"}}, "policy='dtr' is a baseline of the CPU"),
+        ({"host_budget": "many"}, "many"),
+    ],
+)
+def test_what_is_not_for_an_accelerator_is_refused(options: dict[str, Any], message: str) -> None:
+    model = small()
+    with (
+        emulation(),
+        pytest.raises(ConfigError, match=message),
+        dynoffload.offload(model, budget="1MiB", device=DEVICE, **options),
+    ):
+        pass
+
+
+def test_a_budget_of_host_memory_is_for_accelerators() -> None:
+    with (
+        pytest.raises(ConfigError, match="host_budget= is for what lies below an accelerator"),
+        dynoffload.offload(small(), budget="1MiB", host_budget="1MiB"),
+    ):
+        pass
+
+
+def test_a_model_on_two_devices_is_refused() -> None:
+    model = small()
+    places = {"one": torch.device("cpu"), "other": torch.device("cuda", 0)}
+    model.__dict__["named_parameters"] = lambda: iter(
+        (name, _Elsewhere(place)) for name, place in places.items()
+    )
+    with (
+        pytest.raises(
+            ConfigError, match=r"'one' is on cpu and .* cuda:0.*move all parameters to one"
+        ),
+        dynoffload.offload(model, budget="1MiB"),
+    ):
+        pass
+
+
+class _Elsewhere:
+    """Of a parameter what is asked before anything is done with it; there is no second device."""
+
+    layout, is_meta = torch.strided, False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+def emulation() -> Any:
+    """An emulated accelerator that no session needs to begin on."""
+    from unittest import mock
+
+    from dynoffload.runtime import target
+
+    return mock.patch.object(target, "open_queues", return_value=Emulated())
+
+
+# How much
+
+
+def test_the_host_is_asked_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    monkeypatch.setattr(opening, "available_bytes", lambda: 64 * KiB)
+    with (
+        emulation(),
+        pytest.raises(BudgetError, match=r"takes .* of host memory.*pass host_budget= what can be"),
+    ):
+        trained(model)
+    assert_same(dict(model.named_parameters()), before, "parameters")
+
+
+def test_a_budget_larger_than_the_accelerator_is_lowered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with accelerated(memory=MiB, elsewhere=True):
+        session = trained(small(), budget=1 << 40)
+    assert session.sizing.budget == MiB
+    assert "more than the 1.00 MiB that emulated has left" in caplog.text
+
+
+def test_one_that_is_too_small_for_it_says_so() -> None:
+    with (
+        pytest.raises(BudgetError, match=r"emulated has left.*accelerator's memory that lacks"),
+        accelerated(memory=16 * KiB, elsewhere=True),
+    ):
+        trained(small(), budget=1 << 40)
+
+
+def test_the_plan_line_names_the_tiers(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dynoffload"), accelerated():
+        trained(small(), host_budget="128KiB")
+    plan = next(line for line in caplog.messages if line.startswith("Small: "))
+    assert "on the accelerator emulated" in plan
+    assert "128.00 KiB of host memory below it (pinned), spilling to" in plan
+
+
+def test_host_memory_and_file_take_what_they_may(tmp_path: Path) -> None:
+    with accelerated() as queues:
+        optimizer_of = partial(AdamW, lr=1e-2)
+        twin = Twin(small(), optimizer_of)
+        total = footprint_of(twin.model)
+        seen: list[tuple[int, int]] = []
+        held: list[Any] = []
+
+        def look(step: int, model: nn.Module, optimizer: Any) -> None:
+            seen.append((queues.host_bytes, held[0].spill_bytes))
+
+        budget = budget_for(twin.model, twin.optimizer)
+        with twin.paged(
+            budget, device=DEVICE, host_budget=total // 2, spill_dir=tmp_path, config=OPTIONS
+        ) as session:
+            held.append(session)
+            loop = Loop(steps=4, peek=look)
+            loop.run(twin.model, twin.optimizer, small_samples(4), small_loss)
+    assert all(host <= total // 2 for host, _ in seen)
+    assert all(file > 0 for _, file in seen)
+
+
+# The pool, and what operators take beside it
+
+
+def test_the_pool_follows_the_allocator() -> None:
+    temporaries = Temporaries(most=1000, least=400, budget=1200)
+    assert temporaries.capacity == 850  # an eighth of the budget for what nobody has seen
+    assert temporaries.after(1150, 850) == 900
+    assert temporaries.after(1150, 900) == 900  # 300 beside it, in one of the last steps
+    for _ in range(40):
+        temporaries.after(1000, 900)
+    assert temporaries.capacity == 1000
+
+
+def test_a_pool_has_its_least(caplog: pytest.LogCaptureFixture) -> None:
+    temporaries = Temporaries(most=1000, least=700, budget=1200)
+    for _ in range(2):
+        assert temporaries.after(1500, 700) == 700
+    assert caplog.text.count("the budget of 1.17 KiB is passed by 300 B") == 1
+
+
+def test_a_pool_without_a_count_is_as_large_as_it_may_be() -> None:
+    assert Temporaries(most=1000, least=400, budget=None).after(5000, 10) == 1000
+    assert Temporaries(most=1000, least=400, budget=1000).after(0, 10) == 875
+
+
+def test_what_operators_take_makes_the_pool_smaller() -> None:
+    """The emulated allocator is made to count what operators take beside regions."""
+    with accelerated() as queues:
+        model = small()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        budget = budget_for(model, optimizer, 2)
+        others, given = 48 * KiB, queues.peak_bytes
+        queues.peak_bytes = lambda: given() + others  # type: ignore[method-assign]
+        with dynoffload.offload(
+            model, optimizer, budget=budget, device=DEVICE, config=CONFIG
+        ) as session:
+            Loop(steps=6).run(model, optimizer, small_samples(6), small_loss)
+        stats = session.stats
+    assert (stats["peak_allocated_bytes"].iloc[1:] <= budget).all()
+    small_bytes = session.sizing.budget - session.sizing.pool_bytes  # which are no regions
+    assert session.log.headroom >= others - small_bytes
+
+
+# Before, and after
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("host_share", [None, 2])
+def test_views_and_ties_are_what_they_were(elsewhere: bool, host_share: int | None) -> None:
+    """Tied weights are one tensor in the block and after it; the optimizer's state is whole."""
+    model = small()
+    model.head.weight = model.embedding.weight
+    twin = Twin(model, partial(AdamW, lr=1e-2))
+    total = footprint_of(model)
+    with accelerated(elsewhere=elsewhere):
+        compare_runs(
+            twin,
+            Loop(steps=3),
+            small_samples(3),
+            small_loss,
+            budget_for(model, twin.optimizer, 2),
+            device=DEVICE,
+            host_budget=None if host_share is None else total // host_share,
+            config=OPTIONS,
+        )
+    assert model.head.weight is model.embedding.weight
+    storage = model.head.weight.untyped_storage()
+    assert storage.nbytes() == model.head.weight.nbytes
+    model.head.weight.data.add_(1.0)
+    assert_same(model.embedding.weight, model.head.weight, "tied")
+
+
+def test_without_a_file_nothing_is_copied_as_a_block_ends() -> None:
+    """Host memory of the slab becomes the tensors'."""
+    with accelerated(elsewhere=True) as queues:
+        model = small()
+        trained(model)
+        held = queues.host_bytes
+    assert held == 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)  # theirs to write
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_fits_is_not_paged_and_comes_home(elsewhere: bool) -> None:
+    twin = Twin(small(), partial(AdamW, lr=1e-2))
+    with accelerated(elsewhere=elsewhere):
+        session = compare_runs(
+            twin,
+            Loop(steps=6),
+            small_samples(6),
+            small_loss,
+            4 * footprint_of(twin.model) + MiB,
+            device=DEVICE,
+            config={**OPTIONS, "step_aside": True},
+        )
+    assert not session.paging
+
+
+def test_the_meta_device(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = small()
+    dynoffload.materialize(model)
+    with accelerated():
+        trained(model)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert any(bool(p.any()) for p in model.parameters())
+
+
+def test_tensors_go_to_the_accelerator_and_back(tmp_path: Path) -> None:
+    """Where devices differ, all are copied, each storage once; here both are the CPU's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].register_buffer("part", model[1].running_mean[1:3])
+    optimizer = AdamW(model.parameters(), fused=True)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    before = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    queues = Emulated()
+    homes = Homes(model, optimizer, Target(queues, CPU_0), tmp_path)
+    addresses = {name: one.data_ptr() for name, one in model.state_dict().items()}
+    assert homes.leave() == ""
+    after = model.state_dict()
+    assert all(after[name].data_ptr() != address for name, address in addresses.items())
+    assert_same(dict(after), before, "tensors")
+    with torch.no_grad():
+        model[1].running_mean.fill_(7.0)
+    assert_same(model[0].part, torch.full((2,), 7.0), "a view")
+    queues.close()
+
+
+def test_what_has_no_room_at_home(tmp_path: Path) -> None:
+    room = Room(torch.device("cpu"), 4 * KiB, tmp_path)
+    source = torch.arange(2048, dtype=torch.uint8).untyped_storage()
+    first, second = room.copy_of(source), room.copy_of(source)
+    assert room.outside == 2048
+    assert room.where == f"2.00 KiB mapped from {tmp_path}"
+    assert first.tolist() == second.tolist() == source.tolist()

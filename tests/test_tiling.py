@@ -1,0 +1,483 @@
+"""Tiled modules in plain PyTorch: what they compute, take, give back and refuse."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import dynoffload
+from dynoffload.errors import ConfigError, WholeWeightError
+from dynoffload.tiling.modules import Tiled, TiledEmbedding, TiledLinear, TiledRows, lengths_of
+
+
+class Net(nn.Module):
+    """A table and a head that pass 32 KiB, between them a layer that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, 128, padding_idx=3)
+        self.hidden = nn.Linear(128, 32)
+        self.head = nn.Linear(32, 640)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(tokens))))
+
+
+def pair(max_bytes: str = "32KiB", **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Return a tiled `Net` and the same whole."""
+    torch.manual_seed(0)
+    tiled = Net()
+    whole = copy.deepcopy(tiled)
+    assert dynoffload.tile(tiled, max_bytes, **options)
+    return tiled, whole
+
+
+def tokens(count: int = 9) -> Tensor:
+    return torch.randint(0, 96, (2, count), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module, dim: int, key: str = "weight") -> Tensor:
+    """Return the gradients of a module's tiles, joined."""
+    assert isinstance(model, Tiled)
+    return torch.cat([getattr(one, key).grad for one in model.tiles], dim)
+
+
+# What is split, and how
+
+
+def test_large_weights_are_split_in_place() -> None:
+    model = Net().eval()
+    model.head.weight.decays = False  # type: ignore[attr-defined]
+    model.head.bias.requires_grad_(False)
+    head, seen = model.head, []
+    head.register_forward_hook(lambda *args: seen.append(args))
+    assert dynoffload.tile(model, "32KiB") == ["embedding", "head"]
+    assert model.head is head
+    assert type(model.hidden) is nn.Linear
+    assert isinstance(model.head, TiledLinear)
+    assert isinstance(model.embedding, TiledEmbedding)
+    assert [one.out_features for one in model.head.tiles] == [256, 256, 128]
+    assert [one.embedding_dim for one in model.embedding.tiles] == [64, 64]
+    for one in model.head.tiles:
+        assert one.weight.decays is False
+        assert one.weight.requires_grad
+        assert not one.bias.requires_grad
+        assert not one.training
+        assert one.weight.untyped_storage().nbytes() == one.weight.nbytes <= 32 << 10
+    model(tokens())
+    assert len(seen) == 1
+    assert dynoffload.tile(model, 1 << 10, skip=["hidden"]) == []  # what is tiled stays
+
+
+@given(features=st.integers(1, 5000), row=st.integers(0, 4096), most=st.integers(1, 1 << 20))
+@settings(max_examples=50, deadline=None)
+def test_tiles_of_so_many_bytes(features: int, row: int, most: int) -> None:
+    if row > most:
+        with pytest.raises(ConfigError, match="one feature takes"):
+            lengths_of(features, row, None, most)
+        return
+    lengths = lengths_of(features, row, None, most)
+    assert sum(lengths) == features
+    assert all(0 < length * row <= most or not row for length in lengths)
+    assert len(set(lengths[:-2])) <= 1
+    assert lengths[-1] <= lengths[0] or lengths[-1] < 128
+    if len(lengths) > 1 and most // max(row, 1) >= 64:
+        assert all(length % 64 == 0 for length in lengths[:-1])
+    if len(lengths) > 1 and most // max(row, 1) >= 128:
+        assert lengths[-1] >= 64
+
+
+@given(features=st.integers(1, 5000), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_so_many_tiles(features: int, data: st.DataObject) -> None:
+    tiles = data.draw(st.integers(1, features))
+    lengths = lengths_of(features, 4, tiles, None)
+    assert sum(lengths) == features
+    assert len(lengths) <= tiles
+    assert len(set(lengths[:-2])) <= 1
+    assert lengths[-1] > 0
+
+
+def test_a_model_on_the_meta_device_stays_there() -> None:
+    with torch.device("meta"):
+        model = Net().bfloat16()
+    assert dynoffload.tile(model, "16KiB") == ["embedding", "head"]
+    assert all(one.is_meta and one.dtype == torch.bfloat16 for one in model.parameters())
+    assert dynoffload.untile(model).head.weight.is_meta
+
+
+def test_a_model_may_be_the_layer() -> None:
+    model: nn.Module = nn.Linear(64, 256, bias=False)
+    whole = copy.deepcopy(model)
+    assert dynoffload.tile(model, "16KiB") == [""]
+    assert list(dict(model.named_parameters())) == [f"tiles.{i}.weight" for i in range(4)]
+    dynoffload.untile(model)
+    assert type(model) is nn.Linear
+    assert_same(model.state_dict(), whole.state_dict(), "state")
+
+
+def test_a_module_at_two_places_is_one() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Tanh())
+    model.append(model[0])
+    whole = copy.deepcopy(model)
+    assert dynoffload.tile(model, "32KiB") == ["0"]
+    assert model[2] is model[0]
+    assert_same(dynoffload.whole_state_dict(model), dict(whole.state_dict()), "state")
+
+
+# What is computed
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 33])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_layer_has_the_bits_of_the_whole(
+    dtype: torch.dtype, bias: bool, rows: int
+) -> None:
+    """All but the input's gradient, which is the whole's within rounding."""
+    torch.manual_seed(rows)
+    tiled = nn.Linear(96, 448, bias, dtype=dtype)
+    whole = copy.deepcopy(tiled)
+    dynoffload.tile(tiled, 192 * 96 * dtype.itemsize)
+    assert [one.out_features for one in tiled.tiles] == [192, 192, 64]
+    x = torch.randn(3, rows, 96, dtype=dtype)
+    grad = torch.randn(3, rows, 448, dtype=dtype)
+    own, its = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = tiled(own), whole(its)
+    assert_same(y, expected, "output")
+    y.backward(grad)
+    expected.backward(grad)
+    assert_same(gradients(tiled, 0), whole.weight.grad, "weight.grad")
+    if bias:
+        assert_same(gradients(tiled, 0, "bias"), whole.bias.grad, "bias.grad")
+    assert own.grad is not None
+    exact = grad.double() @ whole.weight.detach().double()
+    scale = grad.double().abs() @ whole.weight.detach().double().abs()
+    # Each tile's product is rounded, and then each of the sums; within a tile of float32 every
+    # one of its products may be.
+    roundings = 448 if dtype == torch.float32 else 2 * len(tiled.tiles)
+    bound = roundings * torch.finfo(dtype).eps * scale
+    assert bool(((own.grad.double() - exact).abs() <= bound).all())
+
+
+def test_the_gradients_are_those_of_numbers() -> None:
+    layer = TiledLinear(5, 7, dtype=torch.float64, tiles=3)
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, (x,))
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"sparse": True}])
+def test_an_embedding_has_the_bits_of_the_whole(options: dict[str, Any]) -> None:
+    tiled = nn.Embedding(40, 30, padding_idx=2, **options)
+    whole = copy.deepcopy(tiled)
+    dynoffload.tile(tiled, 13 * 40 * 4)
+    assert [one.embedding_dim for one in tiled.tiles] == [10, 10, 10]
+    ids = torch.randint(0, 40, (6, 11))
+    grad = torch.randn(6, 11, 30)
+    y, expected = tiled(ids), whole(ids)
+    assert_same(y, expected, "output")
+    y.backward(grad)
+    expected.backward(grad)
+    joined = torch.cat([one.weight.grad.to_dense() for one in tiled.tiles], 1)
+    assert whole.weight.grad is not None
+    assert_same(joined, whole.weight.grad.to_dense(), "weight.grad")
+    assert not joined[2].any()
+
+
+class Tied(nn.Module):
+    """A table and the head that has its weight."""
+
+    def __init__(self, padding: int | None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(200, 96, padding_idx=padding, scale_grad_by_freq=True)
+        self.head = nn.Linear(96, 200)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(x)))
+
+
+@pytest.mark.parametrize("padding", [None, 150])
+def test_tied_layers_have_their_tiles_together(padding: int | None) -> None:
+    """The gradients of both meet in each tile as in the whole."""
+    torch.manual_seed(0)
+    tiled = Tied(padding)
+    whole = copy.deepcopy(tiled)
+    assert dynoffload.tile(tiled, 128 * 96 * 4) == ["table", "head"]
+    assert isinstance(tiled.table, TiledRows)
+    assert [one.num_embeddings for one in tiled.table.tiles] == [128, 72]
+    for one, other in zip(tiled.table.tiles, tiled.head.tiles, strict=True):
+        assert one.weight is other.weight
+    assert len(list(tiled.parameters())) == 4
+    ids = torch.randint(0, 64, (2, 9))  # of the first tile only, and then of the others
+    for offset in (0, 64, 130):
+        y, expected = tiled(ids + offset), whole(ids + offset)
+        assert_same(y, expected, "output")
+        for one in (y, expected):
+            F.cross_entropy(one.flatten(0, 1), ids.flatten()).backward()
+    hidden = torch.cat([one.weight.grad for one in tiled.table.tiles])
+    assert whole.table.weight.grad is not None
+    # The head's input gradient is a sum over tiles, which the table's gradient is made of.
+    torch.testing.assert_close(hidden, whole.table.weight.grad, rtol=0, atol=1e-6)
+    with pytest.raises(IndexError, match="from 3 to 200 are out of range of a table of 200"):
+        tiled(torch.tensor([3, 200]))
+    tiled.zero_grad()
+    state = dynoffload.whole_state_dict(tiled)
+    assert state["table.weight"] is state["head.weight"]
+    assert_same(state, dict(whole.state_dict()), "state")
+    tiled.load_state_dict(whole.state_dict())
+    dynoffload.untile(tiled)
+    assert tiled.head.weight is tiled.table.weight
+    assert tiled.table.padding_idx == padding
+    assert_same(dict(tiled.state_dict()), dict(whole.state_dict()), "state")
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"padding_idx": 25}])
+def test_a_table_of_rows_has_the_bits_of_the_whole(options: dict[str, Any]) -> None:
+    """Also in rows whose gradients are -0, and in tiles that nothing looks up."""
+    tables = nn.Sequential(nn.Embedding(60, 8, **options), nn.Embedding(60, 8, **options))
+    tables[1].weight = tables[0].weight
+    whole = copy.deepcopy(tables[0])
+    dynoffload.tile(tables, 20 * 8 * 4)
+    ids = torch.randint(0, 40, (6, 11))
+    grad = torch.randn(6, 11, 8).relu().neg()
+    y, expected = tables[0](ids), whole(ids)
+    assert_same(y, expected, "output")
+    y.backward(grad)
+    expected.backward(grad)
+    assert_same(gradients(tables[0], 0), whole.weight.grad, "weight.grad")
+
+
+def _autocast(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(ids)
+
+
+def _checkpointed(model: nn.Module, ids: Tensor) -> Tensor:
+    return checkpoint(model, ids, use_reentrant=False)
+
+
+def _compiled(model: nn.Module, ids: Tensor) -> Tensor:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)(ids)
+
+
+def _copied(model: nn.Module, ids: Tensor) -> Tensor:
+    return copy.deepcopy(model)(ids)
+
+
+def _pickled(model: nn.Module, ids: Tensor) -> Tensor:
+    return pickle.loads(pickle.dumps(model))(ids)
+
+
+def _functional(model: nn.Module, ids: Tensor) -> Tensor:
+    return torch.func.functional_call(model, dict(model.named_parameters()), (ids,))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _autocast,
+        _checkpointed,
+        _copied,
+        _pickled,
+        _functional,
+        pytest.param(_compiled, marks=pytest.mark.slow),
+    ],
+)
+def test_it_runs_as_modules_do(run: Any) -> None:
+    """Twice, so that gradients are accumulated; against whole modules run alike."""
+    tiled, whole = pair()
+    for count in (4, 9):
+        y, expected = run(tiled, tokens(count)), run(whole, tokens(count))
+        assert_same(y, expected, "output")
+        F.cross_entropy(y.float().flatten(0, 1), tokens(count).flatten()).backward()
+        F.cross_entropy(expected.float().flatten(0, 1), tokens(count).flatten()).backward()
+    if run not in (_copied, _pickled):
+        assert_same(gradients(tiled.head, 0), whole.head.weight.grad, "head.weight.grad")
+
+
+class _Largest(TorchDispatchMode):
+    """The most bytes of a storage that an operator has made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        before = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs or {}))
+            if isinstance(leaf, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before:
+                self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("is_tiled", [True, False])
+def test_no_more_than_a_tile_is_made_at_a_time(is_tiled: bool) -> None:
+    """Nothing as large as the weight is made; a tile's gradient is handed over, and may go, before
+    the next is made. A whole layer does make as much, so that the watch is known to see it."""
+    layer = nn.Linear(64, 1024)
+    if is_tiled:
+        dynoffload.tile(layer, "32KiB")
+    alive: list[weakref.ref[Tensor]] = []
+    late = []
+
+    def drop(parameter: Tensor) -> None:
+        late.extend(one for one in alive if one() is not None)
+        assert parameter.grad is not None
+        alive.append(weakref.ref(parameter.grad))
+        parameter.grad = None
+
+    for name, parameter in layer.named_parameters():
+        if name.endswith("weight"):
+            parameter.register_post_accumulate_grad_hook(drop)
+    with _Largest() as watch:
+        layer(torch.randn(2, 64, requires_grad=True)).square().sum().backward()
+    assert len(alive) == (8 if is_tiled else 1)
+    assert not late
+    assert watch.nbytes == (32 << 10 if is_tiled else 256 << 10)
+
+
+def test_a_new_layer_has_the_numbers_of_a_whole_one() -> None:
+    """Drawn in the same order, and as many."""
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(5)
+        whole = nn.Linear(24, 200, dtype=dtype)
+        drawn = torch.get_rng_state()
+        torch.manual_seed(5)
+        tiled = TiledLinear(24, 200, dtype=dtype, tiles=3)
+        assert_same(torch.get_rng_state(), drawn, "state of the random numbers")
+        state = dict(whole.state_dict())
+        assert_same(dynoffload.whole_state_dict(tiled), state, "state")
+
+
+# State
+
+
+def test_whole_and_tiled_models_read_each_other() -> None:
+    tiled, whole = pair()
+    other, another = pair()[0], pair("16KiB")[0]
+    for one in (other, another, whole):
+        for parameter in one.parameters():
+            nn.init.zeros_(parameter)
+    state = dynoffload.whole_state_dict(tiled)
+    whole.load_state_dict(state)
+    other.load_state_dict(tiled.state_dict())
+    another.load_state_dict(state)
+    dynoffload.untile(another)
+    assert list(state) == list(whole.state_dict())
+    for one in (whole, another):
+        assert_same(dict(one.state_dict()), state, "state")
+    assert_same(dict(other.state_dict()), dict(tiled.state_dict()), "state")
+
+
+def test_what_is_loaded_is_split_without_a_copy_of_the_whole() -> None:
+    tiled, whole = pair()
+    state = whole.state_dict()
+    with _Largest() as watch:
+        tiled.load_state_dict(state)
+    assert watch.nbytes == 0
+    tiled.load_state_dict(state, assign=True)
+    for one in tiled.head.tiles:
+        assert one.weight.untyped_storage().nbytes() == one.weight.nbytes
+
+
+def test_what_does_not_fit_is_not_loaded() -> None:
+    tiled, whole = pair()
+    state = dict(whole.state_dict())
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*\"head\.weight\""):
+        tiled.load_state_dict({**tiled.state_dict(), "head.weight": state["head.weight"]})
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.tiles\.0\.bias"):
+        tiled.load_state_dict({key: one for key, one in state.items() if key != "head.bias"})
+    state["head.weight"] = state["head.weight"][:-1]
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
+        tiled.load_state_dict(state)
+
+
+# What is refused
+
+
+def refused(model: nn.Module, match: str, **options: Any) -> None:
+    before = list(model.named_parameters())
+    with pytest.raises(ConfigError, match=match):
+        dynoffload.tile(model, options.pop("max_bytes", "32KiB"), **options)
+    after = list(model.named_parameters())
+    assert [(name, id(one)) for name, one in after] == [(name, id(one)) for name, one in before]
+
+
+def test_a_weight_that_is_something_elses_is_refused_and_may_be_left_whole() -> None:
+    model = nn.Sequential(nn.Linear(128, 640), nn.Embedding(96, 128), nn.Linear(128, 96))
+    model[2].weight = model[1].weight
+    refused(model, r"'1\.weight' shares its memory with '2\.weight'.*skip=\['1'\]", skip=["2"])
+    assert dynoffload.tile(model, "32KiB", skip=["1", "2"]) == ["0"]
+    model = nn.Sequential(nn.Linear(128, 96))
+    model.register_buffer("view", model[0].weight.detach()[:2])
+    refused(model, r"'0\.weight' shares its memory with 'view'")
+    model = nn.Sequential(nn.Linear(128, 96), nn.Linear(128, 96))
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+    refused(model, r"'0\.weight' shares its memory with '1\.weight'")
+
+
+def test_what_cannot_be_split_is_named() -> None:
+    refused(nn.Sequential(nn.Embedding(96, 128, max_norm=1.0)), "max_norm")
+    refused(nn.Sequential(nn.Linear(128, 96)), "'0': one feature takes 512 B", max_bytes=100)
+    refused(Net(), "skip names 'tail'", skip=["tail"])
+    model = Net()
+    model.head.weight.grad = torch.zeros_like(model.head.weight)
+    refused(model, r"'head\.weight' has a gradient")
+
+    class Own(nn.Parameter):
+        pass
+
+    model = Net()
+    model.head.weight = Own(model.head.weight.detach())
+    refused(model, r"'head\.weight' is a Own")
+
+
+@pytest.mark.parametrize("options", [{}, {"tiles": 2, "tile_bytes": 64}, {"tiles": 0}])
+def test_a_layer_says_how_it_is_split(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="tiles"):
+        TiledLinear(8, 8, **options)
+
+
+def test_tiles_that_differ_are_not_joined() -> None:
+    tiled, _ = pair()
+    tiled.head.tiles[1].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="'head' cannot be joined"):
+        dynoffload.untile(tiled)
+    tiled, _ = pair()
+    tiled(tokens()).sum().backward()
+    with pytest.raises(ConfigError, match="'embedding' have gradients"):
+        dynoffload.untile(tiled)
+    assert isinstance(tiled.head, TiledLinear)
+
+
+def test_the_whole_weight_is_nowhere() -> None:
+    tiled, _ = pair()
+    assert not hasattr(tiled.head, "weight")
+    with pytest.raises(WholeWeightError, match="has no whole weight: take its tiles, call "):
+        F.linear(torch.randn(2, 32), tiled.head.weight)
+    encoder = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    assert dynoffload.tile(encoder, "32KiB") == ["linear1", "linear2"]
+    x = torch.randn(2, 3, 64)
+    encoder(x).sum().backward()
+    with pytest.raises(WholeWeightError, match="has no whole weight"):  # it asks in evaluation
+        encoder.eval()(x)
