@@ -18,7 +18,7 @@ from host_reference import KINDS, Lazy, Pair, Reference, odd, on_accelerator, ra
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from dynoffload.errors import BudgetError, ConfigError, StepLostError
+from dynoffload.errors import BackendError, BudgetError, ConfigError, StepLostError
 from dynoffload.optim import HostOptimizer, hosting
 from dynoffload.optim.rules import Rule
 from dynoffload.optim.tiles import tiles_of
@@ -372,6 +372,15 @@ def test_parameters_of_another_device() -> None:
     queues = mock.Mock(device=torch.device("cuda", 1))
     with pytest.raises(ConfigError, match="is on cpu, and the others on cuda:1"):
         HostOptimizer(odd().parameters(), torch.optim.AdamW, queues=queues)
+
+
+def test_an_accelerator_that_parameters_come_to_later() -> None:
+    optimizer = HostOptimizer(odd().parameters(), torch.optim.AdamW, device="cpu")
+    assert optimizer.place == "host"
+    if torch.accelerator.is_available():
+        return
+    with pytest.raises(BackendError, match="no accelerator"):
+        HostOptimizer(odd().parameters(), torch.optim.AdamW, device="cuda")
 
 
 def test_sparse_gradients() -> None:

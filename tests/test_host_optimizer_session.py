@@ -113,6 +113,29 @@ def test_a_file_below_and_clipping(tmp_path: Path) -> None:
         close(twin)
 
 
+def test_a_model_that_a_session_brings_to_the_accelerator() -> None:
+    """And back to the CPU as the block ends, where training goes on."""
+    with accelerated(elsewhere=True) as queues:
+        twin = twin_on(queues)
+        samples = small_samples(4)
+        compare_runs(
+            twin,
+            Loop(steps=2),
+            samples,
+            small_loss,
+            least(twin),
+            device=DEVICE,
+            config=OPTIONS,
+        )
+        for model, optimizer in (
+            (twin.model, twin.optimizer),
+            (twin.reference, twin.its),
+        ):
+            Loop(steps=2, seeded=True).run(model, optimizer, samples, small_loss)
+        twin.assert_same()
+        close(twin)
+
+
 def test_the_budget_counts_nothing_of_it() -> None:
     """Neither state, nor what stays of it, and no gradient after backward."""
     with accelerated() as queues:
