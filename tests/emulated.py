@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.runtime import opening, target
 
 COMPUTE, IN, OUT = range(3)
@@ -98,6 +99,7 @@ class Emulated:
     Attributes:
         races: what was found, in words.
         given: bytes of storages now; `peak` the most.
+        full_for: names of operators that find no memory the next time that they are called.
     """
 
     name = "emulated"
@@ -108,6 +110,7 @@ class Emulated:
         self._random = random.Random(seed)
         self._delay_s, self._memory = delay_s, memory
         self.races: list[str] = []
+        self.full_for: set[str] = set()
         self.given = self.peak = self.host_bytes = 0
         self.copies = self.trims = 0
         self._clocks: list[Clock] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
@@ -324,6 +327,9 @@ class Watcher(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if str(func) in self._queues.full_for:
+            self._queues.full_for.remove(str(func))
+            raise torch.OutOfMemoryError(f"the emulated accelerator has no memory for {func}")
         schema = func._schema
         aliases = [one.alias_info for one in schema.returns if one.alias_info is not None]
         if all(alias.is_write for alias in aliases):  # else it is a view, and touches no byte
@@ -342,6 +348,8 @@ class Watcher(TorchDispatchMode):
                     if not self._owns(storage):
                         continue
                     self.seen += 1
+                    if isinstance(storage, RowStorage):
+                        raise Race(f"{func} touches a row, which has no memory as a whole")
                     if _size(storage) == 0:
                         raise Race(f"{func} touches an absent tensor")
                     self._queues.access(COMPUTE, storage, str(func), writes=id(leaf) in written)
@@ -362,8 +370,6 @@ def emulated(seed: int = 0, **options: Any) -> Iterator[Emulated]:
 
 DEVICE = "privateuseone"
 """What sessions within `accelerated` name as their device."""
-OPTIONS: dict[str, Any] = {"slices": False}
-"""Of those sessions."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from devices import KINDS, NO_PAGER, needs_pager
-from emulated import DEVICE, OPTIONS, accelerated
+from emulated import DEVICE, accelerated
 from exactness import SMALL_PAGES, arena_ranges, assert_same, footprint_of, least_budget
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -71,6 +71,15 @@ each_paged_in_time = pytest.mark.parametrize(
 )
 """The same for tests of many cases."""
 
+each_with_slices_in_time = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(kind, marks=_MARKS.get(kind, [pytest.mark.slow] if not NO_PAGER else []))
+        for kind in (*KINDS, "emulated")
+    ],
+)
+"""For tests of many cases of what is paged by slices, which one that has stepped aside is not."""
+
 guarded = pytest.mark.parametrize("backend", [pytest.param("pager", marks=[needs_pager])])
 """For what only a backend that puts updates off can get wrong."""
 
@@ -111,7 +120,8 @@ class Side:
                 options["step_aside"] = True
                 budget = footprint_of(model, states) * 4 + 8 * MiB
             else:
-                options.update(OPTIONS if self.backend == "emulated" else {"backend": self.backend})
+                if self.backend != "emulated":
+                    options["backend"] = self.backend
                 wanted = int(share * footprint_of(model, states))
                 budget, _ = least_budget(model, optimizer, wanted, options)
             below, device = contextlib.nullcontext(), None

@@ -136,8 +136,6 @@ def test_what_fits_nowhere_is_refused_by_name(device: Accelerator, tiered: Accel
         device.acquire([second])
     device.used([first])
     device.acquire([second])
-    with pytest.raises(BackendError, match="no rows"):
-        device.allocate_row(2, PAGE)
     with pytest.raises(BackendError, match=r"device cannot do this: ask .* whether it `serves`"):
         device.show([first])
 

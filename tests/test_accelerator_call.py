@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import DEVICE, OPTIONS, Emulated, accelerated
+from emulated import DEVICE, Emulated, accelerated
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -35,7 +35,7 @@ from dynoffload.runtime.adoption.homes import Homes, Room
 from dynoffload.runtime.target import Target
 from dynoffload.units import KiB, MiB
 
-CONFIG: dict[str, Any] = {**SMALL_PAGES, **OPTIONS, "step_aside": False}
+CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 CPU_0 = torch.device("cpu", 0)  # equal to no tensor's device: "elsewhere"
 
 
@@ -189,7 +189,7 @@ def test_host_memory_and_file_take_what_they_may(tmp_path: Path) -> None:
 
         budget = budget_for(twin.model, twin.optimizer)
         with twin.paged(
-            budget, device=DEVICE, host_budget=total // 2, spill_dir=tmp_path, config=OPTIONS
+            budget, device=DEVICE, host_budget=total // 2, spill_dir=tmp_path
         ) as session:
             held.append(session)
             loop = Loop(steps=4, peek=look)
@@ -261,7 +261,6 @@ def test_views_and_ties_are_what_they_were(elsewhere: bool, host_share: int | No
             budget_for(model, twin.optimizer, 2),
             device=DEVICE,
             host_budget=None if host_share is None else total // host_share,
-            config=OPTIONS,
         )
     assert model.head.weight is model.embedding.weight
     storage = model.head.weight.untyped_storage()
@@ -294,7 +293,7 @@ def test_what_fits_is_not_paged_and_comes_home(elsewhere: bool) -> None:
             small_loss,
             4 * footprint_of(twin.model) + MiB,
             device=DEVICE,
-            config={**OPTIONS, "step_aside": True},
+            config={"step_aside": True},
         )
     assert not session.paging
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import DEVICE, OPTIONS, accelerated
+from emulated import DEVICE, accelerated
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -39,13 +39,13 @@ from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.runtime.session import Session
 from dynoffload.units import MiB
 
-CONFIG: dict[str, Any] = {**SMALL_PAGES, **OPTIONS, "step_aside": False}
+CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 
 
 def budget_for(twin: Twin, share: int) -> int:
     """Return a share of what training keeps, or what is refused least."""
     wanted = footprint_of(twin.model) // share
-    return least_budget(twin.model, twin.optimizer, wanted, {**SMALL_PAGES, **OPTIONS})[0]
+    return least_budget(twin.model, twin.optimizer, wanted, SMALL_PAGES)[0]
 
 
 def mlp(width: int = 48, layers: int = 4) -> nn.Module:
@@ -68,7 +68,7 @@ def test_a_plain_network(make: Any, share: int) -> None:
     samples = [torch.randn(8, 48) for _ in range(6)]
     budget = budget_for(twin, share)
     with accelerated():
-        compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE, config=OPTIONS)
+        compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE)
 
 
 LOOPS = {
@@ -94,7 +94,6 @@ def test_gated_experts(loop: str, host_share: int | None) -> None:
             small_samples(16),
             small_loss,
             budget_for(twin, 3),
-            config=OPTIONS,
             **places,
         )
     assert session.stats["bytes_in"].sum() > 0
@@ -116,7 +115,6 @@ def test_lies_change_no_bit(seed: int) -> None:
             budget,
             pilot=pilot,
             device=DEVICE,
-            config=OPTIONS,
         )
     assert pilot.asked >= 8
 
@@ -135,7 +133,6 @@ def test_the_zoo(network: str, files: bool) -> None:
             samples,
             lambda model, sample: model(*sample.args).loss,
             budget_for(twin, 3) + (MiB if network == "evoformer" else 0),  # of activations
-            config=OPTIONS,
             device=DEVICE,
             host_budget=total // 2 if files else None,
         )
@@ -169,7 +166,6 @@ def test_updates_wait_for_the_next_use(how: str) -> None:
             small_loss,
             budget_for(twin, 3),
             device=DEVICE,
-            config=OPTIONS,
         )
     assert_same(seen[twin.model], seen[twin.reference], "what was seen")
     assert min(waited) > 0
@@ -207,3 +203,40 @@ def moved(session: Session) -> tuple[int, int]:
     assert session._paging is not None
     counters = session._paging.device.counters()
     return counters.bytes_in, counters.bytes_out
+
+
+def test_an_operator_that_finds_no_memory_is_called_again() -> None:
+    """Once what is not used has made way; not if it changes what it is given."""
+    twin = Twin(mlp(), partial(AdamW, lr=1e-2, foreach=False))
+    samples = [torch.randn(8, 48) for _ in range(6)]
+    resident: list[int] = []
+    with accelerated(elsewhere=True) as queues:
+
+        def lack(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+            if model is twin.model:
+                (session,) = offload._open.values()
+                resident.append(session._paging.device.resident_bytes())
+                queues.full_for |= {"aten.addmm.default", "aten.mm.default"}
+
+        budget = budget_for(twin, 2)
+        compare_runs(
+            twin,
+            Loop(steps=6, peek=lack),
+            samples,
+            mlp_loss,
+            budget,
+            device=DEVICE,
+        )
+        assert len(queues.full_for) == 2  # of the last step; all others were called again
+    assert min(resident) > 0
+
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=1e-2)
+    with (
+        accelerated(elsewhere=True) as queues,
+        dynoffload.offload(model, optimizer, budget=budget, device=DEVICE, config=CONFIG),
+    ):
+        mlp_loss(model, samples[0]).backward()
+        queues.full_for.add("aten.add_.Tensor")
+        with pytest.raises(torch.OutOfMemoryError, match=r"no memory for aten.add_"):
+            model[0][0].weight.grad.add_(1.0)

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from emulated import DEVICE, accelerated
-from emulated import OPTIONS as EMULATED
 from exactness import (
     SMALL_PAGES,
     assert_same,
@@ -132,7 +131,6 @@ class Run:
         options = {**SMALL_PAGES, "step_aside": False, **config}
         below, device = contextlib.nullcontext(), None
         if backend == "emulated":
-            options |= EMULATED
             below, device = accelerated(elsewhere=True), DEVICE
         else:
             options["backend"] = backend

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated import DEVICE, accelerated
 from exactness import Loop, Twin, compare_runs, footprint_of, least_budget, needs_pager
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -20,13 +21,13 @@ from torch.optim import AdamW
 transformers = pytest.importorskip("transformers")
 
 
-def mixtral() -> nn.Module:
+def mixtral(intermediate_size: int = 48) -> nn.Module:
     """Return a Mixtral of four layers with four experts each."""
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=128,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=intermediate_size,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -114,6 +115,27 @@ def test_twenty_steps_under_a_quarter(network: str, optimizer: str, clip: float 
         config={"page_bytes": 4096, "min_paged_bytes": None},
     )
     assert session.stats["bytes_in"].sum() > footprint_of(model), "nothing was paged"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_mixtral_on_an_accelerator(optimizer: str, clip: float | None) -> None:
+    """An emulated one. Its experts are paged by slices there too."""
+    model = mixtral(intermediate_size=64)
+    twin = Twin(model, OPTIMIZERS[optimizer])
+    config = {"page_bytes": 4096, "min_paged_bytes": None}
+    with accelerated(elsewhere=True):
+        session = compare_runs(
+            twin,
+            Loop(steps=8, clip=clip),
+            range(8),
+            mixtral_loss,
+            footprint_of(model) // 3,
+            device=DEVICE,
+            config=config,
+        )
+    assert any("experts" in one.region and "[" in one.region for one in session.log.transfers)
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fused_networks import Chosen, fused_of, paging_of
-from hazards import Side, each_paged_in_time, hazard
+from hazards import Side, each_with_slices_in_time, hazard
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -56,7 +56,7 @@ def momentum(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 @pytest.mark.parametrize("change", CHANGES)
 def test_converted_between_steps(backend: str, change: str) -> None:
     """What was paged by slices is so again, in the new dtype, from the next sample on."""
@@ -81,7 +81,7 @@ def test_converted_between_steps(backend: str, change: str) -> None:
     hazard(backend, program)
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 @pytest.mark.parametrize("change", CHANGES)
 def test_state_that_keeps_its_dtype(backend: str, change: str) -> None:
     """Momentum takes gradients of another dtype: torch goes on with both, and so it is here, with
@@ -103,7 +103,7 @@ def test_state_that_keeps_its_dtype(backend: str, change: str) -> None:
     hazard(backend, program)
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 @pytest.mark.parametrize("change", ["double", "bfloat16", "half"])
 def test_converted_between_backward_and_step(backend: str, change: str) -> None:
     """Gradients follow their parameters; drafts that were made of them count no more."""
@@ -126,7 +126,7 @@ def test_converted_between_backward_and_step(backend: str, change: str) -> None:
     hazard(backend, program)
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 def test_converted_between_forward_and_backward(backend: str) -> None:
     """By ``.data``, as torch lets it be: backward goes by what forward has used."""
 
@@ -147,7 +147,7 @@ def test_converted_between_forward_and_backward(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 def test_state_that_the_optimizer_cannot_mix_loses_the_step(backend: str) -> None:
     """Adam's state of another dtype: torch's own error, and a step that is lost."""
     side = Side(backend)
@@ -165,7 +165,7 @@ def test_state_that_the_optimizer_cannot_mix_loses_the_step(backend: str) -> Non
         train()
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 @pytest.mark.parametrize("back", [False, True])
 def test_what_does_not_fit_is_refused_before_the_sample(backend: str, back: bool) -> None:
     """Nothing is changed by the refusal: the user converts back and trains on, or leaves."""
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused_before_the_sample(backend: str, back: bool
     hazard(backend, program)
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 def test_slices_that_are_no_whole_pages_any_more(backend: str) -> None:
     """In half precision a slice is half a page: the parameter is paged as a whole."""
 
@@ -219,7 +219,7 @@ def test_slices_that_are_no_whole_pages_any_more(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 def test_one_of_two_is_paged_whole_when_it_is_evaluated(backend: str) -> None:
     """Converted between backward and ``step()``: its slices' regions are no more, and nothing that
     watched them may ask for them, also in a forward that is no sample."""
@@ -246,7 +246,7 @@ def test_one_of_two_is_paged_whole_when_it_is_evaluated(backend: str) -> None:
     hazard(backend, program)
 
 
-@each_paged_in_time
+@each_with_slices_in_time
 def test_old_rows_live_as_long_as_somebody_holds_them(backend: str) -> None:
     """A view of the parameter, and its state, from before the conversion."""
 

@@ -22,7 +22,6 @@ import pytest
 import torch
 import transformers
 from emulated import DEVICE, accelerated
-from emulated import OPTIONS as EMULATED
 from exactness import (
     SMALL_PAGES,
     Twin,
@@ -119,7 +118,7 @@ def train_through(
     return whether there was one, and which parts of steps have raised."""
     config, below, device = {**PAGES, **options, "rollback": True}, nullcontext(), None
     if options.get("backend") == "emulated":
-        config |= {"backend": "accelerator", **EMULATED}
+        config |= {"backend": "accelerator"}
         below, device = accelerated(elsewhere=True), DEVICE
     budget, _ = least_budget(twin.model, twin.optimizer, footprint_of(twin.model) // 2, config)
     raised = []

@@ -11,7 +11,8 @@ parameter whole (grouped_mm).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated import DEVICE, accelerated
 from exactness import Twin, assert_same, assert_same_training, bits, footprint_of, needs_pager
 from fused_networks import PAGES, Chosen, chosen_loss, fused_of, mixtral, mixtral_loss, paging_of
 from torch import Tensor, nn
@@ -33,7 +35,8 @@ from dynoffload.errors import BudgetError
 from dynoffload.runtime.updates import slices
 from dynoffload.runtime.updates.slices import SliceUpdate
 
-BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
+_EMULATED = pytest.param("emulated", marks=pytest.mark.slow)  # see tests/test_accelerator_rows.py
+BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped", _EMULATED]
 Loss = Callable[[int], Tensor]
 Step = Callable[[nn.Module, Optimizer, Loss, int], Any]
 
@@ -88,6 +91,21 @@ def fused(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.dim() == 3]
 
 
+@contextmanager
+def on(backend: str) -> Iterator[dict[str, Any]]:
+    """Yield what a session on a backend is told, which may be an emulated accelerator."""
+    if backend == "emulated":
+        with accelerated(elsewhere=True):
+            yield {"device": DEVICE, "config": PAGES}
+    else:
+        yield {"config": {**PAGES, "backend": backend}}
+
+
+def _with(its: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """Return what a session is told, with more options."""
+    return {**its, "config": {**its["config"], **config}}
+
+
 def matched(
     network: str,
     step: Step,
@@ -104,8 +122,7 @@ def matched(
     build, loss_of = NETWORKS[network]
     twin = Twin(build(), lambda p: make(p, lr=1e-2, **options))
     budget = footprint_of(twin.model) // share
-    options = {**PAGES, "backend": backend, **(config or {})}
-    with twin.paged(budget, config=options) as session:
+    with on(backend) as its, twin.paged(budget, **_with(its, **(config or {}))) as session:
         assert len(fused_of(session)) == len(fused(twin.model)), "nothing is paged by slices"
         for number in range(steps):
             seen = []
@@ -484,6 +501,20 @@ def test_interference_on_the_mapped_file(step: Step) -> None:
     matched("indexed", step, backend="mapped")
 
 
+ON_ACCELERATORS = [plain, clipped, clipped_by_value, accumulated, zeroed, scaled, autocast]
+ON_ACCELERATORS += [*GRAPHS, *INTERFERENCE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["parts", "whole"])
+@pytest.mark.parametrize("step", ON_ACCELERATORS, ids=lambda step: step.__name__)
+def test_on_an_accelerator(step: Step, network: str) -> None:
+    """What users do with transformers' experts, on an emulated one."""
+    if network == "whole" and step is penalty:
+        pytest.skip("torch cannot differentiate the backward of grouped_mm")
+    matched(network, step, backend="emulated", steps=5, share=1)
+
+
 # Optimizers
 
 
@@ -509,11 +540,12 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("backend", ["auto", _EMULATED])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name: str) -> None:
+def test_optimizers(name: str, backend: str) -> None:
     """Those whose step is the same for every element; steps add up while experts are not hit."""
     make, options = OPTIMIZERS[name]
-    matched("indexed", late_zeroing, make=make, steps=10, **options)
+    matched("indexed", late_zeroing, make=make, steps=10, backend=backend, **options)
 
 
 def rmsprop(parameters: Any) -> Optimizer:
@@ -607,8 +639,10 @@ def test_signed_zeros_of_gradients_per_expert(hit: list[int], backend: str) -> N
     """The same where an experts' class of transformers runs on parts; a second backward adds."""
     pytest.importorskip("transformers")
     twin = Twin(signed_experts(), lambda p: AdamW(p, lr=1e-2))
-    config = {**PAGES, "backend": backend, "draft_share": 1.0}
-    with twin.paged(footprint_of(twin.model) * 2, config=config) as session:
+    with (
+        on(backend) as its,
+        twin.paged(footprint_of(twin.model) * 2, **_with(its, draft_share=1.0)) as session,
+    ):
         assert fused_of(session)
         for number in range(4):
             seen = []
@@ -664,9 +698,9 @@ LOOPS = {
 }
 
 
-@needs_pager
+@pytest.mark.parametrize("backend", [pytest.param("pager", marks=needs_pager), _EMULATED])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_experts_that_are_not_hit_move_no_byte(loop: str) -> None:
+def test_experts_that_are_not_hit_move_no_byte(loop: str, backend: str) -> None:
     """Over forty steps of AdamW, which in plain PyTorch changes all experts in each; under a budget
     that holds neither all parameters nor half of the state. Clipping reads and writes every
     gradient as a whole: those of experts that are not hit are zeros before and after."""
@@ -676,7 +710,8 @@ def test_experts_that_are_not_hit_move_no_byte(loop: str) -> None:
     def loss(model: nn.Module, number: int) -> Tensor:
         return chosen_loss(model, (number, hits[number % 3]))
 
-    with twin.paged(footprint_of(twin.model) // 5, config=PAGES) as session:
+    budget = footprint_of(twin.model) // 5
+    with on(backend) as its, twin.paged(budget, **its) as session:
         for number in range(45):
             for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
                 LOOPS[loop](model, optimizer, partial(loss, model), number)
@@ -754,8 +789,8 @@ def test_a_hook_that_answers_zeros_unseen_voids_drafts(kept: list[int], backend:
             other[expert] = gradient[expert]
         return other
 
-    config = {**PAGES, "draft_share": 1.0, "backend": backend}
-    with twin.paged(footprint_of(twin.model) * 3 // 4, config=config):
+    budget = footprint_of(twin.model) * 3 // 4
+    with on(backend) as its, twin.paged(budget, **_with(its, draft_share=1.0)):
         for number in range(9):
             for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
                 handles = [p.register_hook(answer) for p in fused(model)] if number >= 5 else []
@@ -775,8 +810,8 @@ def test_gradients_kept_over_steps_and_dropped_later(seed: int, backend: str) ->
     twin = Twin(Chosen(8), lambda p: AdamW(p, lr=1e-2))
     random = Random(seed)
     held: dict[int, list[Tensor | None]] = {}
-    config = {**PAGES, "draft_share": 0.0, "backend": backend}
-    with twin.paged(footprint_of(twin.model) * 2, config=config):
+    budget = footprint_of(twin.model) * 2
+    with on(backend) as its, twin.paged(budget, **_with(its, draft_share=0.0)):
         for number in range(40):
             hit = random.sample(range(8), random.choice((1, 1, 2)))
             keeps, drops = random.random() < 0.2, random.random() < 0.3
@@ -1052,20 +1087,23 @@ def test_checkpoints(backend: str, tmp_path: Path) -> None:
     """What is saved while updates of slices wait is the state of a finished step; it goes on whole,
     and by slices under another budget, to the same bits."""
     twin = Twin(Chosen(), lambda p: AdamW(p, lr=1e-2))
-    config = {**PAGES, "backend": backend}
-    with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
+    budget = footprint_of(twin.model) // 2
+    with on(backend) as its, twin.paged(budget, **its) as session:
         train(twin, chosen_step, range(4))
         session.save(tmp_path / "saved")
         train(twin, chosen_step, range(4, 7))
     for sliced in (True, False):
         again = Chosen()
         optimizer = AdamW(again.parameters(), lr=1e-2)
-        with dynoffload.offload(
-            again,
-            optimizer,
-            budget=footprint_of(again),
-            config={**config, "slices": sliced, "step_aside": False},
-        ) as session:
+        with (
+            on(backend) as its,
+            dynoffload.offload(
+                again,
+                optimizer,
+                budget=footprint_of(again),
+                **_with(its, slices=sliced, step_aside=False),
+            ) as session,
+        ):
             session.load(tmp_path / "saved")
             for number in range(4, 7):
                 plain(again, optimizer, partial(chosen_step, again), number)

@@ -14,6 +14,13 @@ itself, so lists that do not fit
 together are given part by part, with the same results. Fused optimizers are given one parameter's
 tensors at a time by whoever splits steps.
 
+[Note: rows]  What lies over a row has no memory of its own, and its operators get other tensors:
+`dynoffload.runtime.over_rows`.
+
+[Note: out of memory]  Where an operator finds no memory for what it makes, regions make way, and it
+is called once more: unless it writes what it was given, of which nobody knows how far it has come,
+or draws random numbers.
+
 [Note: not dispatched]  What takes a tensor's address past the dispatcher sees an empty storage:
 kernels of the user's that are launched with `data_ptr()`, and numpy. Storages that Python code
 takes, as to copy or to save them, bring themselves (`RegionStorage`). In compiled code operators
@@ -27,34 +34,27 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dynoffload.memory.accelerator.accelerator import Accelerator
-from dynoffload.runtime.counting import parts_of
+from dynoffload.memory.accelerator.rows import NOBODYS
+from dynoffload.runtime.over_rows import OF_EMPTY, OverRows, is_over_lists
 from dynoffload.runtime.recompute.operators import effects_of
+from dynoffload.runtime.touching import held_by, in_parts
 
 logger = logging.getLogger(__name__)
 
-_aten = torch.ops.aten
-_functorch = torch._C._functorch
-_OF_EMPTY = {
-    _aten.view.default,
-    _aten.view.dtype,
-    _aten._unsafe_view.default,
-    _aten.alias.default,
-    _aten.detach.default,
-}
-"""Views that torch makes of empty storages, too."""
-
 
 @functools.cache
-def _is_over_lists(func: Any) -> bool:
-    name = func._schema.name.rpartition("::")[2]
-    return bool(name.startswith(("_foreach_", "_amp_foreach_")))
+def _may_be_called_again(func: Any) -> bool:
+    """Return whether an operator that has failed half way can begin anew; see
+    [Note: out of memory]."""
+    effects = effects_of(func)
+    return effects.known and not effects.written and not effects.draws
 
 
 class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -69,6 +69,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: Accelerator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._over_rows = OverRows(device, self)
         self._process = os.getpid()
         self._ended = False
 
@@ -83,11 +84,26 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._ended or os.getpid() != self._process:  # a loader's worker is a copy of this
             return func(*args, **kwargs)
+        try:
+            return self._call(func, args, kwargs)
+        except torch.OutOfMemoryError:
+            if not _may_be_called_again(func) or not self._device.make_way():
+                raise
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = self._touched(args, kwargs)
-        if not touched or func in _OF_EMPTY:
+        if not touched or func in OF_EMPTY:
             return func(*args, **kwargs)
-        if _is_over_lists(func) and not self._fit(touched):
-            return self._in_parts(func, args, kwargs)
+        if min(touched) < NOBODYS:
+            return self._over_rows.call(func, args, kwargs)
+        if is_over_lists(func) and not self._fit(touched):
+            return in_parts(
+                args,
+                kwargs,
+                lambda part: self._fit(self._touched(part, {})),
+                lambda part, more: self._run(func, part, more, self._touched(part, more)),
+            )
         return self._run(func, args, kwargs, touched)
 
     def _run(self, func: Any, args: Any, kwargs: Any, touched: Sequence[int]) -> Any:
@@ -102,34 +118,17 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._device.used(touched)
 
     def _touched(self, args: Any, kwargs: Any) -> list[int]:
-        """Return the regions that arguments lie in, each once."""
-        owner = self._device.owner
+        """Return the regions that arguments lie in, and the numbers of their rows, each once."""
+        lookup = self._device.lookup
         found: dict[int, None] = {}
-        for held in _held_by((args, kwargs) if kwargs else args):
-            region = owner(held)
-            if region >= 0:
+        for held in held_by((args, kwargs) if kwargs else args):
+            region = lookup(held)
+            if region != NOBODYS:
                 found[region] = None
         return list(found)
 
     def _fit(self, regions: Sequence[int]) -> bool:
         return sum(map(self._device.size, regions)) <= self._device.capacity // 2
-
-    def _in_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator over lists; see [Note: lists]."""
-        count = max(len(one) for one in args if _is_list_of_tensors(one))
-        results: list[Any] = []
-        begin = 0
-        while begin < count:
-            end = begin + 1
-            while end < count and self._fit(self._touched(_part(args, count, begin, end + 1), {})):
-                end += 1
-            part = _part(args, count, begin, end)
-            more = {key: _part((one,), count, begin, end)[0] for key, one in kwargs.items()}
-            made = self._run(func, part, more, self._touched(part, more))
-            if made is not None:
-                results += made
-            begin = end
-        return results or None
 
 
 class Residence:
@@ -165,33 +164,3 @@ class Residence:
                 "a dispatch mode was entered inside the offload() block and is still on: leave it "
                 "before the block ends"
             )
-
-
-def _held_by(values: Any) -> Iterator[torch.Tensor | torch.UntypedStorage]:
-    """Yield the tensors and storages in arguments, also in lists."""
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, torch.Tensor):
-            while _functorch.is_functorch_wrapped_tensor(value):
-                value = _functorch.get_unwrapped(value)
-            if value.layout is torch.strided:
-                yield value
-            else:
-                yield from parts_of(value)
-        elif isinstance(value, torch.UntypedStorage):
-            yield value
-        elif isinstance(value, torch.storage.TypedStorage):
-            yield value._untyped_storage
-        elif isinstance(value, list | tuple | dict):
-            yield from _held_by(value)
-
-
-def _is_list_of_tensors(value: Any) -> bool:
-    return isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value)
-
-
-def _part(args: Sequence[Any], count: int, begin: int, end: int) -> tuple[Any, ...]:
-    """Return arguments with their lists of ``count`` cut to those from ``begin`` to ``end``."""
-    return tuple(
-        one[begin:end] if isinstance(one, list | tuple) and len(one) == count else one
-        for one in args
-    )

@@ -21,52 +21,42 @@ running further ahead than a few uses, as it would find no room then.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import torch
 
-from dynoffload.errors import BackendError, BudgetError
+from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.cells import Cell, State
 from dynoffload.memory.accelerator.host import Host
 from dynoffload.memory.accelerator.queues import Copied, Lag, Moment, Queues
+from dynoffload.memory.accelerator.rows import Rows, unseen
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.accelerator.temporaries import Temporaries
 from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
 from dynoffload.memory.following import NEVER, Following
-from dynoffload.memory.places import Place, Places, users_of
+from dynoffload.memory.places import Place, users_of
 from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.memory.tally import Tally
 from dynoffload.memory.unguarded import Unguarded
 from dynoffload.planning.schedule import Kind, Schedule, Use
 from dynoffload.units import KiB, format_bytes
 
+logger = logging.getLogger(__name__)
+
 PAGE = 4 * KiB
 _LEAD = 4  # uses by which the host may be ahead of the accelerator; see [Note: ahead]
 _READ_AHEAD = 8  # planned fetches whose bytes are brought from the file before their turn
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
 _UNKNOWN = -1  # a region's last use, where nobody said when it is over
 
 
-def _unseen(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Hide what a method does from dispatch modes: ours, which tells of others, and the user's."""
-
-    @functools.wraps(method)
-    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-        with torch._C._DisableTorchDispatch():
-            return method(*args, **kwargs)
-
-    return call
-
-
-class Accelerator(Unguarded, Places):
+class Accelerator(Unguarded, Rows):
     """A `Device` whose regions are tensors of an accelerator.
 
     Attributes:
@@ -119,7 +109,6 @@ class Accelerator(Unguarded, Places):
         self._queues = queues
         self._mutex = threading.RLock()
         self._cells: dict[int, Cell] = {}
-        self._by_storage: dict[int, int] = {}  # address of a storage's object -> its region
         self._plan = Following()
         try:
             self._host = Host(
@@ -147,7 +136,7 @@ class Accelerator(Unguarded, Places):
         self._used = self._peak = self._reserve = 0
         self._bare = self._bare_peak = 0  # the same without padding, as the allocator gives it
         self._resize(self._temporaries.capacity)
-        self._closed = False
+        self._closed = self._said_full = False
         self._process = os.getpid()
         self._locked: set[int] = set()
         self.on_locked: Callable[[int], None] = self._locked.discard
@@ -167,7 +156,7 @@ class Accelerator(Unguarded, Places):
             if writes:
                 self.acquire([region])
             else:
-                self._meet_owner([region])
+                self.meet_owner([region])
                 self._bring([region], pin=False)
 
         offset = place.page * self.page_bytes
@@ -186,31 +175,57 @@ class Accelerator(Unguarded, Places):
             self._locked.discard(region)
             del self._cells[region], self._by_storage[cell.storage._cdata]
 
-    def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
-        """Refuse: storages that are empty while absent cannot lie side by side in one."""
-        raise BackendError("an accelerator has no rows: page fused parameters as a whole")
-
     def storage(self, region: int) -> torch.UntypedStorage:
         """See `Device.storage`: it is empty while the region is absent."""
         return self._cells[region].storage
 
-    def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
-        """Refuse: there are no rows."""
-        raise BackendError("an accelerator has no rows: page fused parameters as a whole")
+    @contextlib.contextmanager
+    def scratch(self, nbytes: int, what: str) -> Iterator[torch.UntypedStorage]:
+        """Yield a storage on the accelerator that counts as regions do, and ends with the block.
 
-    def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
-        """See `Device.owner`."""
-        storage = held.untyped_storage() if isinstance(held, torch.Tensor) else held
-        return self._by_storage.get(storage._cdata, -1)
+        Args:
+            nbytes: of it.
+            what: it is for, for the error.
 
-    def owners(self, tensor: torch.Tensor) -> list[int]:
-        """See `Device.owners`."""
-        region = self.owner(tensor) if tensor.numel() else -1
-        return [] if region < 0 else [region]
+        Raises:
+            BudgetError: there is no room beside what is held.
+        """
+        padded = self.padded(nbytes)
+        cell = Cell(-1, nbytes, padded, 0, RegionStorage(0, device=self.device), 0)  # type: ignore[no-untyped-call]
+        with self._mutex:
+            free = self.capacity - sum(c.padded for c in self._cells.values() if c.pins)
+            if padded > free:
+                raise BudgetError(
+                    f"{what} takes {format_bytes(nbytes)} at once, and the pool of "
+                    f"{format_bytes(self.capacity)} has {format_bytes(free)} beside what is held: "
+                    "raise the budget, or let operators take it slice by slice"
+                )
+            self._fill_scratch(cell)
+        try:
+            yield cell.storage
+        finally:
+            with self._mutex:
+                self._free_unseen(cell)
 
-    def begins(self, tensor: torch.Tensor, region: int) -> bool:
-        """See `Device.begins`."""
-        return self.owner(tensor) == region and tensor.storage_offset() == 0
+    def read_below(self, region: int, target: torch.Tensor) -> bool:
+        """See `Rows.read_below`."""
+        with self._mutex:
+            cell = self._cells[region]
+            if not cell.in_host:
+                return False
+            if cell.copied is not None:
+                cell.copied.wait()
+            target.copy_(self._host.content(cell))
+            return True
+
+    @unseen
+    def _fill_scratch(self, cell: Cell) -> None:
+        self._make_room(cell.padded, True, [])
+        self._fill(cell)
+
+    @unseen
+    def _free_unseen(self, cell: Cell) -> None:
+        self._free(cell)
 
     # What is used
 
@@ -227,7 +242,7 @@ class Accelerator(Unguarded, Places):
             BudgetError: they do not fit together, or others are held there.
             SpillError: the file cannot be read or written.
         """
-        self._meet_owner(regions)
+        self.meet_owner(regions)
         self._bring(regions, pin=True)
         with self._mutex:
             for region in written:
@@ -249,7 +264,7 @@ class Accelerator(Unguarded, Places):
             BudgetError: the regions do not fit together, or others are held there.
             SpillError: the file cannot be read or written.
         """
-        self._meet_owner(regions)
+        self.meet_owner(regions)
         with self._mutex:  # all along: what nobody holds might leave before it is noted
             self._bring(regions, pin=pin)
             for region in regions:
@@ -265,7 +280,7 @@ class Accelerator(Unguarded, Places):
         """See `Device.unlock`."""
         self._locked.difference_update(regions)
 
-    def _meet_owner(self, regions: Sequence[int]) -> None:
+    def meet_owner(self, regions: Sequence[int]) -> None:
         """Have locked regions unlocked, with no lock of the device's held."""
         if self._locked:
             for region in regions:
@@ -297,7 +312,7 @@ class Accelerator(Unguarded, Places):
                     fitting.append(region)
             self._bring(fitting, pin=False)
 
-    @_unseen
+    @unseen
     def _bring(self, regions: Sequence[int], *, pin: bool) -> None:
         self._check_room(regions)
         with self._mutex:
@@ -364,15 +379,20 @@ class Accelerator(Unguarded, Places):
             return True
         self._fill(cell)
         if cell.zero:
-            _bytes_of(cell.storage).zero_()
-            cell.here = True
+            self._zero(cell)
+            cell.zero = True
         elif cell.in_host:
             self._copy_in(cell, cause)
         return True
 
     def _fill(self, cell: Cell) -> None:
         try:
-            self._queues.fill(cell.storage, cell.nbytes)
+            try:
+                self._queues.fill(cell.storage, cell.nbytes)
+            except torch.OutOfMemoryError:
+                if not self.make_way():
+                    raise
+                self._queues.fill(cell.storage, cell.nbytes)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"{self._queues.name} has no {format_bytes(cell.nbytes)} left for "
@@ -385,6 +405,11 @@ class Accelerator(Unguarded, Places):
         self._bare += cell.nbytes
         self._bare_peak = max(self._bare_peak, self._bare)
         cell.state = State.PRESENT
+
+    @unseen
+    def _zero(self, cell: Cell) -> None:
+        _bytes_of(cell.storage).zero_()
+        cell.written()
 
     def _copy_in(self, cell: Cell, cause: Cause) -> None:
         content, now = self._host.content(cell), self._queues.now()
@@ -490,7 +515,7 @@ class Accelerator(Unguarded, Places):
         self._bare -= cell.nbytes
         cell.state, cell.here = State.ABSENT, False
 
-    @_unseen
+    @unseen
     def _forget(self, cell: Cell) -> None:
         """Let go of a region's memory everywhere, and of what it held."""
         if cell.prefetched:
@@ -515,9 +540,13 @@ class Accelerator(Unguarded, Places):
         with self._mutex:
             for region in regions:
                 cell = self._cells[region]
-                if not cell.zero:
+                if cell.zero:
+                    continue
+                if cell.pins:  # whoever holds it goes on finding it there
+                    self._zero(cell)
+                else:
                     self._forget(cell)
-                    cell.zero = True
+                cell.zero = True
 
     def is_clear(self, regions: Sequence[int]) -> list[bool]:
         """See `Device.is_clear`."""
@@ -542,7 +571,7 @@ class Accelerator(Unguarded, Places):
                 self._moments.popleft()[1].wait()
             self._go_on()
 
-    @_unseen
+    @unseen
     def _go_on(self) -> None:
         """Carry out what is due of the plan, as far as there is room."""
         self._reap()
@@ -619,6 +648,27 @@ class Accelerator(Unguarded, Places):
             if victim.state is State.LEAVING:
                 self._end(victim)
 
+    @unseen
+    def make_way(self) -> bool:
+        """An operator has found no memory: all regions that are not used make way, and the pool is
+        a quarter smaller, until its size is measured again; return whether any could."""
+        with self._mutex:
+            before = self.capacity, self._used
+            self._resize(0)
+            freed = before[1] - self._used
+            self._resize(self._temporaries.shrunk())
+            if freed and not self._said_full:
+                self._said_full = True
+                logger.warning(
+                    "%s had no memory left for an operator, beside %s of regions, of which %s made "
+                    "way: lower the budget of %s, or end what else uses it",
+                    self._queues.name,
+                    format_bytes(before[1]),
+                    format_bytes(freed),
+                    format_bytes(before[0]),
+                )
+            return freed > 0
+
     def _look_at_queues(self) -> None:
         under_way = []
         for copy in self._copies:
@@ -687,6 +737,7 @@ class Accelerator(Unguarded, Places):
 
     def retire(self) -> int:
         """See `Device.retire`. What somebody holds stays on the accelerator, under no budget."""
+        self._make_ordinary()
         with self._mutex:
             held = [
                 cell
@@ -700,7 +751,7 @@ class Accelerator(Unguarded, Places):
         self.close()
         return 0
 
-    @_unseen
+    @unseen
     def close(self) -> None:
         """See `Device.close`."""
         if self._closed or os.getpid() != self._process:

@@ -7,10 +7,12 @@ to copy, pickle or save it meets this one. What operators do is announced elsewh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from dynoffload.errors import BackendError
 
 _READERS = (
     *("nbytes", "size", "__len__", "__getitem__", "tolist", "__deepcopy__", "__reduce__"),
@@ -46,15 +48,6 @@ def size_of(storage: torch.UntypedStorage) -> int:
     return int(storage.nbytes())
 
 
-def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what says where a tensor lies: the same for two tensors of one size if and only if
-    they are one. It is no address, which what is absent has none of."""
-    storage = tensor.untyped_storage()
-    if isinstance(storage, RegionStorage):
-        return storage._cdata, int(tensor.storage_offset()) * tensor.element_size()
-    return 0, tensor.data_ptr()
-
-
 def _brings(name: str, *, writes: bool) -> None:
     """Let a method of `RegionStorage` bring its bytes first."""
     inherited = getattr(torch.UntypedStorage, name)
@@ -71,3 +64,114 @@ for _name in _READERS:
     _brings(_name, writes=False)
 for _name in _WRITERS:
     _brings(_name, writes=True)
+
+
+_HAS_NO_ADDRESS = (
+    "the slices of this tensor move by themselves, so that it has no memory as a whole: use "
+    "operators of torch within the offload() block, or clone() it there first"
+)
+
+
+class RowStorage(torch.UntypedStorage):
+    """The storage over a whole row: of its size, and without memory.
+
+    Tensors lie over it, and views of them, while the bytes are in the storages of the row's
+    regions. Whoever asks for its bytes in Python gets them from there, slice by slice.
+
+    [Note: no memory]  It has the null address, and torch refuses to hand that out to be written; a
+    build for CUDA refuses to hand it out at all. So what takes an address past the dispatcher
+    (`data_ptr`, numpy, DLPack) raises. An operator that nobody has given the slices' own storages
+    (`dynoffload.runtime.over_rows`), as in a thread in which nobody listens, raises where torch
+    asks for the address; where it does not, the process ends there. So it does where torch prints
+    a tensor, which it does with all modes off. On a GPU none of this has run.
+
+    Attributes:
+        slice_bytes: of each slice.
+        slices: the storages' objects of the slices' regions, by address.
+        read: copies its bytes into an ordinary storage of the same size, on any device.
+        write: takes its bytes from such a storage.
+    """
+
+    slice_bytes: int
+    slices: Sequence[int]
+    read: Callable[[torch.UntypedStorage], None]
+    write: Callable[[torch.UntypedStorage], None]
+
+    @staticmethod
+    def of(nbytes: int, device: torch.device) -> RowStorage:
+        """Return a new one of ``nbytes`` on ``device``."""
+        storage: Any = torch._C._construct_storage_from_data_pointer(0, device, nbytes)
+        storage.__class__ = RowStorage
+        over = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        torch._C._set_throw_on_mutable_data_ptr(over)
+        if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):  # builds for CUDA
+            torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, _HAS_NO_ADDRESS)
+        made: RowStorage = storage
+        return made
+
+    def copied(self, device: torch.device) -> torch.UntypedStorage:
+        """Return an ordinary storage with the same bytes."""
+        copy = torch.UntypedStorage(self.nbytes(), device=device)  # type: ignore[no-untyped-call]
+        self.read(copy)
+        return copy
+
+    def clone(self) -> torch.UntypedStorage:
+        """Return an ordinary storage with the same bytes, on the same device."""
+        return self.copied(self.device)
+
+    def cpu(self) -> torch.UntypedStorage:
+        """Return an ordinary storage with the same bytes, in host memory."""
+        return self.copied(torch.device("cpu"))
+
+    def to(self, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
+        """Return an ordinary storage with the same bytes on ``device``; this one if it is there."""
+        device = torch.device(device)
+        if device.type == self.device.type and device.index in (None, self.device.index):
+            return self
+        return self.copied(device)
+
+    def data_ptr(self) -> int:
+        """Return 0: it has no address."""
+        return 0
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the first byte of a tensor lies: the same of two tensors if and only if it is
+    one byte, and for as long as they live, also where memory comes and goes."""
+    storage = tensor.untyped_storage()
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    if isinstance(storage, RowStorage):
+        number = min(offset // storage.slice_bytes, len(storage.slices) - 1)
+        return storage.slices[number], offset - number * storage.slice_bytes
+    if isinstance(storage, RegionStorage):
+        return storage._cdata, offset
+    return 0, tensor.data_ptr()
+
+
+def _of_copy(name: str, *, writes: bool) -> None:
+    """Let a method of `RowStorage` be that of a copy in host memory, which is written back."""
+    inherited = getattr(torch.UntypedStorage, name)
+
+    def method(self: RowStorage, *args: Any, **kwargs: Any) -> Any:
+        copy = self.cpu()
+        result = inherited(copy, *args, **kwargs)
+        if writes:
+            self.write(copy)
+        return self if result is copy else result
+
+    setattr(RowStorage, name, method)
+
+
+def _refuses(name: str) -> None:
+    def method(self: RowStorage, *args: Any, **kwargs: Any) -> Any:
+        raise BackendError(f"{name}: {_HAS_NO_ADDRESS}")
+
+    setattr(RowStorage, name, method)
+
+
+for _name in ("__getitem__", "tolist", "__reduce__", "_to", "_write_file"):
+    _of_copy(_name, writes=False)
+for _name in ("copy_", "fill_", "__setitem__", "_byteswap"):
+    _of_copy(_name, writes=True)
+for _name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_set_from_file"):
+    _refuses(_name)

@@ -41,6 +41,11 @@ class Temporaries:
         self._said = False
         self.capacity = most if budget is None else max(self._least, most - budget // _FIRST)
 
+    def shrunk(self) -> int:
+        """Return the bytes of a pool that is a quarter smaller, for something found no memory."""
+        self.capacity = max(self._least, self.capacity - self.capacity // 4)
+        return self.capacity
+
     def after(self, peak: int, regions: int) -> int:
         """Return the bytes of the pool after a step.
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, can_move, view_of
-from dynoffload.runtime.placing import put_in_place
+from dynoffload.runtime.placing import put, put_in_place
 
 _IN_USE = 3  # users of a storage: its own object, the parameter, and its `data`
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,6 +77,19 @@ def is_zero(tensor: torch.Tensor) -> bool:
     return not bits[:1024].any() and not bits.any()
 
 
+def zero_slices(tensor: torch.Tensor, *, at_once: bool) -> list[bool]:
+    """Return of each slice of a contiguous tensor whether it `is_zero`.
+
+    Args:
+        tensor: of at least one dimension.
+        at_once: ask for all of them in one, as an accelerator's answers are waited for.
+    """
+    if not at_once:
+        return [is_zero(part) for part in tensor]
+    bits = tensor.detach().reshape(len(tensor), -1).view(_BITS[tensor.element_size()])
+    return [not some for some in bits.any(1).tolist()]
+
+
 class FusedStore:
     """Adopts fused parameters, and their gradients and state, into rows.
 
@@ -124,7 +138,7 @@ class FusedStore:
             put_in_place(parameter, ours)
         else:
             self._fill(row, ours, parameter.data)
-            parameter.data = ours
+            put(parameter, ours)
         self._store.fused[parameter] = fused
         if parameter.requires_grad:
             fused.gradients.append(self._row(fused, ".grad"))
@@ -133,8 +147,9 @@ class FusedStore:
 
     def _fill(self, row: Sequence[int], ours: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor into a row; slices of zeros become clear."""
+        zeros = zero_slices(source, at_once=not self._device.serves)
         for number, region in enumerate(row):
-            if is_zero(source[number]):
+            if zeros[number]:
                 self._device.clear([region])
             else:
                 self._device.acquire([region])
@@ -295,7 +310,7 @@ class FusedStore:
             row = self.state_row(fused, key)
             ours = self.view(fused, row)
             self._fill(row, ours, value)
-            value.data = ours
+            put(value, ours)
 
     # Whether all is where it was put
 
@@ -303,7 +318,7 @@ class FusedStore:
         """Return whether ``tensor`` could lie over a row."""
         return (
             tensor.layout == torch.strided
-            and tensor.device == self._device.device
+            and tensor.device.type in (self._device.device.type, self._store.home.type)
             and tensor.dtype == fused.like.dtype
             and tensor.shape == fused.like.shape
             and tensor.is_contiguous()
@@ -356,13 +371,17 @@ class FusedStore:
 
     def copy_out(self, row: Sequence[int], target: torch.UntypedStorage) -> None:
         """Copy a row's bytes into an ordinary storage, slice by slice."""
+        ours = self._device.row_storage(row)
+        if isinstance(ours, RowStorage):
+            ours.read(target)
+            return
         start = 0
         for region, clear in zip(row, self._device.is_clear(row), strict=True):
-            storage = self._device.storage(region)
-            ours = bytes_of(target, start, storage.nbytes())
-            start += storage.nbytes()
+            nbytes = self._device.nbytes(region)
+            theirs = bytes_of(target, start, nbytes)
+            start += nbytes
             if clear:
-                ours.zero_()
+                theirs.zero_()
             else:
                 self._device.acquire([region])
-                ours.copy_(bytes_of(storage))
+                theirs.copy_(bytes_of(self._device.storage(region)))

@@ -94,9 +94,10 @@ def keeps_bits(group: Mapping[str, Any], whole: torch.Tensor, count: int) -> boo
         # SGD's fused kernel leaves its momentum partly to chance in half precision.
         return not group.get("momentum")
     threads = torch.get_num_threads()
-    return _ends_evenly(whole.numel(), threads) and _ends_evenly(whole.numel() // count, threads)
+    return ends_evenly(whole.numel(), threads) and ends_evenly(whole.numel() // count, threads)
 
 
-def _ends_evenly(elements: int, threads: int) -> bool:
+def ends_evenly(elements: int, threads: int) -> bool:
+    """Return whether the parts in which ``threads`` treat so many elements are whole vectors."""
     parts = min(threads, -(-elements // _GRAIN))
     return -(-elements // parts) % _VECTORS == 0

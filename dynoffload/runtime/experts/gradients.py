@@ -22,10 +22,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
-from dynoffload.runtime.adoption.fused import Fused, FusedStore, is_zero
+from dynoffload.runtime.adoption.fused import Fused, FusedStore, zero_slices
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.placing import put
 from dynoffload.runtime.updates.updates import Updates
 
 
@@ -136,7 +137,7 @@ class FusedGradients:
             return
         row = self.row_for(fused)
         with torch.no_grad():
-            gradient.data = self.rows.fill_gradient(fused, row, gradient)
+            put(gradient, self.rows.fill_gradient(fused, row, gradient))
         self.rows.point(fused, row)
 
     @uninterrupted
@@ -173,10 +174,13 @@ class FusedGradients:
     ) -> None:
         """Add ``gradient``, which lies over ``row`` if that is one, to ``held``, over ``place``."""
         empty = self._device.is_clear(place)
-        nothing = self._device.is_clear(row) if row is not None else None
+        if row is not None:
+            nothing = self._device.is_clear(row)
+        else:
+            nothing = zero_slices(gradient, at_once=not self._device.serves)
         for slot in fused.slots:
             number = slot.number
-            adds_zero = nothing[number] if nothing is not None else is_zero(gradient[number])
+            adds_zero = nothing[number]
             if adds_zero and empty[number]:
                 continue
             if row is not None and not adds_zero:

@@ -130,7 +130,7 @@ class SliceUpdates:
         """Move the small state on, and return whether gradients are written; see [Note: small
         state]."""
         like = fused.like
-        one = torch.zeros((1,) * like.dim(), dtype=like.dtype)
+        one = torch.zeros((1,) * like.dim(), dtype=like.dtype, device=self._device.device)
         stand_in = nn.Parameter(one)
         stand_in.grad = torch.zeros_like(one)
         version = stand_in.grad._version

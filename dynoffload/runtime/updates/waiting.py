@@ -157,10 +157,14 @@ class Waiting:
 
     def vacate(self, slot: Slot, region: int) -> None:
         """The gradient of a slice is about to be made in ``region``: an update that still has to
-        read the last one there gets it elsewhere."""
+        read the last one there gets it elsewhere, or is made where nothing can be put aside."""
         with self.mutex:
             update = self.pending.get(slot)
-            if isinstance(update, SliceUpdate) and update.gradient == region:
+            if not isinstance(update, SliceUpdate) or update.gradient != region:
+                return
+            if not self._device.serves:
+                self.flush(slot)
+            else:
                 self._maker.slices.put_aside(slot, update, region)
 
     def _lose(

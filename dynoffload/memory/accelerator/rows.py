@@ -1,0 +1,242 @@
+"""Rows of an accelerator: tensors over many regions, each of which has a storage of its own.
+
+What it is: which slices of which row a tensor covers, and how a row's bytes are copied. What it is
+not: operators on such tensors, which get others in their place (`dynoffload.runtime.over_rows`).
+
+On the CPU the regions of a row lie side by side. Here each has memory where it is given some, and
+what lies over the row lies over a `RowStorage`, which has none. So views, strides, versions and
+identity are torch's as ever, and cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from dynoffload.memory.accelerator.storages import RowStorage
+from dynoffload.memory.device import called
+from dynoffload.memory.places import Places, users_of
+from dynoffload.memory.spill import NoFile, SpillFile
+
+logger = logging.getLogger(__name__)
+
+NOBODYS = -1  # what a storage is that is no region's; a row's number is below that
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def unseen(method: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Hide what a method does from dispatch modes: ours, which tells of others, and the user's."""
+
+    @functools.wraps(method)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        with torch._C._DisableTorchDispatch():
+            return method(*args, **kwargs)
+
+    return call
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Row:
+    """A run of regions that a tensor can lie over.
+
+    Attributes:
+        regions: one for each slice.
+        slice_bytes: of each.
+        storage: over all of them.
+    """
+
+    regions: Sequence[int]
+    slice_bytes: int
+    storage: RowStorage
+
+    def under(self, tensor: torch.Tensor) -> range:
+        """Return the numbers of the slices between the first and the last byte of ``tensor``, which
+        lies over the row."""
+        if not tensor.numel():
+            return range(0)
+        first, last = span_of(tensor)
+        return range(first // self.slice_bytes, last // self.slice_bytes + 1)
+
+    def first_under(self, held: torch.Tensor | torch.UntypedStorage) -> int:
+        """Return the region that has the first byte of what lies over the row."""
+        if not isinstance(held, torch.Tensor):
+            return self.regions[0]
+        start = int(held.storage_offset()) * held.element_size() // self.slice_bytes
+        return self.regions[start] if start < len(self.regions) else -1  # of no element, at the end
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first and the last byte of a tensor's elements, counted in its storage."""
+    start = int(tensor.storage_offset())
+    each = zip(tensor.stride(), tensor.shape, strict=True)
+    end = start + sum(int(step) * (size - 1) for step, size in each)
+    return start * tensor.element_size(), (end + 1) * tensor.element_size() - 1
+
+
+def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """Return ``nbytes`` of an ordinary storage from ``start`` on, uint8."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, start, (nbytes,), (1,))
+
+
+def tensors_over(storage: torch.UntypedStorage) -> Iterator[torch.Tensor]:
+    """Yield the tensors over ``storage`` that Python knows; a graph may hold others.
+
+    It looks at every object there is: tens of milliseconds.
+    """
+    for one in gc.get_objects():
+        # Asked of the type: a stand-in of somebody's may answer anything to isinstance.
+        if not issubclass(type(one), torch.Tensor) or not torch._C._has_storage(one):
+            continue
+        strided = one.layout is torch.strided and not one.is_meta
+        if strided and one.untyped_storage()._cdata == storage._cdata:
+            yield one
+
+
+class Rows(Places):
+    """The ground of an accelerator: which storage is which region's, or which row's."""
+
+    def __init__(
+        self, capacity: int, page_bytes: int, spill: SpillFile | NoFile, base: int
+    ) -> None:
+        super().__init__(capacity, page_bytes, spill, base)
+        # Address of a storage's object -> its region, or the number of its row.
+        self._by_storage: dict[int, int] = {}
+        self._by_number: dict[int, Row] = {}
+        self._number = NOBODYS
+
+    @abstractmethod
+    def use(self, regions: Sequence[int], written: Sequence[int] = ()) -> None:
+        """Have ``regions`` there for work that is about to be given, until `used`."""
+
+    @abstractmethod
+    def used(self, regions: Sequence[int]) -> None:
+        """That work was given."""
+
+    @abstractmethod
+    def meet_owner(self, regions: Sequence[int]) -> None:
+        """Have locked regions unlocked: what waits for their use is made."""
+
+    @abstractmethod
+    def read_below(self, region: int, target: torch.Tensor) -> bool:
+        """Copy a region's bytes from host memory, if that has the newest; return whether it has."""
+
+    @abstractmethod
+    def is_clear(self, regions: Sequence[int]) -> list[bool]:
+        """See `Device.is_clear`."""
+
+    def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
+        """See `Device.allocate_row`."""
+        regions = super().allocate_row(count, nbytes, extra=extra)
+        storage = RowStorage.of(count * nbytes, self.device)
+        row = Row(tuple(regions), nbytes, storage)
+        storage.slice_bytes = nbytes
+        storage.slices = [self.storage(region)._cdata for region in regions]
+        storage.read = functools.partial(self._read, row)
+        storage.write = functools.partial(self._write, row)
+        with self._placing:
+            self._number -= 1
+            self._by_number[self._number] = row
+            self._by_storage[storage._cdata] = self._number
+            self._rows[regions[0]] = storage
+        return regions
+
+    def release(self, region: int) -> None:
+        """See `Device.release`."""
+        with self._placing:
+            storage = self._rows.get(region)
+            if storage is not None:
+                del self._by_number[self._by_storage.pop(storage._cdata)]
+        super().release(region)
+
+    def row_storage(self, regions: Sequence[int]) -> torch.UntypedStorage:
+        """See `Device.row_storage`: it never has memory."""
+        return self._rows[regions[0]]
+
+    def lookup(self, held: torch.Tensor | torch.UntypedStorage) -> int:
+        """Return the region whose storage ``held`` is or lies over, `NOBODYS`, or, below that, the
+        number of a `row`."""
+        storage = held.untyped_storage() if isinstance(held, torch.Tensor) else held
+        return self._by_storage.get(storage._cdata, NOBODYS)
+
+    def row(self, number: int) -> Row:
+        """Return the row that `lookup` found."""
+        return self._by_number[number]
+
+    def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
+        """See `Device.owner`."""
+        found = self.lookup(held)
+        return self._by_number[found].first_under(held) if found < NOBODYS else found
+
+    def owners(self, tensor: torch.Tensor) -> list[int]:
+        """See `Device.owners`."""
+        found = self.lookup(tensor) if tensor.numel() else NOBODYS
+        if found < NOBODYS:
+            row = self._by_number[found]
+            return sorted(row.regions[number] for number in row.under(tensor))
+        return [] if found == NOBODYS else [found]
+
+    def begins(self, tensor: torch.Tensor, region: int) -> bool:
+        """See `Device.begins`."""
+        found = self.lookup(tensor)
+        if found >= NOBODYS:
+            return found == region and tensor.storage_offset() == 0
+        row = self._by_number[found]
+        start = tensor.storage_offset() * tensor.element_size()
+        return start % row.slice_bytes == 0 and row.first_under(tensor) == region
+
+    @unseen
+    @torch.no_grad()
+    def _read(self, row: Row, target: torch.UntypedStorage) -> None:
+        """Copy a row's bytes into an ordinary storage."""
+        for number, region in enumerate(row.regions):
+            theirs = bytes_of(target, number * row.slice_bytes, row.slice_bytes)
+            self.meet_owner([region])
+            if self.is_clear([region])[0]:
+                theirs.zero_()
+            elif theirs.device.type != "cpu" or not self.read_below(region, theirs):
+                self.use([region])
+                theirs.copy_(bytes_of(self.storage(region), 0, row.slice_bytes))
+                self.used([region])
+
+    @unseen
+    @torch.no_grad()
+    def _write(self, row: Row, source: torch.UntypedStorage) -> None:
+        """Give a row the bytes of an ordinary storage."""
+        for number, region in enumerate(row.regions):
+            theirs = bytes_of(source, number * row.slice_bytes, row.slice_bytes)
+            self.use([region], [region])
+            bytes_of(self.storage(region), 0, row.slice_bytes).copy_(theirs)
+            self.used([region])
+
+    @unseen
+    @torch.no_grad()
+    def _make_ordinary(self) -> None:
+        """Give the tensors that lie over rows storages with memory.
+
+        A tensor that only a graph knows cannot be given one: it raises where it is used.
+        """
+        for row in self._by_number.values():
+            if users_of(row.storage) == 1:
+                continue
+            whole = row.storage.clone()
+            for tensor in tensors_over(row.storage):
+                place = tensor.storage_offset(), tensor.size(), tensor.stride()
+                empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                tensor.data = empty.set_(whole, *place)
+            left = users_of(row.storage) - 1
+            if left:
+                logger.warning(
+                    "%d tensors over %s and what lies beside it are held by graphs beyond the "
+                    "offload() block, and have no memory there: run backward inside of it",
+                    left,
+                    called(self.names, row.regions[0], row.slice_bytes),
+                )

@@ -1,0 +1,513 @@
+"""Operators on tensors over rows, whose storage has no memory: they get others in their place.
+
+What it is: for each operator that touches such tensors, what it is run on. A tensor within one
+slice is given as one over that slice's own region, so only what an expert's code touches is there.
+What reaches over several slices is taken slice by slice where that gives the same bits; else the
+slices are gathered in memory that counts as regions do, and go back to their places where the
+operator wrote them. What it is not: who hears of operators (`dynoffload.runtime.residency`).
+
+The user's own tensors come back where an operator returns what it was given, and results that
+share memory with what was given in a tensor's place are made views of the row again.
+
+[Note: by slices]  Operators that treat every element by itself give the same bits by slices, but
+for the ends of what a thread of the CPU treats (see the note on tails in
+`dynoffload.runtime.adoption.slicing`). Tensors of the same shape are cut alike, smaller ones are
+given to each slice as they are. Where a slice is clear, and is multiplied or clamped, it stays so:
+the factor is looked at, which makes the host wait for the accelerator once.
+
+[Note: composite operators]  Operators made of others are taken apart before a mode hears of them,
+but not in inference mode. They are taken apart here then: some may be views, and may be copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynoffload.errors import BackendError
+from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.rows import NOBODYS, Row, bytes_of
+from dynoffload.runtime.adoption.slicing import ends_evenly
+from dynoffload.runtime.counting import parts_of
+from dynoffload.runtime.recompute.operators import effects_of, replaced, tensors_of
+from dynoffload.runtime.touching import held_by, in_parts, is_list_of_tensors, unwrapped
+
+_aten = torch.ops.aten
+OF_EMPTY = {
+    _aten.view.default,
+    _aten.view.dtype,
+    _aten._unsafe_view.default,
+    _aten.alias.default,
+    _aten.detach.default,
+}
+"""Views that torch makes of empty storages, too."""
+
+_ZEROING = {_aten.zero_.default, _aten._foreach_zero_.default}
+_COPYING = {_aten.copy_.default, _aten.clone.default, _aten._to_copy.default}
+_COPYING |= {_aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor}
+
+
+def _is_positive(number: float) -> bool:
+    return math.isfinite(number) and math.copysign(1.0, number) > 0
+
+
+_KEEPING_ZEROS: dict[Any, tuple[int, Callable[[float], bool]]] = {
+    # which argument decides, and whether it leaves +0 as it is
+    _aten.mul_.Tensor: (1, _is_positive),
+    _aten.mul_.Scalar: (1, _is_positive),
+    _aten._foreach_mul_.Tensor: (1, _is_positive),
+    _aten._foreach_mul_.Scalar: (1, _is_positive),
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: (2, _is_positive),
+    _aten._foreach_clamp_min_.Scalar: (1, lambda least: least < 0),
+    _aten._foreach_clamp_max_.Scalar: (1, lambda most: most > 0),
+}
+_MAKES_NO_USE = {"set_", "resize_", "resize_as_"}
+
+
+@functools.cache
+def is_over_lists(func: Any) -> bool:
+    """Return whether an operator treats each place of its lists by itself."""
+    name = func._schema.name.rpartition("::")[2]
+    return bool(name.startswith(("_foreach_", "_amp_foreach_")))
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Return whether an operator is made of others."""
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+@functools.cache
+def _touches_no_byte(func: Any) -> bool:
+    """Return whether an operator makes views, or has a tensor lie over another storage."""
+    name = func._schema.name.rpartition("::")[2]
+    return bool(func.is_view) or func in OF_EMPTY or name in _MAKES_NO_USE
+
+
+@functools.cache
+def _is_by_element(func: Any) -> bool:
+    """Return whether an operator treats every element by itself, and has one result at most."""
+    if is_over_lists(func):
+        return bool(func._schema.name.endswith("_"))
+    by_element = torch.Tag.pointwise in func.tags or func in _ZEROING or func in _COPYING
+    returns = [str(one.type) for one in func._schema.returns]
+    return by_element and not effects_of(func).draws and returns == ["Tensor"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Over:
+    """A tensor over a row.
+
+    Attributes:
+        given: as it was given.
+        plain: below the wrappers of `torch.func`.
+        row: what it lies over.
+        slices: between its first and its last byte.
+    """
+
+    given: torch.Tensor
+    plain: torch.Tensor
+    row: Row
+    slices: range
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Slices of a row that stand together in an operator, as tensors overlap in them."""
+
+    row: Row
+    slices: range
+
+    @property
+    def region(self) -> int:
+        """The first slice's."""
+        return self.row.regions[self.slices.start]
+
+    @property
+    def start(self) -> int:
+        """Its first byte in the row."""
+        return self.slices.start * self.row.slice_bytes
+
+
+_Places = dict[_Span, tuple[torch.UntypedStorage, int]]
+"""What stands for slices, and for which byte of their row it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How tensors of one shape are cut into slices: so many pieces of so many places along their
+    first dimension."""
+
+    shape: torch.Size
+    pieces: int
+    length: int
+
+    def piece(self, value: Any, number: int) -> Any:
+        """Return one piece of an argument; itself if it is the same for all."""
+        if isinstance(value, torch.Tensor) and value.shape == self.shape:
+            return unwrapped(value).narrow(0, number * self.length, self.length)
+        return value
+
+
+class OverRows:
+    """Runs operators on what lies over rows.
+
+    Args:
+        device: whose rows they are.
+        mode: hears of operators; what an operator is made of is run in it.
+    """
+
+    def __init__(self, device: Accelerator, mode: TorchDispatchMode) -> None:
+        self._device, self._mode = device, mode
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, some of whose arguments lie over rows.
+
+        Raises:
+            BudgetError: it takes several slices at once, and they do not fit.
+            BackendError: it makes a sparse tensor over several slices.
+            SpillError: the file cannot be read or written.
+        """
+        if _is_composite(func):
+            with self._mode:
+                return func.decompose(*args, **kwargs)
+        if _touches_no_byte(func):
+            return func(*args, **kwargs)
+        if is_over_lists(func):
+            return self._call_over_lists(func, args, kwargs)
+        over = self._over(args, kwargs)
+        if any(len(one.slices) > 1 for one in over):
+            tensors = list(tensors_of((args, kwargs)))
+            lists = any(is_list_of_tensors(one) for one in (*args, *kwargs.values()))
+            cut = None if lists else self._cut(func, tensors, self._written(func, args, kwargs))
+            if cut is not None:
+                return self._by_slices(func, args, kwargs, cut)
+        return self._run(func, args, kwargs, over)
+
+    def _over(self, args: Any, kwargs: Any) -> list[_Over]:
+        """Return the arguments that lie over rows, each once."""
+        found: dict[int, _Over] = {}
+        for given in tensors_of((args, kwargs)):
+            plain = unwrapped(given)
+            if plain.layout is torch.strided:
+                number = self._device.lookup(plain)
+                if number < NOBODYS:
+                    row = self._device.row(number)
+                    found[id(given)] = _Over(given, plain, row, row.under(plain))
+        return list(found.values())
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the tensors that an operator writes into."""
+        places = effects_of(func).written
+        given = [args[at] if at < len(args) else kwargs.get(name) for name, at in places]
+        return list(tensors_of(given))
+
+    # On other tensors in their place
+
+    def _run(self, func: Any, args: Any, kwargs: Any, over: Sequence[_Over]) -> Any:
+        """Run an operator on what is given in place of ``over``."""
+        spans = _spans(over)
+        written = self._written(func, args, kwargs)
+        lookup, regions = self._device.lookup, self._device.storage
+        touched = dict.fromkeys(lookup(held) for held in held_by((args, kwargs)))
+        changed = [lookup(held) for held in held_by(written)]
+        into = [one for one in over if any(one.given is other for other in written)]
+        for span in set(spans.values()):
+            if len(span.slices) == 1:
+                touched[span.region] = None
+        changed += [spans[one].region for one in into if len(spans[one].slices) == 1]
+        with contextlib.ExitStack() as ends:
+            places: _Places = {}
+            for span in set(spans.values()):
+                if len(span.slices) > 1:
+                    storage = ends.enter_context(self._gathered(func, span))
+                    places[span] = storage, span.start
+            used = [region for region in touched if region > NOBODYS]
+            self._device.use(used, [region for region in changed if region > NOBODYS])
+            try:
+                for span in set(spans.values()):
+                    if len(span.slices) == 1:
+                        places[span] = regions(span.region), span.start
+                result = self._on_others(func, args, kwargs, spans, places)
+            finally:
+                self._device.used(used)
+            for one in into:
+                if len(spans[one].slices) > 1:
+                    self._bring_back(one, *places[spans[one]])
+        return result
+
+    def _on_others(
+        self, func: Any, args: Any, kwargs: Any, spans: dict[_Over, _Span], places: _Places
+    ) -> Any:
+        others = {id(one.given): _other(one, places.get(span)) for one, span in spans.items()}
+        mine = {id(other): one for other, one in zip(others.values(), spans, strict=True)}
+        rows = {place[0]._cdata: (span.row, place[1]) for span, place in places.items()}
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            return others.get(id(tensor), tensor)
+
+        def returned(tensor: torch.Tensor) -> torch.Tensor:
+            one = mine.get(id(tensor))
+            if one is not None:
+                if tensor.shape != one.plain.shape:  # as of ``out=`` that is too large
+                    one.plain.resize_(tensor.shape)
+                return one.given
+            if tensor.layout is not torch.strided:
+                self._check_parts(func, tensor, places)
+                return tensor
+            if tensor.untyped_storage()._cdata not in rows:
+                return tensor
+            row, start = rows[tensor.untyped_storage()._cdata]
+            return _moved(tensor, row.storage, start)
+
+        args = replaced(args, given, torch.Tensor)
+        kwargs = replaced(kwargs, given, torch.Tensor)
+        return replaced(func(*args, **kwargs), returned, torch.Tensor)
+
+    def _check_parts(self, func: Any, made: torch.Tensor, places: _Places) -> None:
+        """Refuse a sparse tensor made of what was gathered, as it would outlive that.
+
+        Raises:
+            BackendError: it is.
+        """
+        storages = [storage._cdata for storage, _ in places.values()]
+        for part in parts_of(made):
+            cdata = part.untyped_storage()._cdata
+            if cdata in storages and self._device.lookup(part) == NOBODYS:
+                raise BackendError(
+                    f"{func} makes a tensor of layout {made.layout} over several slices of a "
+                    "parameter that is paged by slices: clone() what it is made of first"
+                )
+
+    @contextlib.contextmanager
+    def _gathered(self, func: Any, span: _Span) -> Iterator[torch.UntypedStorage]:
+        """Yield a storage with the bytes of several slices."""
+        row = span.row
+        names, first = self._device.names, row.regions[0]
+        name = names.get(first, f"the row of region {first}").replace("[0]", "", 1)
+        what = f"{func} on {len(span.slices)} slices of {name}"
+        with self._device.scratch(len(span.slices) * row.slice_bytes, what) as storage:
+            for place, number in enumerate(span.slices):
+                self._exchange(row, number, storage, place, out=True)
+            yield storage
+
+    def _bring_back(self, one: _Over, storage: torch.UntypedStorage, start: int) -> None:
+        """Give slices what an operator wrote in their place."""
+        for number in one.slices:
+            place = number - start // one.row.slice_bytes
+            self._exchange(one.row, number, storage, place, out=False)
+
+    def _exchange(
+        self, row: Row, number: int, storage: torch.UntypedStorage, place: int, *, out: bool
+    ) -> None:
+        """Copy a slice to its place in gathered memory, or back."""
+        region, nbytes = row.regions[number], row.slice_bytes
+        theirs = bytes_of(storage, place * nbytes, nbytes)
+        self._device.meet_owner([region])
+        if out and self._device.is_clear([region])[0]:
+            theirs.zero_()
+            return
+        self._device.use([region], [] if out else [region])
+        try:
+            ours = bytes_of(self._device.storage(region), 0, nbytes)
+            (theirs if out else ours).copy_(ours if out else theirs)
+        finally:
+            self._device.used([region])
+
+    # Slice by slice
+
+    def _cut(
+        self, func: Any, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> _Cut | None:
+        """Return how an operator on ``tensors`` is cut, None if it cannot be; see [Note: by
+        slices]."""
+        over = self._over(tensors, {})
+        lead = max(over, key=lambda one: len(one.slices), default=None)
+        if lead is None or len(lead.slices) < 2 or not _is_by_element(func):
+            return None
+        shape, row = lead.plain.shape, lead.row
+        step = lead.plain.stride(0) * lead.plain.element_size()
+        length, rest = divmod(row.slice_bytes, step)
+        begins = lead.plain.storage_offset() * lead.plain.element_size() % row.slice_bytes == 0
+        if rest or not begins or shape[0] % length:
+            return None
+        for tensor in tensors:
+            if tensor.shape == shape:
+                if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                    return None
+            elif not _is_same_for_all(tensor.shape, shape):
+                return None
+        if any(tensor.shape != shape for tensor in written) or self._overlap(over, written):
+            return None
+        exact = func in _COPYING or func in _ZEROING
+        if lead.plain.device.type == "cpu" and not exact:
+            threads, count = torch.get_num_threads(), shape.numel()
+            part = count // (shape[0] // length)
+            if not (ends_evenly(count, threads) and ends_evenly(part, threads)):
+                return None
+        return _Cut(shape, shape[0] // length, length)
+
+    def _overlap(self, over: Sequence[_Over], written: Sequence[torch.Tensor]) -> bool:
+        """Return whether an operator reads what it writes, at other places."""
+        into = [one for one in over if any(one.given is other for other in written)]
+        return any(
+            one.row is other.row
+            and one.slices
+            and (one.plain.shape, one.plain.storage_offset())
+            != (other.plain.shape, other.plain.storage_offset())
+            for one in over
+            for other in into
+        )
+
+    def _by_slices(self, func: Any, args: Any, kwargs: Any, cut: _Cut) -> Any:
+        written = self._written(func, args, kwargs)
+        stays = self._stay_clear(func, args)
+        whole: torch.Tensor | None = None
+        for number in range(cut.pieces):
+            piece = functools.partial(cut.piece, number=number)
+            if written and self._settles(func, piece(written[0]), stays):
+                continue
+            made = self._mode.__torch_dispatch__(  # type: ignore[no-untyped-call]
+                func,
+                (),
+                replaced(args, piece, torch.Tensor),
+                replaced(kwargs, piece, torch.Tensor),
+            )
+            if not written:
+                if whole is None:
+                    shape = (cut.shape[0], *made.shape[1:])
+                    whole = torch.empty(shape, dtype=made.dtype, device=made.device)
+                whole.narrow(0, number * cut.length, cut.length).copy_(made)
+        return written[0] if written else whole
+
+    def _settles(self, func: Any, piece: torch.Tensor, stays: Callable[[], bool]) -> bool:
+        """Return whether a written piece of a row is what it will be, or has been made so without
+        a move of bytes."""
+        one = next(iter(self._over([piece], {})), None)
+        if one is None or len(one.slices) != 1 or piece.nbytes != one.row.slice_bytes:
+            return False
+        region = one.row.regions[one.slices.start]
+        self._device.meet_owner([region])
+        if func in _ZEROING:
+            self._device.clear([region])
+            return True
+        return func in _KEEPING_ZEROS and self._device.is_clear([region])[0] and stays()
+
+    def _stay_clear(self, func: Any, args: Any) -> Callable[[], bool]:
+        """Return what tells whether zeros stay +0; it looks at the factor when it is asked."""
+
+        @functools.cache
+        def stays() -> bool:
+            place, keeps = _KEEPING_ZEROS[func]
+            factor = args[place]
+            if isinstance(factor, torch.Tensor):
+                if factor.numel() != 1 or self._device.lookup(unwrapped(factor)) != NOBODYS:
+                    return False
+                factor = factor.item()
+            return isinstance(factor, int | float) and keeps(factor)
+
+        return stays
+
+    # Over lists
+
+    def _call_over_lists(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_by_element(func):
+            args = self._in_slices(func, args)
+            if not args[0]:
+                return None
+        return in_parts(
+            args,
+            kwargs,
+            self._fit,
+            lambda part, more: self._run(func, part, more, self._over(part, more)),
+        )
+
+    def _fit(self, args: tuple[Any, ...]) -> bool:
+        lookup = self._device.lookup
+        regions = {lookup(held) for held in held_by(args)}
+        need = 0
+        for one in self._over(args, {}):
+            if len(one.slices) == 1:
+                regions.add(one.row.regions[one.slices.start])
+            else:
+                need += len(one.slices) * one.row.slice_bytes
+        need += sum(self._device.size(region) for region in regions if region > NOBODYS)
+        return need <= self._device.capacity // 2
+
+    def _in_slices(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return arguments in whose lists the slices of a tensor stand in its place, where it can
+        be cut; but those for which there is nothing to do."""
+        count = len(args[0])
+        lists = [n for n, one in enumerate(args) if isinstance(one, list | tuple)]
+        lists = [n for n in lists if len(args[n]) == count]
+        made: dict[int, list[Any]] = {n: [] for n in lists}
+        stays = self._stay_clear(func, args)
+        for place in range(count):
+            values = {n: args[n][place] for n in lists}
+            tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+            cut = self._cut(func, tensors, [values[0]])
+            for number in range(cut.pieces if cut else 1):
+                piece = {n: cut.piece(v, number) if cut else v for n, v in values.items()}
+                if not self._settles(func, piece[0], stays):
+                    for n in lists:
+                        made[n].append(piece[n])
+        return tuple(made.get(n, one) for n, one in enumerate(args))
+
+
+def _is_same_for_all(shape: torch.Size, of: torch.Size) -> bool:
+    """Return whether a tensor of ``shape`` is the same for all pieces of one of another shape."""
+    if len(shape) > len(of) or (len(shape) == len(of) and shape[0] != 1):
+        return False
+    ends = of[len(of) - len(shape) :]
+    return all(size in (1, whole) for size, whole in zip(shape, ends, strict=True))
+
+
+def _spans(over: Sequence[_Over]) -> dict[_Over, _Span]:
+    """Return which slices stand together for each tensor."""
+    found: dict[_Over, _Span] = {}
+    by_row: dict[Row, list[_Over]] = {}
+    for one in over:
+        by_row.setdefault(one.row, []).append(one)
+    for row, ones in by_row.items():
+        ones.sort(key=lambda one: one.slices.start)
+        begin = 0
+        while begin < len(ones):
+            slices, end = ones[begin].slices, begin + 1
+            while end < len(ones) and ones[end].slices.start < slices.stop:
+                slices = range(slices.start, max(slices.stop, ones[end].slices.stop))
+                end += 1
+            span = _Span(row, slices)
+            found.update(dict.fromkeys(ones[begin:end], span))
+            begin = end
+    return found
+
+
+def _other(one: _Over, place: tuple[torch.UntypedStorage, int] | None) -> torch.Tensor:
+    """Return what an operator gets in place of a tensor over a row."""
+    plain = one.plain
+    with torch._C._DisableTorchDispatch():
+        if place is None or not one.slices:  # it has no elements
+            return torch.empty_strided(
+                plain.size(), plain.stride(), dtype=plain.dtype, device=plain.device
+            )
+    storage, start = place
+    return _moved(plain, storage, -start)
+
+
+def _moved(tensor: torch.Tensor, storage: torch.UntypedStorage, by: int) -> torch.Tensor:
+    """Return a tensor like ``tensor``, which begins ``by`` bytes later, in ``storage``."""
+    with torch._C._DisableTorchDispatch():
+        offset = tensor.storage_offset() + by // tensor.element_size()
+        made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        made.set_(storage, offset, tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            made = torch._conj(made)
+        return torch._neg_view(made) if tensor.is_neg() else made
