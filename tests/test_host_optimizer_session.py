@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import DEVICE, OPTIONS, Emulated, accelerated
+from emulated import DEVICE, Emulated, accelerated
 from exactness import (
     Loop,
     Twin,
@@ -29,7 +29,7 @@ from dynoffload.errors import CheckpointError, ConfigError
 from dynoffload.optim import HostOptimizer
 from dynoffload.runtime.counting import States, ordinary_bytes, whole_bytes
 
-SMALL: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024, **OPTIONS}
+SMALL: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024}
 MAPPED: dict[str, Any] = {**SMALL, "backend": "mapped"}
 
 
@@ -86,7 +86,6 @@ def test_no_bit_differs(loop: str, delayed: bool) -> None:
             small_loss,
             least(twin),
             device=DEVICE,
-            config=OPTIONS,
         )
         assert session.stats["bytes_in"].sum() > 0
         close(twin)
@@ -108,7 +107,6 @@ def test_a_file_below_and_clipping(tmp_path: Path) -> None:
             small_loss,
             least(twin),
             device=DEVICE,
-            config=OPTIONS,
         )
         close(twin)
 
@@ -125,7 +123,6 @@ def test_a_model_that_a_session_brings_to_the_accelerator() -> None:
             small_loss,
             least(twin),
             device=DEVICE,
-            config=OPTIONS,
         )
         for model, optimizer in (
             (twin.model, twin.optimizer),
@@ -148,7 +145,7 @@ def test_the_budget_counts_nothing_of_it() -> None:
         assert ordinary_bytes(twin.model, ours) == sum(p.nbytes for p in twin.model.parameters())
         assert whole_bytes(twin.model, ours) == 2 * ordinary_bytes(twin.model, ours)
         budget = least(twin)
-        with twin.paged(budget, device=DEVICE, config=OPTIONS) as session:
+        with twin.paged(budget, device=DEVICE) as session:
             small_loss(twin.model, small_samples(1)[0]).backward()
             assert all(p.grad is None for p in twin.model.parameters())
             twin.optimizer.step()
@@ -162,7 +159,7 @@ def test_checkpoints_go_on_bit_for_bit(tmp_path: Path) -> None:
     loop, samples = Loop(steps=3, seeded=True), small_samples(3)
     with accelerated() as queues:
         twin = twin_on(queues, delayed=True)
-        with twin.paged(least(twin), device=DEVICE, config=OPTIONS) as session:
+        with twin.paged(least(twin), device=DEVICE) as session:
             loop.run(twin.model, twin.optimizer, samples, small_loss)
             session.save(tmp_path / "checkpoint")
         loop.run(twin.reference, twin.its, samples, small_loss)
@@ -235,7 +232,7 @@ def test_what_streams_through_the_device_is_not_paged(caplog: pytest.LogCaptureF
 def test_it_says_nothing_of_paged_state(caplog: pytest.LogCaptureFixture) -> None:
     with accelerated() as queues, caplog.at_level(logging.WARNING, "dynoffload"):
         twin = twin_on(queues)
-        with twin.paged(least(twin), device=DEVICE, config=OPTIONS):
+        with twin.paged(least(twin), device=DEVICE):
             small_loss(twin.model, small_samples(1)[0]).backward()
             twin.optimizer.step()
         close(twin)
