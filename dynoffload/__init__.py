@@ -24,6 +24,7 @@ _HOMES = {
     "materialize": "dynoffload.runtime.offload",
     "save_checkpoint": "dynoffload.runtime.checkpointing",
     "load_checkpoint": "dynoffload.runtime.checkpointing",
+    "HostOptimizer": "dynoffload.optim",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
     "tile": "dynoffload.tiling.splitting",
@@ -57,6 +58,7 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "DynOffloadError",
+    "HostOptimizer",
     "OffloadConfig",
     "Pilot",
     "PilotError",
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
         TraceError,
         WholeWeightError,
     )
+    from dynoffload.optim import HostOptimizer
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
     from dynoffload.runtime.checkpointing import load_checkpoint, save_checkpoint
@@ -108,8 +111,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "moe":
-        return importlib.import_module("dynoffload.moe")
+    if name in ("moe", "optim"):
+        return importlib.import_module(f"dynoffload.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'dynoffload' has no attribute {name!r}")

@@ -41,6 +41,7 @@ EXPERIMENTS: dict[str, str] = {
     "capacity": "dynoffload.experiments.capacity:run",
     "max-batch": "dynoffload.experiments.max_batch:run",
     "costs": "dynoffload.experiments.costs:run",
+    "host-optimizer": "dynoffload.experiments.host_optimizer:run",
     "tiling": "dynoffload.experiments.tiling:run",
 }
 """Name on the command line -> ``module:function``."""

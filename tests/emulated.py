@@ -177,6 +177,15 @@ class Emulated:
             else:
                 seen.read[of] = clock[of]
 
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """The compute queue has made a storage that is not of `fill`; it must outlive this."""
+        with self._mutex:
+            self._seen[storage._cdata] = Seen((COMPUTE, self._clocks[COMPUTE][COMPUTE]))
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether its accesses are looked at."""
+        return storage._cdata in self._seen
+
     # Memory
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -225,14 +234,20 @@ class Emulated:
     # Copies
 
     def copy_in(
-        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Any]
+        self,
+        target: torch.UntypedStorage | torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Any],
     ) -> Reached:
-        return self._copy(IN, target, source, target, after)
+        return self._copy(IN, target, source, _storage_of(target), after)
 
     def copy_out(
-        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Any]
+        self,
+        target: torch.Tensor,
+        source: torch.UntypedStorage | torch.Tensor,
+        after: Sequence[Any],
     ) -> Reached:
-        return self._copy(OUT, target, source, source, after)
+        return self._copy(OUT, target, source, _storage_of(source), after)
 
     def _copy(
         self,
@@ -287,6 +302,10 @@ def _size(storage: torch.UntypedStorage) -> int:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _storage_of(memory: torch.UntypedStorage | torch.Tensor) -> torch.UntypedStorage:
+    return memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
 
 
 class Watcher(TorchDispatchMode):

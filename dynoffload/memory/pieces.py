@@ -33,6 +33,17 @@ def pieces(tensor: torch.Tensor, limit: int = PIECE) -> Iterator[torch.Tensor]:
             yield from pieces(row, limit)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of ``tensor`` fill an unbroken stretch of memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two strided tensors of one dtype and shape have the same bits.
 

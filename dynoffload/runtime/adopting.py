@@ -16,6 +16,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pieces import pieces
 from dynoffload.memory.places import users_of
+from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
@@ -316,7 +317,7 @@ class Adoption:
     def adopt(self, parameter: nn.Parameter) -> None:
         """The parameter has got optimizer state: move it into regions."""
         slot, fused = self.store.slots.get(parameter), self.store.fused.get(parameter)
-        if self._optimizer is None:
+        if self._optimizer is None or isinstance(self._optimizer, HostOptimizer):
             return
         if slot is not None:
             self.store.adopt_state(slot, self._optimizer.state[parameter])

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
+from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.updates.updates import can_split
 
 _STATES = {"SGD": 0, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 1, "Rprop": 2}
@@ -50,8 +51,10 @@ class States:
 
     def kept(self, parameter: torch.Tensor) -> list[int]:
         """Return the bytes of each tensor that there is by now."""
+        if self._optimizer is None or isinstance(self._optimizer, HostOptimizer):
+            return []  # nothing where the parameter is
         # Asked as a plain dict: the state that a session watches would make updates first.
-        entry = None if self._optimizer is None else dict.get(self._optimizer.state, parameter)
+        entry = dict.get(self._optimizer.state, parameter)
         tensors = [value for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
         return [_nbytes(one) for one in tensors if one.numel() > 1]
 
@@ -80,6 +83,8 @@ def state_tensors(optimizer: Optimizer | None) -> int:
 
 
 def _states_of(optimizer: Optimizer | None, group: Mapping[str, Any]) -> int:
+    if isinstance(optimizer, HostOptimizer):
+        return 0  # where the parameter is
     name = type(optimizer).__name__
     if name == "Adafactor":
         return int(group.get("beta1") is not None)
@@ -158,7 +163,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
     """Yield parameters with their gradients and optimizer state, and buffers; it reads nothing."""
-    states = {} if optimizer is None else optimizer.state
+    elsewhere = optimizer is None or isinstance(optimizer, HostOptimizer)
+    states = {} if optimizer is None or elsewhere else optimizer.state
     for parameter in model.parameters():
         if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
             continue  # a functional call has put it there for now

@@ -54,6 +54,7 @@ from dynoffload.runtime.target import Target
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss
+from dynoffload.runtime.updates.update import check_host
 from dynoffload.runtime.updates.updates import Updates, can_split
 from dynoffload.units import format_bytes
 
@@ -133,6 +134,7 @@ class Paging:
         if isinstance(self.device, Accelerator):
             self._residence = Residence(self.device)
             self._undo.callback(self._residence.end)
+        check_host(self.optimizer, self.device)
         self.device.reserve(sizing.reserve_bytes)
         self.adoption = Adoption(
             self.model,

@@ -71,20 +71,27 @@ class Queues(Protocol):
         """Take a storage's memory back, for what the compute queue is given from now on."""
 
     def copy_in(
-        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Moment]
+        self,
+        target: torch.UntypedStorage | torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Moment],
     ) -> Copied:
         """Copy host memory into a storage, on the queue for that, once ``after`` are reached.
 
         Args:
-            target: of the accelerator.
+            target: of the accelerator; or a part of a storage, as a tensor like ``source``.
             source: uint8 of the same size, of what `host` has given; it must stay as it is until
                 the moment that is returned.
         """
 
     def copy_out(
-        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Moment]
+        self,
+        target: torch.Tensor,
+        source: torch.UntypedStorage | torch.Tensor,
+        after: Sequence[Moment],
     ) -> Copied:
-        """Copy a storage into host memory, on the queue for that, once ``after`` are reached."""
+        """Copy a storage, or a part of one, into host memory, on the queue for that, once ``after``
+        are reached."""
 
     def host(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` of host memory that copies can use, uint8, aligned to 4 KiB.

@@ -175,13 +175,19 @@ class Streams:
     # Copies
 
     def copy_in(
-        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Any]
+        self,
+        target: torch.UntypedStorage | torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Any],
     ) -> _Copy:
         """See `Queues.copy_in`."""
         return self._copy(self._in, _bytes_of(target), source, after)
 
     def copy_out(
-        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Any]
+        self,
+        target: torch.Tensor,
+        source: torch.UntypedStorage | torch.Tensor,
+        after: Sequence[Any],
     ) -> _Copy:
         """See `Queues.copy_out`."""
         return self._copy(self._out, target, _bytes_of(source), after)
@@ -261,5 +267,7 @@ def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def _bytes_of(storage: torch.UntypedStorage | torch.Tensor) -> torch.Tensor:
+    if isinstance(storage, torch.Tensor):
+        return storage
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -20,6 +20,7 @@ from torch import nn
 from dynoffload.memory import heap
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
+from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.placing import put, put_in_place
@@ -50,17 +51,6 @@ def bytes_of(
     size = storage.nbytes() - offset if nbytes is None else nbytes
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage, offset, (size,), (1,))
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of ``tensor`` fill an unbroken stretch of memory, each once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def can_move(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.accelerator.storages import place_of
-from dynoffload.runtime.adoption.store import is_dense
+from dynoffload.memory.pieces import is_dense
+from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints.tensors import check_savable
 from dynoffload.runtime.checkpoints.values import KIND, TENSOR, Put, encode
 
@@ -86,6 +87,12 @@ def groups_of(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> list[l
     return groups
 
 
+def type_of(optimizer: Optimizer) -> str:
+    """Return what a checkpoint calls the optimizer's type."""
+    kind = type(optimizer).__name__
+    return f"{kind} of {optimizer.kind}" if isinstance(optimizer, HostOptimizer) else kind
+
+
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a group has beside its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", _PARAM_NAMES)}
@@ -98,7 +105,10 @@ def encode_optimizer(
 
     Raises:
         CheckpointError: a value cannot be said, or a parameter has no name.
+        StepLostError: a step of a `HostOptimizer` was cut off.
     """
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.settle()
     groups = [
         {
             "parameters": parameters,
@@ -113,7 +123,7 @@ def encode_optimizer(
         if parameter in optimizer.state:
             name, entry = names[parameter], optimizer.state[parameter]
             state[name] = {key: encode(item, f"{name}.{key}", put) for key, item in entry.items()}
-    return {"type": type(optimizer).__name__, "groups": groups, "state": state}
+    return {"type": type_of(optimizer), "groups": groups, "state": state}
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:

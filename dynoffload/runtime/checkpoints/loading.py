@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints import randomness
 from dynoffload.runtime.checkpoints.contents import names_of, stateful_modules, tensors_of
 from dynoffload.runtime.checkpoints.matching import (
@@ -107,6 +108,8 @@ def _fill_optimizer(
     checkpoint: Opened, plan: OptimizerPlan, model: nn.Module, optimizer: Optimizer, memory: Memory
 ) -> None:
     names = names_of(model)
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.begin_load()
     for group, values in zip(optimizer.param_groups, plan.groups, strict=True):
         for key, value in values.items():
             if is_tensor_like(group.get(key), value):
@@ -119,6 +122,8 @@ def _fill_optimizer(
                 optimizer.state.pop(parameter, None)
             else:
                 _fill_state(checkpoint, entry, parameter, optimizer, memory)
+    if isinstance(optimizer, HostOptimizer):
+        optimizer.loaded()
 
 
 def _fill_state(

@@ -20,6 +20,7 @@ from dynoffload.runtime.checkpoints.contents import (
     names_of,
     stateful_modules,
     tensors_of,
+    type_of,
 )
 from dynoffload.runtime.checkpoints.opened import Opened
 from dynoffload.runtime.checkpoints.shards import Place, kind_of
@@ -128,7 +129,7 @@ def match_optimizer(checkpoint: Opened, model: nn.Module, optimizer: Optimizer) 
         ValueError, KeyError, TypeError, AttributeError, RuntimeError: what is there is malformed.
     """
     said = checkpoint.said.optimizer
-    path, kind = checkpoint.path, type(optimizer).__name__
+    path, kind = checkpoint.path, type_of(optimizer)
     if said is None:
         raise CheckpointError(
             f"checkpoint {path} was saved without an optimizer: load it without one, and begin "

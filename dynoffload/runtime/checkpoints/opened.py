@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import CheckpointError, DynOffloadError
-from dynoffload.memory.pieces import Buffer
-from dynoffload.runtime.adoption.store import is_dense
+from dynoffload.memory.pieces import Buffer, is_dense
 from dynoffload.runtime.checkpoints import manifest, shards
 from dynoffload.runtime.checkpoints.directory import OURS, located, target_of
 from dynoffload.runtime.checkpoints.manifest import File, Manifest

@@ -35,8 +35,9 @@ import torch
 
 from dynoffload.errors import BudgetError, StepLostError
 from dynoffload.memory.device import Device
+from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.adoption.store import bytes_of, is_dense, offset_of, view_of
+from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.passes.endings import Endings
 from dynoffload.runtime.passes.keeping import Keeping

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.memory.device import Device
+from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.updates.images import Images
@@ -169,6 +170,8 @@ class Maker:
 
     def adopt_state(self, parameter: nn.Parameter, states: Mapping[torch.Tensor, Any]) -> None:
         """Move into regions what ``states`` has for ``parameter``."""
+        if isinstance(self._optimizer, HostOptimizer):
+            return  # it is on the host, and stays there
         state = states.get(parameter)
         if state is None:
             return

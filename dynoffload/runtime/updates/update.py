@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
+from dynoffload.memory.device import Device
+from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.updates.modes import Modes
 
 Group = dict[str, Any]
@@ -68,16 +70,35 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose step cannot be split by parameter.
+    """Refuse optimizers whose step cannot be split by parameter, or is paged twice.
 
     Raises:
         ConfigError: naming the optimizer.
     """
+    if isinstance(optimizer, HostOptimizer) and optimizer.place != "host":
+        raise ConfigError(
+            "a HostOptimizer with place='device' streams masters and moments through memory that "
+            "no budget counts: pass place='host', or torch's own optimizer, whose state is paged"
+        )
     name = type(optimizer).__name__
     if name in _REFUSED and type(optimizer).__module__.startswith("torch.optim"):
         raise ConfigError(
             f"{name} {_REFUSED[name]}: use an optimizer with dense state per parameter, such as "
             "AdamW, or train without offload()"
+        )
+
+
+def check_host(optimizer: Optimizer | None, device: Device) -> None:
+    """Refuse a `HostOptimizer` where fast memory is the host's own.
+
+    Raises:
+        ConfigError: ``device`` is not an accelerator's.
+    """
+    if isinstance(optimizer, HostOptimizer) and device.serves:
+        raise ConfigError(
+            f"on the {device.name} fast memory is host memory, where a HostOptimizer keeps "
+            "masters, moments and gradients under no budget: pass torch's own optimizer, whose "
+            "state is paged"
         )
 
 

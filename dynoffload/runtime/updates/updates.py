@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
+from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
 from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.store import Slot, Store
@@ -122,7 +123,7 @@ class Updates:
         self._begun = False  # whether a step has changed something and is not over
         self._signature = inspect.signature(self.maker.step)
         self.splits = can_split(optimizer)
-        if not self.splits:
+        if not self.splits and not isinstance(optimizer, HostOptimizer):
             logger.warning(
                 "%s is not one of torch.optim: its step runs whole, and its state pages on demand",
                 type(optimizer).__name__,

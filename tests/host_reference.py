@@ -1,0 +1,268 @@
+"""What `HostOptimizer` must do, in plain PyTorch, and networks to do it on: no tests here."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from emulated import Emulated, Watcher, emulated
+from exactness import assert_same
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dynoffload.optim import HostOptimizer
+from dynoffload.optim.immediate import Immediate
+
+KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+}
+"""Optimizers and their options, by name."""
+
+
+class Reference(Optimizer):
+    """The lines that the semantics are given by, written with torch alone.
+
+    Args:
+        params: of the model, or groups.
+        kind, options: of the optimizer over masters.
+        delayed: let parameters take a step's update over at the end of the next.
+        warmup_steps: that do not.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        kind: type[Optimizer],
+        *,
+        delayed: bool = False,
+        warmup_steps: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, dict(kind([nn.Parameter(torch.zeros(1))], **options).defaults))
+        self.masters: dict[Tensor, nn.Parameter] = {}
+        self._kind, self._options = kind, options
+        groups = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.masters[p] = nn.Parameter(p.detach().float())
+            values = {k: v for k, v in group.items() if k != "params"}
+            groups.append({**values, "params": [self.masters[p] for p in group["params"]]})
+            groups[-1]["fused"] = True
+        self.inner = kind(groups, fused=True, **options)
+        self.delayed, self._warmup, self._steps = delayed, warmup_steps, 0
+        self._late: list[Tensor] = []
+        self.inverse: float | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.catch_up()
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs["lr"] = ours["lr"]
+        updated = []
+        for p, master in self.masters.items():
+            master.grad = None if p.grad is None else p.grad.float()
+            if p.grad is not None:
+                updated.append(p)
+            p.grad = None
+        self.inner.step()
+        self._late = updated
+        if not (self.delayed and self._steps >= self._warmup):
+            self.catch_up()
+        self._steps += 1
+        return loss
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Let parameters take over what is late."""
+        for p in self._late:
+            p.copy_(self.masters[p])
+        self._late = []
+
+
+class Odd(nn.Module):
+    """Parameters of odd sizes, one larger than a tile, one never used, and one channels-last."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, width: int = 37) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, width)
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.hidden = nn.Linear(width, 71)
+        self.unused = nn.Linear(3, 5)
+        self.out = nn.Linear(71, 1)
+        self.to(dtype)
+        self.conv.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a loss for ``[rows]`` of words."""
+        dtype = self.out.weight.dtype
+        image = torch.linspace(-1, 1, 48, dtype=dtype).view(1, 3, 4, 4)
+        rows = self.hidden(self.embedding(x)).tanh()
+        return (self.out(rows) + self.conv(image).mean()).square().mean()
+
+
+def odd(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Odd:
+    """Return an `Odd` whose weights follow from ``seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Odd(dtype)
+
+
+def words(count: int, seed: int = 0) -> list[Tensor]:
+    """Return samples for `Odd`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 61, (7,), generator=generator) for _ in range(count)]
+
+
+class Pair:
+    """A network with a `HostOptimizer`, and the same with the reference."""
+
+    def __init__(
+        self,
+        kind: str = "adamw",
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        model: nn.Module | None = None,
+        delayed: bool = False,
+        warmup_steps: int = 0,
+        **options: Any,
+    ) -> None:
+        self.model = odd(dtype) if model is None else model
+        self.reference = copy.deepcopy(self.model)
+        cls, values = KINDS[kind]
+        delays = {"delayed": delayed, "warmup_steps": warmup_steps}
+        options.setdefault("place", "host")
+        options.setdefault("tile_bytes", 4096)
+        options.setdefault("threads", 1)  # others wait in a loop for a while, on a core
+        self.ours = HostOptimizer(self.model.parameters(), cls, **values, **delays, **options)
+        self.theirs = Reference(self.reference.parameters(), cls, **values, **delays)
+
+    def backward(self, sample: Tensor, scale: float = 1.0) -> None:
+        """Compute both losses, which must be the same, and gradients."""
+        losses = []
+        for model in (self.model, self.reference):
+            loss = model(sample)
+            (loss * scale).backward()
+            losses.append(loss.detach())
+        assert_same(losses[0], losses[1], "loss")
+
+    def step(self) -> None:
+        """Step both."""
+        self.ours.step()
+        self.theirs.step()
+
+    def zero_grad(self) -> None:
+        """Forget both gradients."""
+        self.ours.zero_grad()
+        self.theirs.zero_grad()
+
+    def train(self, samples: Sequence[Tensor], accumulate: int = 1) -> None:
+        """Take a step for every ``accumulate`` of ``samples``."""
+        for number, sample in enumerate(samples, 1):
+            self.backward(sample)
+            if number % accumulate == 0:
+                self.step()
+                self.zero_grad()
+
+    def assert_same(self) -> None:
+        """Assert that parameters, masters and moments are the same."""
+        theirs = dict(self.reference.named_parameters())
+        state = self.ours.state_dict()["state"]
+        for number, (name, p) in enumerate(self.model.named_parameters()):
+            assert_same(p.detach(), theirs[name].detach(), name)
+            master = self.theirs.masters[theirs[name]]
+            mine = state[number]
+            assert_same(mine["master"], master.detach(), f"{name}.master")
+            for key, value in self.theirs.inner.state.get(master, {}).items():
+                assert_same(mine[key], value, f"{name}.{key}")
+
+
+class Lazy(Immediate):
+    """Copies that are made when somebody waits for them, in the order in which they were given:
+    whoever does not wait reads what was there before."""
+
+    def __init__(self) -> None:
+        self._given: list[tuple[Tensor, Any]] = []
+        self._mutex = threading.RLock()
+        self._done = 0
+
+    def copy_in(self, target: Any, source: Tensor, after: Sequence[Any]) -> Any:
+        """See `Queues.copy_in`: at once, and after what it must come after."""
+        for moment in after:
+            moment.wait()
+        return super().copy_in(target, source, after)
+
+    def copy_out(self, target: Tensor, source: Any, after: Sequence[Any]) -> Any:
+        """See `Queues.copy_out`."""
+        with self._mutex:
+            self._given.append((target, source))
+            return LazyMoment(self, len(self._given))
+
+    def after(self, moment: Any) -> Any:
+        """See `Queues.after`."""
+        moment.wait()
+        return super().after(moment)
+
+    def make(self, count: int) -> None:
+        """Make the first ``count`` copies, those that were not made."""
+        with self._mutex:
+            while self._done < count:
+                super().copy_out(*self._given[self._done], [])
+                self._done += 1
+
+
+class LazyMoment:
+    """A `Moment` of `Lazy`; it is never reached by itself."""
+
+    def __init__(self, queues: Lazy, count: int) -> None:
+        self._queues, self._count = queues, count
+
+    def reached(self) -> bool:
+        """See `Moment.reached`."""
+        return False
+
+    def wait(self) -> None:
+        """See `Moment.wait`."""
+        self._queues.make(self._count)
+
+
+@contextmanager
+def racing(seed: int = 0, **options: Any) -> Iterator[Emulated]:
+    """Open an emulated accelerator that looks at what operators do, too."""
+    with emulated(seed, **options) as queues:
+        with Watcher(queues, queues.knows) as watcher:
+            yield queues
+        assert watcher.seen > 0, "nothing was seen: this shows nothing"
+        assert queues.host_bytes == 0, "host memory is left"
+
+
+def on_accelerator(model: nn.Module, queues: Emulated) -> nn.Module:
+    """Give parameters memory of an emulated accelerator, and have it look at gradients; return the
+    model. What was made stays held, as it must."""
+    kept: list[Any] = []
+
+    def made(gradient: Tensor) -> None:
+        kept.append(gradient.untyped_storage())
+        queues.see(kept[-1])
+
+    for parameter in model.parameters():
+        storage = torch.UntypedStorage(0)
+        queues.fill(storage, parameter.nbytes)
+        there = torch.empty(0, dtype=parameter.dtype).set_(
+            storage, 0, parameter.size(), parameter.stride()
+        )
+        parameter.data = there.copy_(parameter.data)
+        parameter.register_hook(made)
+    model._kept = kept  # type: ignore[assignment]
+    return model

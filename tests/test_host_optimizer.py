@@ -1,0 +1,428 @@
+"""An optimizer on the host does, bit for bit, what the same lines of plain PyTorch do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from emulated import emulated
+from exactness import assert_same
+from host_reference import KINDS, Lazy, Pair, Reference, odd, on_accelerator, racing, words
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from dynoffload.errors import BackendError, BudgetError, ConfigError, StepLostError
+from dynoffload.optim import HostOptimizer, hosting
+from dynoffload.optim.rules import Rule
+from dynoffload.optim.tiles import tiles_of
+from dynoffload.units import MiB
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_the_reference(kind: str, place: str) -> None:
+    """Tiles are of 1024 elements: the embedding and the hidden layer are cut, the others joined."""
+    pair = Pair(kind, place=place)
+    pair.train(words(5))
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    pair = Pair(dtype=dtype)
+    pair.train(words(4))
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("seed", range(2))
+def test_queues_that_are_late(place: str, seed: int) -> None:
+    """Nothing is read too early or written too late, whatever copies take."""
+    with racing(seed) as queues:
+        model = on_accelerator(odd(), queues)
+        pair = Pair("momentum", model=model, place=place, queues=queues)
+        pair.train(words(4), accumulate=1 + seed % 2)
+        assert queues.copies > 0
+        pair.assert_same()
+        pair.ours.close()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_what_nobody_waits_for_is_not_there(place: str, accumulate: int) -> None:
+    """Copies out are made only when somebody waits for them; the state is looked at between."""
+    pair = Pair(place=place, queues=Lazy())
+    for seed in range(2):
+        pair.train(words(2 * accumulate, seed), accumulate)
+        pair.assert_same()
+
+
+def test_the_state_is_looked_at_when_it_has_come() -> None:
+    """On an accelerator `Queues.after` does not hold the thread that looks."""
+    optimizer = Pair().ours
+    assert optimizer._stores is not None
+    for look in (optimizer.settle, optimizer.state_dict):
+        moment = optimizer._stores.gone = mock.Mock()
+        look()
+        moment.wait.assert_called_once()
+
+
+def test_tiles_may_be_of_any_size() -> None:
+    """Also where threads divide a tile among them. 4112 bytes are no multiple of a slice's unit."""
+    runs = []
+    for tile_bytes, threads in ((MiB, 1), (20480, 2), (4112, 3)):
+        model = odd()
+        optimizer = HostOptimizer(
+            model.parameters(), torch.optim.AdamW, tile_bytes=tile_bytes, threads=threads
+        )
+        for sample in words(3):
+            model(sample).backward()
+            optimizer.step()
+        runs.append(optimizer.state_dict()["state"])
+    assert_same(runs[1], runs[0], "tiles of 20 KiB")
+    assert_same(runs[2], runs[0], "tiles of 4112 bytes")
+
+
+def test_a_tile_is_a_run_of_small_parameters_or_a_slice_of_a_large_one() -> None:
+    optimizer = Pair().ours
+    tiles = tiles_of(list(optimizer._entries.values()), 4096)
+    assert any(len(tile.pieces) > 1 for tile in tiles)
+    cut = [piece for tile in tiles for piece in tile.pieces if piece.begin]
+    assert cut
+    assert all(piece.begin % 1024 == 0 for piece in cut)
+    assert all(len(tile.stretches) == 1 for tile in tiles if len(tile.pieces) > 1)
+
+
+def test_a_finished_tile_is_uploaded_while_the_next_is_updated() -> None:
+    """The kernel of the second tile waits for the upload of the first."""
+    pair = Pair()
+    pair.backward(words(1)[0])
+    uploaded, runs = threading.Event(), []
+    plain_run, plain_upload = Rule.run, hosting.upload
+
+    def run(self: Rule, parts: Any) -> None:
+        runs.append(parts)
+        assert len(runs) < 2 or uploaded.wait(30), "nothing is uploaded before all is updated"
+        plain_run(self, parts)
+
+    def upload(*args: Any) -> None:
+        plain_upload(*args)
+        uploaded.set()
+
+    with mock.patch.object(Rule, "run", run), mock.patch.object(hosting, "upload", upload):
+        pair.ours.step()
+    assert len(runs) > 2
+    pair.theirs.step()
+    pair.assert_same()
+
+
+def test_parameters_have_no_gradient_after_backward() -> None:
+    model = odd()
+    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW)
+    model(words(1)[0]).backward()
+    assert all(p.grad is None for p in model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_same([p.detach() for p in model.parameters()], before, "forgotten gradients")
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_groups_and_schedulers(place: str) -> None:
+    """Learning rates of groups change between steps, and a group comes later."""
+    twins = []
+    for make in (HostOptimizer, Reference):
+        model = odd()
+        groups = [
+            {"params": [model.hidden.weight, model.hidden.bias], "weight_decay": 0.3},
+            {"params": [*model.embedding.parameters(), *model.out.parameters()], "lr": 0.5},
+        ]
+        options: dict[str, Any] = {"tile_bytes": 4096, "place": place}
+        optimizer = make(
+            groups, torch.optim.AdamW, lr=0.1, **(options if make is HostOptimizer else {})
+        )
+        scheduler = StepLR(optimizer, 1, gamma=0.5)
+        for number, sample in enumerate(words(6)):
+            if number == 3 and isinstance(optimizer, HostOptimizer):
+                optimizer.add_param_group({"params": model.conv.parameters(), "lr": 0.01})
+                scheduler.base_lrs.append(0.01)
+            if number == 3 and isinstance(optimizer, Reference):
+                late = Reference(model.conv.parameters(), torch.optim.AdamW, lr=0.01)
+            if number < 3:
+                model.conv.zero_grad()
+            model(sample).backward()
+            if number < 3:
+                model.conv.zero_grad()
+            optimizer.step()
+            if number >= 3 and isinstance(optimizer, Reference):
+                late.step()
+                late.param_groups[0]["lr"] *= 0.5
+            optimizer.zero_grad()
+            scheduler.step()
+        twins.append(model)
+    for name, p in twins[0].named_parameters():
+        assert_same(p.detach(), dict(twins[1].named_parameters())[name].detach(), name)
+
+
+def test_a_closure_is_called_once() -> None:
+    pair = Pair()
+    losses = []
+    for model, optimizer in ((pair.model, pair.ours), (pair.reference, pair.theirs)):
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(words(1)[0])
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).detach())
+    assert_same(losses[0], losses[1], "losses")
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("kind", ["amsgrad", "momentum"])
+def test_a_state_goes_on_at_another_place(kind: str, place: str, tmp_path: Path) -> None:
+    """Saved in memory, loaded into a file, with other tiles; also through torch.save."""
+    pair = Pair(kind, place="host" if place == "device" else "device")
+    pair.train(words(3))
+    torch.save(pair.ours.state_dict(), tmp_path / "state.pt")
+    cls, options = KINDS[kind]
+    pair.ours = HostOptimizer(
+        pair.model.parameters(),
+        cls,
+        place=place,
+        tile_bytes=20480,
+        spill_dir=tmp_path,
+        **{**options, "lr": 7.0},
+    )
+    pair.ours.load_state_dict(torch.load(tmp_path / "state.pt"))
+    pair.train(words(3, seed=1))
+    pair.assert_same()
+
+
+def test_the_state_of_torchs_own_optimizer() -> None:
+    """In single precision, training goes on as it would have there."""
+    model = odd(torch.float32)
+    plain = copy.deepcopy(model)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    for sample in words(2):
+        plain(sample).backward()
+        theirs.step()
+        theirs.zero_grad()
+    model.load_state_dict(plain.state_dict())
+    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    optimizer.load_state_dict(theirs.state_dict())
+    for sample in words(2, seed=1):
+        for one, its in ((model, optimizer), (plain, theirs)):
+            one(sample).backward()
+            its.step()
+            its.zero_grad()
+    for name, p in model.named_parameters():
+        assert_same(p.detach(), dict(plain.named_parameters())[name].detach(), name)
+
+
+def test_weights_that_are_loaded_reach_the_masters() -> None:
+    """In whatever order weights and masters are loaded; what was not changed keeps its master."""
+    pair = Pair()
+    pair.train(words(2))
+    weights = copy.deepcopy(pair.model.state_dict())
+    state = copy.deepcopy(pair.ours.state_dict())
+    pair.train(words(2, seed=1))
+    for first_weights in (True, False):
+        again = odd(seed=5)
+        optimizer = HostOptimizer(again.parameters(), torch.optim.AdamW, lr=1e-2)
+        if first_weights:
+            again.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        if not first_weights:
+            again.load_state_dict(weights)
+        for sample in words(2, seed=1):
+            again(sample).backward()
+            optimizer.step()
+        assert_same(optimizer.state_dict()["state"], pair.ours.state_dict()["state"], "state")
+    with torch.no_grad():
+        again.out.bias.fill_(3.0)
+    again(words(1)[0]).backward()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert float(again.out.bias.detach()) == 3.0
+    assert float(optimizer.state[again.out.bias]["master"]) == 3.0
+
+
+def test_a_parameter_that_is_thawed_later() -> None:
+    pair = Pair()
+    pair.ours.close()
+    pair.model.hidden.requires_grad_(False)
+    pair.reference.hidden.requires_grad_(False)
+    pair.ours = HostOptimizer(pair.model.parameters(), torch.optim.AdamW, lr=1e-2)
+    pair.train(words(2))
+    pair.model.hidden.requires_grad_(True)
+    pair.reference.hidden.requires_grad_(True)
+    pair.train(words(3, seed=1))
+    pair.assert_same()
+
+
+def test_it_ends_with_its_last_reference() -> None:
+    model = odd()
+    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    model(words(1)[0]).backward()
+    assert model.out.weight.grad is not None
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_ctrl_c_comes_after_the_step(call: int) -> None:
+    """The step is made as a whole, and what was pressed is raised then."""
+    pair = Pair()
+    pair.train(words(2))
+    pair.backward(words(1)[0])
+    plain = hosting.upload
+    calls = []
+
+    def upload(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        plain(*args)
+
+    with mock.patch.object(hosting, "upload", upload), pytest.raises(KeyboardInterrupt):
+        pair.ours.step()
+    pair.theirs.step()
+    pair.train(words(2, seed=1))
+    pair.assert_same()
+
+
+# What is refused
+
+
+def test_options_that_make_no_sense() -> None:
+    weights = [nn.Parameter(torch.zeros(3))]
+    for options, told in (
+        ({"kind": torch.optim.Adagrad}, "serves Adam, AdamW, SGD"),
+        ({"foreach": True}, "foreach=True of AdamW cannot be chosen"),
+        ({"place": "moon"}, "place='moon' is unknown"),
+        ({"tile_bytes": 16}, "is no tile"),
+        ({"threads": 0}, "threads=0"),
+        ({"warmup_steps": 3}, "pass delayed=True"),
+        ({"delayed": True, "place": "device"}, 'pass place="host"'),
+        ({"host_budget": "1MiB"}, "needs spill_dir="),
+    ):
+        kind = options.pop("kind", torch.optim.AdamW)
+        with pytest.raises(ConfigError, match=told):
+            HostOptimizer(weights, kind, **options)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "told"),
+    [
+        (torch.zeros(3, dtype=torch.float64), "is torch.float64"),
+        (torch.zeros(3, dtype=torch.complex64), "is torch.complex64"),
+        (torch.zeros(3, device="meta"), "on the meta device"),
+        (torch.zeros(4, 4)[:, :2], "make it contiguous"),
+    ],
+)
+def test_parameters_without_a_master(parameter: torch.Tensor, told: str) -> None:
+    good = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ConfigError, match=told):
+        HostOptimizer([good, nn.Parameter(parameter)], torch.optim.AdamW)
+    optimizer = HostOptimizer([good], torch.optim.AdamW)
+    with pytest.raises(ConfigError, match=told):
+        optimizer.add_param_group({"params": [nn.Parameter(parameter)]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_an_accelerator_without_room_for_slots() -> None:
+    """Nothing is changed by that: the step can be made with less beside it."""
+    with emulated(memory=10**6) as queues:
+        pair = Pair(place="device", queues=queues)
+        pair.train(words(2))
+        pair.backward(words(1)[0])
+        queues.given += 10**6
+        with pytest.raises(BudgetError, match='or place="host"'):
+            pair.ours.step()
+        queues.given -= 10**6
+        pair.step()
+        pair.assert_same()
+        assert queues.given == 0
+        pair.ours.close()
+
+
+def test_an_upload_that_fails_loses_the_step() -> None:
+    pair = Pair()
+    pair.backward(words(1)[0])
+    with mock.patch.object(hosting, "upload", side_effect=RuntimeError("no room")):
+        with pytest.raises(StepLostError, match="no room"):
+            pair.ours.step()
+    with pytest.raises(StepLostError, match="cut off before"):
+        pair.ours.step()
+
+
+def test_parameters_of_another_device() -> None:
+    queues = mock.Mock(device=torch.device("cuda", 1))
+    with pytest.raises(ConfigError, match="is on cpu, and the others on cuda:1"):
+        HostOptimizer(odd().parameters(), torch.optim.AdamW, queues=queues)
+
+
+def test_an_accelerator_that_parameters_come_to_later() -> None:
+    optimizer = HostOptimizer(odd().parameters(), torch.optim.AdamW, device="cpu")
+    assert optimizer.place == "host"
+    if torch.accelerator.is_available():
+        return
+    with pytest.raises(BackendError, match="no accelerator"):
+        HostOptimizer(odd().parameters(), torch.optim.AdamW, device="cuda")
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = HostOptimizer(model.parameters(), torch.optim.SGD)
+    with pytest.raises(ConfigError, match="sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+    optimizer.close()
+
+
+def test_what_is_closed_or_copied() -> None:
+    model = odd()
+    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(ConfigError, match="not copied"):
+        copy.deepcopy(optimizer)
+    with optimizer:
+        pass
+    optimizer.close()
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(ConfigError, match="is closed"):
+            use()
+    model(words(1)[0]).backward()
+    assert model.out.weight.grad is not None
+
+
+def test_options_that_lack_their_state() -> None:
+    model = odd()
+    optimizer = HostOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    model(words(1)[0]).backward()
+    with pytest.raises(ConfigError, match="no momentum_buffer"):
+        optimizer.step()
+
+
+def test_states_of_others() -> None:
+    optimizer = HostOptimizer(odd().parameters(), torch.optim.AdamW)
+    with pytest.raises(ConfigError, match="no state of an optimizer"):
+        optimizer.load_state_dict({})
+    other = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ConfigError, match="groups of"):
+        optimizer.load_state_dict(other.state_dict())
+    wrong = copy.deepcopy(optimizer.state_dict())
+    wrong["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ConfigError, match=r"exp_avg of parameter 0 of group 0 is \[3\]"):
+        optimizer.load_state_dict(wrong)

@@ -1,0 +1,155 @@
+"""Delayed updates: bit for bit the same delay written plainly, and no error that is lost."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from exactness import assert_same
+from host_reference import Pair, odd, on_accelerator, racing, words
+from torch.optim import AdamW
+
+from dynoffload.errors import ConfigError, StepLostError
+from dynoffload.optim import HostOptimizer
+from dynoffload.optim.rules import Rule
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize(("warmup_steps", "accumulate"), [(0, 1), (2, 1), (1, 2)])
+def test_a_delay_is_the_one_that_is_written_plainly(
+    kind: str, warmup_steps: int, accumulate: int
+) -> None:
+    """Losses of every step are compared on the way."""
+    pair = Pair(kind, delayed=True, warmup_steps=warmup_steps)
+    pair.train(words(8), accumulate)
+    pair.ours.finish()
+    pair.theirs.catch_up()
+    pair.assert_same()
+
+
+def test_it_is_a_delay() -> None:
+    """A parameter stays as it is over the first step after the warm-up, and changes later."""
+    model = odd()
+    optimizer = HostOptimizer(model.parameters(), AdamW, lr=0.1, delayed=True, warmup_steps=1)
+    seen = []
+    for sample in words(4):
+        model(sample).backward()
+        optimizer.step()
+        seen.append(model.out.weight.detach().clone())
+    assert not torch.equal(seen[0], odd().out.weight)
+    assert torch.equal(seen[1], seen[0])
+    assert not torch.equal(seen[2], seen[1])
+    assert not torch.equal(seen[3], seen[2])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_on_late_queues(seed: int) -> None:
+    with racing(seed) as queues:
+        pair = Pair(model=on_accelerator(odd(), queues), queues=queues, delayed=True)
+        pair.train(words(6))
+        pair.ours.finish()
+        pair.theirs.catch_up()
+        pair.assert_same()
+        pair.ours.close()
+
+
+def test_the_update_is_made_beside_the_next_step() -> None:
+    """The kernel runs while the calling thread is free: it waits for something done there."""
+    model = odd()
+    optimizer = HostOptimizer(model.parameters(), AdamW, delayed=True)
+    free = threading.Event()
+    plain = Rule.run
+
+    def run(self: Rule, parts: Any) -> None:
+        assert free.wait(30)
+        plain(self, parts)
+
+    with mock.patch.object(Rule, "run", run):
+        model(words(1)[0]).backward()
+        optimizer.step()
+        model(words(1)[0]).backward()
+        free.set()
+        optimizer.step()
+    optimizer.finish()
+
+
+def test_it_can_be_switched_off_between_steps() -> None:
+    pair = Pair(delayed=True)
+    pair.train(words(3))
+    pair.ours.delayed = pair.theirs.delayed = False
+    pair.train(words(3, seed=1))
+    pair.ours.delayed = pair.theirs.delayed = True
+    pair.train(words(2, seed=2))
+    pair.ours.finish()
+    pair.theirs.catch_up()
+    pair.assert_same()
+    with pytest.raises(ConfigError, match="two steps' gradients"):
+        HostOptimizer(odd().parameters(), AdamW).delayed = True
+
+
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_training_that_is_saved_goes_on_as_it_would_have(
+    weights_first: bool, tmp_path: Path
+) -> None:
+    """Parameters that lag behind their masters are saved so, and go on so; also in a file."""
+    pair = Pair(delayed=True)
+    pair.train(words(3))
+    state = copy.deepcopy(pair.ours.state_dict())
+    weights = copy.deepcopy(pair.model.state_dict())
+    assert all(bool(one["lags"]) for one in state["state"].values() if float(one["step"]))
+    pair.model = odd(seed=7)
+    pair.ours = HostOptimizer(
+        pair.model.parameters(),
+        AdamW,
+        lr=1e-2,
+        place="host",
+        delayed=True,
+        spill_dir=tmp_path,
+        tile_bytes=20480,
+    )
+    if weights_first:
+        pair.model.load_state_dict(weights)
+    pair.ours.load_state_dict(state)
+    if not weights_first:
+        pair.model.load_state_dict(weights)
+    pair.train(words(3, seed=1))
+    pair.ours.finish()
+    pair.theirs.catch_up()
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("who", ["step", "state_dict", "finish", "close"])
+def test_an_error_beside_the_next_step_reaches_whoever_comes(who: str) -> None:
+    pair = Pair(delayed=True)
+    pair.train(words(2))
+    good = copy.deepcopy(pair.ours.state_dict())
+    pair.backward(words(1)[0])
+    with mock.patch.object(Rule, "run", side_effect=MemoryError("no more")):
+        pair.ours.step()
+        with pytest.raises(StepLostError, match="no more"):
+            getattr(pair.ours, who)()
+    if who == "close":
+        return
+    for again in (pair.ours.step, pair.ours.state_dict, pair.ours.settle):
+        with pytest.raises(StepLostError, match="cut off before"):
+            again()
+    pair.ours.load_state_dict(good)
+    assert_same(pair.ours.state_dict()["state"], good["state"], "state")
+    pair.model(words(1)[0]).backward()
+    pair.ours.step()
+    pair.ours.finish()
+
+
+def test_a_step_that_is_left_out_ends_the_one_before() -> None:
+    pair = Pair(delayed=True, skip_nonfinite=True)
+    pair.train(words(2))
+    (pair.model(words(1)[0]) * float("inf")).backward()
+    pair.ours.step()
+    pair.theirs.catch_up()
+    assert pair.ours.overflowed
+    pair.assert_same()

@@ -1,0 +1,156 @@
+"""Masters and moments in a file: bit for bit as in memory, in fixed staging, and nothing lost."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from exactness import assert_same
+from host_reference import Pair, odd, on_accelerator, racing, words
+from torch.optim import AdamW
+
+from dynoffload.errors import SpillError, StepLostError
+from dynoffload.optim import HostOptimizer
+from dynoffload.units import KiB
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("kind", ["amsgrad", "momentum", "sgd"])
+def test_a_file_changes_no_bit(kind: str, place: str, tmp_path: Path) -> None:
+    """The state is looked at between steps, too, through the file's map."""
+    pair = Pair(kind, place=place, spill_dir=tmp_path)
+    for number in range(3):
+        pair.train(words(2, seed=number))
+        pair.assert_same()
+    staging = pair.ours._stores.staging  # type: ignore[union-attr]
+    assert staging.bytes_read > 0
+    assert staging.bytes_written > 0
+    assert pair.ours._stores.memory_bytes == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("budget", [6 * KiB, 40 * KiB])
+def test_some_in_memory_and_the_rest_in_a_file(budget: int, delayed: bool, tmp_path: Path) -> None:
+    pair = Pair(spill_dir=tmp_path, host_budget=budget, delayed=delayed)
+    stores = pair.ours._stores
+    assert stores is not None
+    assert stores.memory_bytes <= budget
+    assert stores.file_bytes > 0
+    pair.train(words(5))
+    pair.ours.finish()
+    pair.theirs.catch_up()
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_files_below_late_queues(place: str, tmp_path: Path) -> None:
+    with racing(1) as queues:
+        pair = Pair(
+            model=on_accelerator(odd(), queues), queues=queues, place=place, spill_dir=tmp_path
+        )
+        pair.train(words(4))
+        pair.assert_same()
+        pair.ours.close()
+
+
+def test_staging_is_as_large_as_four_tiles(tmp_path: Path) -> None:
+    """However much the file holds."""
+    sizes = []
+    for width in (2000, 9000):
+        model = torch.nn.Linear(width, 3)
+        optimizer = HostOptimizer(
+            model.parameters(), AdamW, tile_bytes=16 * KiB, spill_dir=tmp_path
+        )
+        stores = optimizer._stores
+        assert stores is not None
+        sizes.append((stores.staging.nbytes, stores.file_bytes))
+    assert sizes[0][0] == sizes[1][0] <= 4 * 3 * 16 * KiB
+    assert sizes[1][1] > 3 * sizes[0][1]
+
+
+def test_the_file_is_private_and_has_no_name(tmp_path: Path) -> None:
+    optimizer = HostOptimizer(odd().parameters(), AdamW, spill_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    stores = optimizer._stores
+    assert stores is not None
+    files = [shelf.file for shelf in stores._shelves if shelf.file is not None]
+    assert [os.fstat(file.fd).st_mode & 0o777 for file in files] == [0o600]
+
+
+def failing(name: str, skip: int, how: str) -> Any:
+    """Return a stand-in for a system call that fails from the ``skip``-th call on."""
+    plain, calls = getattr(os, name), [0]
+
+    def call(*args: Any) -> int:
+        calls[0] += 1
+        if calls[0] <= skip:
+            return int(plain(*args))
+        if how == "short":
+            return 0
+        raise OSError(getattr(errno, how), os.strerror(getattr(errno, how)))
+
+    return mock.patch.object(os, name, call)
+
+
+def step_and_settle(optimizer: HostOptimizer) -> None:
+    """Make a step, or begin a delayed one and wait for it."""
+    optimizer.step()
+    optimizer.settle()
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("skip", [0, 5])
+@pytest.mark.parametrize(
+    ("name", "how"), [("preadv", "EIO"), ("preadv", "short"), ("pwritev", "ENOSPC")]
+)
+def test_a_disk_that_fails_loses_the_step_and_says_so(
+    name: str, how: str, skip: int, delayed: bool, tmp_path: Path
+) -> None:
+    pair = Pair(spill_dir=tmp_path, delayed=delayed)
+    pair.train(words(2))
+    weights = copy.deepcopy(pair.model.state_dict())
+    state = copy.deepcopy(pair.ours.state_dict())
+    pair.model(words(1)[0]).backward()
+    with failing(name, skip, how), pytest.raises(StepLostError, match="cut off") as caught:
+        step_and_settle(pair.ours)
+    assert isinstance(caught.value.__cause__, SpillError)
+    assert str(tmp_path) in str(caught.value)
+    for use in (pair.ours.step, pair.ours.state_dict, lambda: pair.ours.clip_grad_norm_(1.0)):
+        with pytest.raises(StepLostError, match="cut off before"):
+            use()
+    pair.model.load_state_dict(weights)
+    pair.ours.load_state_dict(state)
+    pair.train(words(2, seed=1))
+    pair.ours.finish()
+    pair.theirs.catch_up()
+    pair.assert_same()
+
+
+def test_a_directory_that_cannot_be_used() -> None:
+    model = odd()
+    with pytest.raises(SpillError, match="does not exist"):
+        HostOptimizer(model.parameters(), AdamW, spill_dir="/nowhere/at/all")
+    model(words(1)[0]).backward()
+    assert model.out.weight.grad is not None, "a hook is left"
+
+
+def test_groups_that_come_later_get_a_file_too(tmp_path: Path) -> None:
+    """With tiles larger than any before."""
+    model = odd()
+    optimizer = HostOptimizer(
+        model.out.parameters(), AdamW, lr=1e-2, tile_bytes=64 * KiB, spill_dir=tmp_path
+    )
+    optimizer.add_param_group({"params": model.embedding.parameters()})
+    other = odd()
+    plain = HostOptimizer([*other.out.parameters(), *other.embedding.parameters()], AdamW, lr=1e-2)
+    for sample in words(3):
+        for one, its in ((model, optimizer), (other, plain)):
+            one(sample).backward()
+            its.step()
+    assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"], "state")

@@ -1,0 +1,300 @@
+"""Gradients that leave: added up, clipped, unscaled and checked as they would be on the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from exactness import assert_same
+from host_reference import Pair, Reference, odd, on_accelerator, racing, words
+from torch import nn
+
+from dynoffload.errors import ConfigError
+from dynoffload.optim import GradScaler, HostOptimizer
+from dynoffload.optim.departures import Departures
+from dynoffload.optim.immediate import Immediate
+from dynoffload.optim.shelves import Entry
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_accumulation_is_autograds(dtype: torch.dtype, place: str) -> None:
+    """Three backwards a step, added up in the gradients' dtype; the embedding's passes through a
+    slot in parts."""
+    pair = Pair(dtype=dtype, place=place)
+    pair.train(words(6), accumulate=3)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_clipping_is_torchs(accumulate: int, place: str, norm_type: float) -> None:
+    pair = Pair(place=place)
+    for number, sample in enumerate(words(4), 1):
+        pair.backward(sample, scale=30.0)
+        if number % accumulate == 0:
+            ours = pair.ours.clip_grad_norm_(0.1, norm_type)
+            theirs = torch.nn.utils.clip_grad_norm_(
+                pair.reference.parameters(), 0.1, norm_type, foreach=False
+            )
+            assert_same(ours, theirs, "norm")
+            assert float(theirs) > 0.1, "nothing is clipped: this shows nothing"
+            pair.step()
+            pair.zero_grad()
+    pair.assert_same()
+
+
+def test_clipping_of_two_dtypes() -> None:
+    """Norms are stacked by dtype, as torch groups them."""
+    model = odd()
+    model.hidden.float()
+    model.forward = lambda x: (  # type: ignore[method-assign]
+        model.hidden(model.embedding(x).float()).square().mean() + model.out.weight.square().mean()
+    )
+    pair = Pair(model=model)
+    pair.reference.forward = lambda x: (  # type: ignore[method-assign, assignment]
+        pair.reference.hidden(pair.reference.embedding(x).float()).square().mean()
+        + pair.reference.out.weight.square().mean()
+    )
+    for sample in words(3):
+        pair.backward(sample, scale=100.0)
+        ours = pair.ours.clip_grad_norm_(0.1)
+        theirs = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1, foreach=False)
+        assert_same(ours, theirs, "norm")
+        pair.step()
+        pair.zero_grad()
+    pair.assert_same()
+
+
+def test_clipping_twice_and_without_a_finite_norm() -> None:
+    pair = Pair()
+    pair.backward(words(1)[0])
+    pair.ours.clip_grad_norm_(1.0)
+    with pytest.raises(ConfigError, match="clipped already"):
+        pair.ours.clip_grad_norm_(1.0)
+    pair.ours.zero_grad()
+    (pair.model(words(1)[0]) * float("nan")).backward()
+    with pytest.raises(RuntimeError, match="is nan"):
+        pair.ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_gradients_that_are_zeroed() -> None:
+    """Zeros are a gradient: momentum goes on, and what comes is added to them."""
+    pair = Pair("momentum")
+    pair.train(words(2))
+    for more in (False, True):
+        pair.backward(words(1)[0])
+        pair.ours.zero_grad(set_to_none=False)
+        pair.theirs.zero_grad(set_to_none=False)
+        if more:
+            pair.backward(words(1, seed=1)[0])
+        pair.step()
+    pair.assert_same()
+
+
+def test_a_gradient_that_somebody_puts_there() -> None:
+    pair = Pair()
+    for model in (pair.model, pair.reference):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.25)
+    held = pair.model.out.weight.grad
+    assert held is not None
+    pair.step()
+    pair.assert_same()
+    assert bool((held == 0.25).all())
+
+
+# Loss scales
+
+
+def scale_plainly(reference: Reference, model: nn.Module, scale: float, clip: float | None) -> bool:
+    """Unscale as the semantics say: in single precision, and clip there."""
+    gradients = {
+        p: p.grad.float() * (1.0 / scale) for p in model.parameters() if p.grad is not None
+    }
+    if not all(bool(g.isfinite().all()) for g in gradients.values()):
+        return False
+    if clip is not None:
+        stand_ins = [nn.Parameter(torch.zeros_like(g)) for g in gradients.values()]
+        for one, g in zip(stand_ins, gradients.values(), strict=True):
+            one.grad = g
+        torch.nn.utils.clip_grad_norm_(stand_ins, clip, foreach=False)
+    for p, master in reference.masters.items():
+        master.grad = gradients.get(p)
+        p.grad = None
+    reference.inner.step()
+    with torch.no_grad():
+        for p in gradients:
+            p.copy_(reference.masters[p])
+    return True
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_scaler(place: str, clip: float | None) -> None:
+    """float16: the first scales overflow, and those steps are left out; then they are made."""
+    pair = Pair(dtype=torch.float16, place=place)
+    scaler = GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
+    made = []
+    for sample in words(12):
+        scale = scaler.get_scale()
+        for model in (pair.model, pair.reference):
+            scaler.scale(model(sample)).backward()
+        if clip is not None:
+            scaler.unscale_(pair.ours)
+            pair.ours.clip_grad_norm_(clip)
+        scaler.step(pair.ours)
+        scaler.update()
+        made.append(scale_plainly(pair.theirs, pair.reference, scale, clip))
+        pair.theirs.zero_grad()
+        assert (scaler.get_scale() < scale) == (not made[-1])
+        pair.assert_same()
+    assert set(made) == {True, False}
+
+
+def test_a_scaler_serves_others_as_they_are() -> None:
+    model = odd(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(words(1)[0])).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert optimizer.state
+
+
+def test_torchs_scaler_is_refused() -> None:
+    pair = Pair(dtype=torch.float16)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(pair.model(words(1)[0])).backward()
+    with pytest.raises(ConfigError, match=r"use dynoffload\.optim\.GradScaler"):
+        scaler.step(pair.ours)
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_step_that_is_not_finite(bad: float, place: str) -> None:
+    """Left out where that is asked for, also if the second of two backwards is at fault."""
+    pair = Pair(place=place, skip_nonfinite=True)
+    pair.train(words(2))
+    for _ in range(2):  # the first finds out on the host, the second where gradients are made
+        pair.model(words(1)[0]).backward()
+        (pair.model(words(1)[0]) * bad).backward()
+        pair.ours.step()
+        assert pair.ours.overflowed
+        (pair.model(words(1)[0]) * bad).backward()
+        pair.ours.step()
+        assert pair.ours.overflowed
+    pair.train(words(2))
+    assert not pair.ours.overflowed
+    pair.assert_same()
+
+
+def test_losses_that_are_not_finite_are_trained_on_as_plainly() -> None:
+    pair = Pair()
+    for model in (pair.model, pair.reference):
+        (model(words(1)[0]) * float("nan")).backward()
+    pair.step()
+    assert not pair.ours.overflowed
+    pair.assert_same()
+
+
+# On their way
+
+
+class Held(Immediate):
+    """Copies that are not over until they are told."""
+
+    def __init__(self) -> None:
+        self.moments: list[Any] = []
+
+    def copy_out(self, target: Any, source: Any, after: Sequence[Any]) -> Any:
+        super().copy_out(target, source, after)
+        moment = _Late()
+        self.moments.append(moment)
+        return moment
+
+
+class _Late:
+    def __init__(self) -> None:
+        self.over, self.waited = False, False
+
+    def reached(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        self.over = self.waited = True
+
+
+def test_a_gradient_is_held_until_it_has_left_and_no_longer() -> None:
+    """Its memory must not go to others while it is copied; and only so much is under way."""
+    queues = Held()
+    departures = Departures(queues, 4096, flight_bytes=1000)
+    entries = []
+    for number in range(4):
+        entry = Entry(f"p{number}", nn.Parameter(torch.zeros(100)), ())
+        entry.banks.append(torch.zeros(100))
+        entries.append(entry)
+
+    def leave(number: int) -> weakref.ref[torch.Tensor]:
+        gradient = torch.full((100,), float(number))
+        released = weakref.ref(gradient.untyped_storage())
+        weakref.finalize(gradient.untyped_storage(), gone.append, number)
+        entries[number].parameter.grad = gradient
+        departures.leave(entries[number])
+        return released
+
+    gone: list[int] = []
+    leave(0)
+    leave(1)
+    assert departures.flying_bytes == 800
+    assert gone == []
+    leave(2)  # beyond 1000 bytes: it waits for the first
+    assert queues.moments[0].waited
+    assert not queues.moments[1].waited
+    assert departures.flying_bytes == 800
+    queues.moments[1].over = True
+    leave(3)
+    assert departures.flying_bytes == 800
+    assert gone == [0, 1]
+    departures.settle()
+    assert departures.flying_bytes == 0
+    assert gone == [0, 1, 2, 3]
+    assert [float(e.banks[0][0]) for e in entries] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_accumulation_on_late_queues(seed: int) -> None:
+    with racing(seed) as queues:
+        pair = Pair(model=on_accelerator(odd(), queues), queues=queues)
+        for sample in words(6):
+            pair.backward(sample)
+            pair.backward(sample)
+            pair.ours.clip_grad_norm_(0.1)
+            torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.1, foreach=False)
+            pair.step()
+            pair.zero_grad()
+        pair.assert_same()
+        pair.ours.close()
+
+
+def test_two_optimizers_of_one_model() -> None:
+    """Each takes the gradients of its own parameters."""
+    model = odd()
+    first = HostOptimizer(model.hidden.parameters(), torch.optim.SGD, lr=0.1)
+    second = HostOptimizer(model.out.parameters(), torch.optim.SGD, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(words(1)[0]).backward()
+    first.step()
+    second.step()
+    changed = {
+        name
+        for (name, p), old in zip(model.named_parameters(), before, strict=True)
+        if not torch.equal(p, old)
+    }
+    assert changed == {"hidden.weight", "hidden.bias", "out.weight", "out.bias"}
+    assert model.embedding.weight.grad is not None
