@@ -42,6 +42,7 @@ EXPERIMENTS: dict[str, str] = {
     "max-batch": "dynoffload.experiments.max_batch:run",
     "costs": "dynoffload.experiments.costs:run",
     "tiling": "dynoffload.experiments.tiling:run",
+    "gpu": "dynoffload.experiments.gpu:run",
 }
 """Name on the command line -> ``module:function``."""
 
