@@ -4,6 +4,7 @@
 # make lint        ruff and mypy alone
 # make bench       the benchmarks; results go to docs/results/
 # make slow        the tests that take minutes
+# make gpu-check   on a machine with a GPU: training there has the bits of plain PyTorch
 # make fuzz        100,000 mutated pilots and traces; those that do harm are kept in build/fuzz/
 #
 # PY is the Python that makes the environment, VENV where it stands, JOBS how many test processes.
@@ -26,7 +27,7 @@ NO_PAGER = "dynoffload: no C compiler found, so the C pager was not built; dynof
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-here lint bench slow fuzz clean
+.PHONY: help demo test test-here lint bench slow gpu-check fuzz clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +65,13 @@ test-here:
 	@$(PY) -c '$(call OLD_PYTHON,$(PY))'
 	@$(PY) setup.py --quiet build_ext --inplace || echo "dynoffload: the extension could not be built here (setuptools missing?); going on without it."
 	$(PY) -m pytest -m "not slow"
+
+# With the Python at hand, which has a torch for its accelerator: nothing is installed. The link
+# makes this checkout's package importable, and not the folders beside it.
+gpu-check:
+	@$(PY) -c '$(call OLD_PYTHON,$(PY))'
+	@mkdir -p build/path && ln -sfn ../../dynoffload build/path/dynoffload
+	PYTHONPATH="build/path$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -P -m dynoffload.experiments.gpu_check --json build/gpu-check.json
 
 bench: $(STAMP)
 	@mkdir -p docs/results

@@ -24,8 +24,18 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         },
         "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
         "optimizer": _copied(optimizer.state_dict()),
-        "random numbers": torch.get_rng_state(),
+        "random numbers": random_state(),
     }
+
+
+def random_state() -> dict[str, Tensor]:
+    """Return the states of the generators that torch draws from unless it is told another: the
+    host's, and the current accelerator's where there is one."""
+    found = {"host": torch.get_rng_state()}
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is not None:
+        found[here.type] = torch.get_device_module(here).get_rng_state()
+    return found
 
 
 def first_difference(found: Any, expected: Any, what: str = "") -> str:

@@ -11,27 +11,25 @@ hangs is a failed case, and the rest goes on.
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.errors import ConfigError
 from dynoffload.experiments import write_json
+from dynoffload.experiments.allowed import CONFIG, budget_of
 from dynoffload.experiments.architectures import ARCHITECTURES, experts_of
 from dynoffload.experiments.loops import Loop, loops
+from dynoffload.experiments.serving import Server
 from dynoffload.pilot.progress import progress_bar
 from dynoffload.units import format_bytes
 
 _PATIENCE = 600.0  # seconds for one case
-_CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
         model.set_experts_implementation(case.experts)
     reference = copy.deepcopy(model)
     optimizer, its = loop.make_optimizer(model), loop.make_optimizer(reference)
-    config = {**_CONFIG, "backend": case.backend}
+    config = {**CONFIG, "backend": case.backend}
     allowed = budget_of(model, optimizer, case.backend)
     budget = allowed.budget
 
@@ -220,99 +218,30 @@ def _network_of(case: Case) -> Any:
     return model
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """What a case is trained within.
-
-    Attributes:
-        whole: bytes of parameters, gradients and optimizer state.
-        budget: in bytes.
-        above_share: why it is above both a quarter of the whole and three times the largest
-            parameter, or "" if it is not.
-    """
-
-    whole: int
-    budget: int
-    above_share: str = ""
-
-
-def budget_of(model: Any, optimizer: Any, backend: str = "auto") -> Allowed:
-    """Return a quarter of parameters, gradients and optimizer state, or three times the largest
-    parameter, or the least that is accepted, whichever is most."""
-    from dynoffload.config import OffloadConfig
-    from dynoffload.runtime.sizing import sizing_of
-    from dynoffload.units import parse_bytes
-
-    options = OffloadConfig.of({**_CONFIG, "backend": backend})
-    sizes = [p.numel() * p.element_size() for p in model.parameters()]
-    whole = sizing_of(model, optimizer, 1 << 40, options).states_bytes
-    share = max(whole // 4, 3 * max(sizes))
-    try:
-        sizing_of(model, optimizer, share, options)
-    except BudgetError as error:
-        import re
-
-        named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", str(error))
-        if named is None:
-            raise
-        budget = parse_bytes(named.group(1))
-        small = format_bytes(sizing_of(model, optimizer, budget, options).small_bytes)
-        return Allowed(whole, budget, f"{error}; the smaller tensors take {small}")
-    return Allowed(whole, share)
-
-
 class _Child:
-    """A process that trains cases one after the other, and is replaced if it dies or hangs."""
+    """A process that trains cases; see `Server`."""
 
     def __init__(self, spill_dir: Path | None) -> None:
-        self._spill_dir = None if spill_dir is None else str(spill_dir)
-        self._context = multiprocessing.get_context("spawn")
-        self._process: Any = None
-        self._pipe: Connection | None = None
+        answer = partial(_answer, None if spill_dir is None else str(spill_dir))
+        self._server = Server(answer, _prepare, _PATIENCE)
 
     def __enter__(self) -> _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._server.__exit__()
 
     def train(self, case: Case) -> dict[str, Any]:
         """Return the row of one case."""
         row = {"architecture": case.architecture, "loop": asdict(case.loop), "looks": case.looks}
-        if self._process is None:
-            self._pipe, theirs = self._context.Pipe()
-            self._process = self._context.Process(
-                target=_serve, args=(theirs, self._spill_dir), daemon=True
-            )
-            self._process.start()
-            theirs.close()
-        pipe = self._pipe
-        assert pipe is not None
-        try:
-            pipe.send(case)
-            if pipe.poll(_PATIENCE):
-                return {**row, **pipe.recv()}
-            why = f"no answer within {_PATIENCE:.0f} s"
-        except (EOFError, OSError):
-            self._process.join(10)
-            why = f"the process ended with code {self._process.exitcode}"
-        self._end()
-        return {**row, "exact": False, "why": why}
-
-    def _end(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._process is not None:
-            self._process.join(5)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join()
-            self._process = None
+        return {**row, "exact": False, **self._server.ask(case)}
 
 
-def _serve(pipe: Connection, spill_dir: str | None) -> None:
-    """Train the cases that come through ``pipe`` until it is closed."""
+def _answer(spill_dir: str | None, case: Case) -> dict[str, Any]:
+    return train_case(case, spill_dir)
+
+
+def _prepare() -> None:
     import warnings
 
     import torch
@@ -321,19 +250,6 @@ def _serve(pipe: Connection, spill_dir: str | None) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError):
-        while True:
-            case = pipe.recv()
-            try:
-                answer = train_case(case, spill_dir)
-            except Exception as error:
-                where = traceback.format_exc().strip().splitlines()[-8:]
-                answer = {
-                    "exact": False,
-                    "why": f"{type(error).__name__}: {error}",
-                    "where": where,
-                }
-            pipe.send(answer)
 
 
 def _print(result: dict[str, Any]) -> None:

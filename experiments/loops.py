@@ -137,15 +137,16 @@ class Loop:
         loss_of: Callable[[nn.Module, int], Tensor],
     ) -> Iterator[list[Tensor]]:
         """Train, and yield after each step, before its gradients are zeroed, its losses and the
-        norm of its gradients."""
+        norm of its gradients. Autocast is that of the device on which the parameters are."""
         dtype = getattr(torch, self.autocast) if self.autocast else None
-        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16, init_scale=64.0)
+        kind = next(model.parameters()).device.type
+        scaler = torch.amp.GradScaler(kind, enabled=dtype is torch.float16, init_scale=64.0)
         trained = [p for p in model.parameters() if p.requires_grad]
         samples = itertools.count()
         for _ in range(self.steps):
             losses = []
             for _ in range(self.accumulate):
-                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                     loss = loss_of(model, next(samples)) / self.accumulate
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach().clone())

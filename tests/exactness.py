@@ -26,12 +26,8 @@ import dynoffload
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.bits import first_difference
+from dynoffload.experiments.lying import LyingPilot as LyingPilot
 from dynoffload.memory.pager import probe
-from dynoffload.pilot.pilot import Prediction
-from dynoffload.planning.blocks import Block, Vocabulary
-from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.network import fingerprint
-from dynoffload.profiler.sample import Sample
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
@@ -345,35 +341,3 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 def only(batch: list[Any]) -> Any:
     """Return the one sample of a batch."""
     return batch[0]
-
-
-# A pilot that lies
-
-
-class LyingPilot:
-    """Predicts whatever ``orders`` say, one after the other, for a network it claims to know.
-
-    Args:
-        model: the network.
-        orders: block numbers; negative ones and those past the end name blocks that do not exist.
-    """
-
-    def __init__(self, model: nn.Module, orders: Sequence[Sequence[int]]) -> None:
-        paths = [path for path, module in model.named_modules() if not list(module.children())]
-        idioms = Idioms(0, 0, 0, 0, 0, 0)
-        blocks = tuple(
-            Block(index, path, "", (path,), (), 0, 0, 0.0, 0.0, idioms)
-            for index, path in enumerate(paths)
-        )
-        self.vocabulary = Vocabulary(fingerprint(model), blocks)
-        self._orders = list(orders)
-        self.asked = 0
-
-    def check(self, network: str) -> None:
-        """Accept any network."""
-
-    def predict(self, sample: Sample) -> Prediction:
-        """Return the next order."""
-        order = self._orders[self.asked % len(self._orders)] if self._orders else []
-        self.asked += 1
-        return Prediction(list(order), 0.0)

@@ -81,7 +81,7 @@ def test_a_device_that_is_none_is_refused(device: str, message: str) -> None:
     ("options", "message"),
     [
         ({"config": {"backend": "mapped"}}, "backend='mapped' pages memory of the CPU"),
-        ({"config": {"policy": "dtr"}}, "policy='dtr' is a baseline of the CPU"),
+        ({"config": {"policy": "dtr"}}, "policy='dtr' moves nothing"),
         ({"host_budget": "many"}, "many"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import nn
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import exactness
+from dynoffload.experiments.allowed import Allowed, budget_of
 from dynoffload.experiments.architectures import ARCHITECTURES
 from dynoffload.experiments.bits import first_difference, state_of
 from dynoffload.experiments.exactness import Case, train_case
@@ -42,9 +43,9 @@ def test_one_architecture_of_each_family(name: str) -> None:
     assert row["above_share"] == ""
 
 
-def _allowed(case: Case) -> exactness.Allowed:
+def _allowed(case: Case) -> Allowed:
     model = exactness._network_of(case)
-    return exactness.budget_of(model, case.loop.make_optimizer(model), case.backend)
+    return budget_of(model, case.loop.make_optimizer(model), case.backend)
 
 
 CASES = exactness.cases_of(list(ARCHITECTURES), rounds=3, steps=5)

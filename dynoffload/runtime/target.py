@@ -85,7 +85,7 @@ def target_of(
                 "backend= out"
             )
         return Target()
-    _check_options(wanted, options)
+    _check_options(wanted, here, options)
     queues = open_queues(wanted)
     if here is not None and here.type != "cpu" and here != queues.device:
         raise ConfigError(
@@ -131,13 +131,19 @@ def _place_of(model: nn.Module) -> torch.device | None:
     return next(iter(found), None)
 
 
-def _check_options(wanted: torch.device, options: OffloadConfig) -> None:
+def _check_options(wanted: torch.device, here: torch.device | None, options: OffloadConfig) -> None:
     if options.backend not in ("auto", ACCELERATOR):
         raise ConfigError(
             f"backend={options.backend!r} pages memory of the CPU, and the model is to be trained "
             f"on {str(wanted)!r}: leave backend= out"
         )
-    if options.policy in UNPAGED:
+    if options.policy == "dtr":
+        if here is None or here.type != wanted.type:
+            raise ConfigError(
+                f"policy='dtr' moves nothing, and the model is to be trained on {str(wanted)!r}: "
+                "move it there before the block, or leave the policy out"
+            )
+    elif options.policy in UNPAGED:
         raise ConfigError(
             f"policy={options.policy!r} is a baseline of the CPU, and the model is to be trained "
             f"on {str(wanted)!r}: leave the policy out, or the model on the CPU"

@@ -1,14 +1,13 @@
 """What all networks of the zoo have in common: how one is made, and what a sample of it is.
 
-What it is: `built`, sizes by the name of a preset and weights by a seed, `ZooSample`, and what
-routers hint at. What it is
-not: a network.
+What it is: `built`, sizes by the name of a preset and weights by a seed, `ZooSample`, and `moved`,
+which takes one to a device, and what routers hint at. What it is not: a network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -28,6 +27,23 @@ class ZooSample:
     source: str
 
 
+def moved(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with every tensor in it on ``device``: in tuples, lists and dictionaries,
+    and in the fields of dataclasses, as samples are made of."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value,
+            **{field.name: moved(getattr(value, field.name), device) for field in fields(value)},
+        )
+    if isinstance(value, dict):
+        return {key: moved(item, device) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(moved(item, device) for item in value)
+    return value
+
+
 def chosen_by_any(logits: Tensor, top_k: int) -> Tensor:
     """Return how likely each expert is to be among the first ``top_k`` of any token, ``[experts]``.
 
@@ -39,7 +55,7 @@ def chosen_by_any(logits: Tensor, top_k: int) -> Tensor:
         top_k: how many experts a token takes.
     """
     if top_k >= logits.shape[1]:
-        return torch.ones(logits.shape[1])
+        return logits.new_ones(logits.shape[1])
     best = logits.topk(top_k + 1, dim=1).values
     line = (best[:, -2] + best[:, -1]) / 2
     return torch.sigmoid(4 * (logits - line[:, None]).amax(dim=0))

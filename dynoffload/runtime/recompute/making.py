@@ -6,7 +6,8 @@ first. What it is not: the choice of what to drop (`heuristic`), nor a record of
 [Note: the same bits]  An operator is called with what it was called with: the same overload below
 autograd and autocast, tensors of the same bits, strides and alignment, and the generator in the
 state in which it was, which is put back as it was found afterwards. What it wrote into is copied
-first, unless it was made for it alone. PyTorch's CPU kernels give the same bits then. In debug mode
+first, unless it was made for it alone. PyTorch's CPU kernels give the same bits then, and those of
+an accelerator where its algorithms are deterministic. In debug mode
 that is checked.
 
 [Note: chains]  What is made only on the way to something else is let go of as soon as that is made,
@@ -52,14 +53,15 @@ class Making:
         ledger: counts what is live.
         budget: bytes that it may count.
         debug: compare checksums.
+        kind: of the device on which operators run.
 
     Attributes:
         savers: what autograd's handles hold; the candidates.
         dropped_bytes, operators, seconds: dropped, called again, and spent on that so far.
     """
 
-    def __init__(self, ledger: Ledger, budget: int, *, debug: bool) -> None:
-        self._ledger, self._budget, self._debug = ledger, budget, debug
+    def __init__(self, ledger: Ledger, budget: int, *, debug: bool, kind: str = "cpu") -> None:
+        self._ledger, self._budget, self._debug, self._kind = ledger, budget, debug, kind
         self.savers: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._locked: Counter[Record] = Counter()
         self.capped = True
@@ -136,7 +138,7 @@ class Making:
         if storage is not None:
             return storage
         began = time.perf_counter()
-        with _as_it_was(), torch.no_grad():
+        with _as_it_was(self._kind), torch.no_grad():
             storage = self._make(wanted)
         self.seconds += time.perf_counter() - began
         return storage
@@ -283,18 +285,20 @@ def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def _checksum(storage: torch.UntypedStorage) -> int:
-    return zlib.crc32(bytes_of(storage).numpy().data)
+    return zlib.crc32(bytes_of(storage).cpu().numpy().data)
 
 
 @contextlib.contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Call operators as they were recorded: below autocast."""
-    before = torch.is_autocast_enabled("cpu")
-    torch.set_autocast_enabled("cpu", False)
+def _as_it_was(kind: str) -> Iterator[None]:
+    """Call operators as they were recorded: below autocast, on the CPU and on ``kind``."""
+    before = {each: torch.is_autocast_enabled(each) for each in ("cpu", kind)}
+    for each in before:
+        torch.set_autocast_enabled(each, False)
     try:
         yield
     finally:
-        torch.set_autocast_enabled("cpu", before)
+        for each, on in before.items():
+            torch.set_autocast_enabled(each, on)
 
 
 @contextlib.contextmanager

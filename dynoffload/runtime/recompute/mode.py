@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dynoffload.runtime.adoption.store import bytes_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.passes.saved import Kept, is_of_a_subclass, is_plain, memory_of
 from dynoffload.runtime.recompute.ledger import Ledger
@@ -46,6 +47,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         ledger: counts what is live.
         making: makes room, and makes again.
+        kind: of the device whose memory is counted; what lies elsewhere is not dropped.
 
     Attributes:
         records: whether what runs may be made again: inside a forward of the managed model.
@@ -53,9 +55,10 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         site: path of the module that ran last, for errors.
     """
 
-    def __init__(self, ledger: Ledger, making: Making) -> None:
+    def __init__(self, ledger: Ledger, making: Making, kind: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger, self._making, self._sizes = ledger, making, Sizes()
+        self._kind = kind
         self.records = False
         self.counts = True
         self.site = ""
@@ -133,7 +136,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         inputs: dict[Record, None] = {}
         tensors = [*tensors_of(args), *tensors_of(kwargs)]
-        if not all(_is_simple(tensor) for tensor in tensors):
+        if not all(_is_simple(tensor, self._kind) for tensor in tensors):
             return None
         written = dict.fromkeys(self._record_of(t) for t in _written(effects, args, kwargs))
         copies: dict[Record, Record] = {}
@@ -150,6 +153,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs.setdefault(record)
             return View.of(tensor, record)
 
+        state = _state_before(kwargs, args) if effects.draws else None
         args, kwargs = (replaced(given, view, torch.Tensor) for given in (args, kwargs))
         operator = Operator(
             func=func,
@@ -157,7 +161,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs=kwargs,
             inputs=tuple(inputs),
             written=tuple(copies.get(record, record) for record in written),
-            state=_state_before(kwargs, args) if effects.draws else None,
+            state=state,
             seconds=0.0,
             need=need,
             site=self.site,
@@ -175,8 +179,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = record.here()
         if storage is None or record.nbytes * _COPIED > need:
             return None
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-        copied = whole.clone().untyped_storage()
+        copied = bytes_of(storage).clone().untyped_storage()
         self._ledger.count(copied)
         copy = self._ledger.holds(copied, Record(copied, None))
         copy.kept = copied
@@ -191,7 +194,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _before_write(self, written: list[torch.Tensor]) -> None:
         """See [Note: writes]."""
         for tensor in written:
-            if not is_plain(tensor):
+            if not is_plain(tensor, self._kind):
                 continue
             known = self._ledger.find(tensor.untyped_storage())
             record = None if known is None else known.record
@@ -219,7 +222,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget_contents(self, written: list[torch.Tensor]) -> None:
         """What a call that is not recorded has written is a root from now on."""
         for tensor in written:
-            if is_plain(tensor):
+            if is_plain(tensor, self._kind):
                 known = self._ledger.find(tensor.untyped_storage())
                 if known is not None and known.record is not None and known.record.operator:
                     before, storage = known.record, tensor.untyped_storage()
@@ -230,8 +233,8 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ledger = self._ledger
         made = 0
         for number, tensor in enumerate(tensors_of(result)):
-            if not is_plain(tensor):
-                for storage in memory_of(tensor)[0]:
+            if not is_plain(tensor, self._kind):
+                for storage in memory_of(tensor, self._kind)[0]:
                     ledger.count(storage)
                 continue
             storage = tensor.untyped_storage()
@@ -254,7 +257,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Take over a tensor that autograd saves."""
         ours, self._ours = self._ours, True
         try:
-            if not _is_simple(tensor) or is_of_a_subclass(tensor):
+            if not _is_simple(tensor, self._kind) or is_of_a_subclass(tensor):
                 return Kept(tensor)
             handle = Handle(tensor, self._record_of(tensor))
             self._making.savers.add(handle.saved)
@@ -288,9 +291,9 @@ def _written(effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return found
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
+def _is_simple(tensor: torch.Tensor, kind: str) -> bool:
     """Return whether a tensor is said by its storage and how it lies there, and by no more."""
-    return is_plain(tensor) and not tensor.is_conj() and not tensor.is_neg()
+    return is_plain(tensor, kind) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _state_before(
@@ -298,5 +301,23 @@ def _state_before(
 ) -> tuple[torch.Generator, torch.Tensor]:
     """Return the generator that a call draws from, and its state now."""
     given = [one for one in (*kwargs.values(), *args) if isinstance(one, torch.Generator)]
-    generator = given[0] if given else torch.default_generator
+    generator = given[0] if given else _generator_of(_place_of(kwargs, args))
     return generator, generator.get_state()
+
+
+def _place_of(kwargs: dict[str, Any], args: tuple[Any, ...]) -> torch.device:
+    """Return on which device a call draws: what it names, or where its tensors are."""
+    named = kwargs.get("device")
+    tensors = [*tensors_of(args), *tensors_of(kwargs)]
+    here = tensors[0].device if tensors else torch.device("cpu")
+    return here if named is None else torch.device(named)
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator from which torch draws on a device unless it is told another."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator

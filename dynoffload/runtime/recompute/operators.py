@@ -166,7 +166,7 @@ def _asked(
     wider = 1
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
-        if not is_plain(tensor):
+        if not is_plain(tensor, tensor.device.type):
             raise TypeError
         nonlocal wider
         dtype = tensor.dtype

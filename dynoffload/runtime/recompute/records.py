@@ -140,7 +140,7 @@ class View:
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor in ``storage``."""
-        empty = torch.empty(0, dtype=self.dtype)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 

@@ -5,6 +5,10 @@ measured side to compare with. Parameters, gradients and optimizer state stay in
 published, so a budget that does not hold them is refused. What it is not: offloading; nothing
 moves, there is no spill file.
 
+On an accelerator, where the model is there before the block, the ledger counts storages of the
+accelerator, not what its allocator takes, and an operator's cost is the time in which it was
+launched. It has not run on a GPU.
+
 [Note: what counts]  From the start of the block on: the model's tensors, and every tensor that an
 operator makes in the thread of the block, until it ends. What was made before it, and by others,
 such as a loader's processes, is the user's. Temporaries inside of an operator are headroom, as for
@@ -60,8 +64,10 @@ class RecomputingSession(Unpaged):
     ) -> None:
         super().__init__(model, optimizer, "recompute", config.policy, budget)
         self._ledger = Ledger()
-        self._making = Making(self._ledger, budget, debug=config.debug)
-        self._mode = Recompute(self._ledger, self._making)
+        places = (p.device.type for p in model.parameters() if not p.is_meta)
+        kind = next(places, "cpu")
+        self._making = Making(self._ledger, budget, debug=config.debug, kind=kind)
+        self._mode = Recompute(self._ledger, self._making, kind)
         self._calls = Calls()
         self._hooks: list[Hook] = []
         self._handles: list[RemovableHandle] = []

@@ -1,0 +1,64 @@
+"""What budget a case of exactness is trained within.
+
+What it is: `budget_of`, a share of what training keeps, or the least that is accepted. What it is
+not: a search for what trains fast.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import BudgetError
+from dynoffload.runtime.sizing import sizing_of
+from dynoffload.units import format_bytes, parse_bytes
+
+CONFIG: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+"""Options that page networks of a few hundred kilobytes, and never stop."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a case is trained within.
+
+    Attributes:
+        whole: bytes of parameters, gradients and optimizer state.
+        budget: in bytes.
+        above_share: why it is above both a quarter of the whole and three times the largest
+            parameter, or "" if it is not.
+    """
+
+    whole: int
+    budget: int
+    above_share: str = ""
+
+
+def budget_of(
+    model: Any, optimizer: Any, backend: str = "auto", config: Mapping[str, Any] | None = None
+) -> Allowed:
+    """Return a quarter of parameters, gradients and optimizer state, or three times the largest
+    parameter, or the least that is accepted, whichever is most.
+
+    Args:
+        model: to be trained.
+        optimizer: of its parameters.
+        backend: see `OffloadConfig`.
+        config: options that differ from those of this experiment.
+    """
+    options = OffloadConfig.of({**CONFIG, "backend": backend, **(config or {})})
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    whole = sizing_of(model, optimizer, 1 << 40, options).states_bytes
+    share = max(whole // 4, 3 * max(sizes))
+    try:
+        sizing_of(model, optimizer, share, options)
+    except BudgetError as error:
+        named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", str(error))
+        if named is None:
+            raise
+        budget = parse_bytes(named.group(1))
+        small = format_bytes(sizing_of(model, optimizer, budget, options).small_bytes)
+        return Allowed(whole, budget, f"{error}; the smaller tensors take {small}")
+    return Allowed(whole, share)

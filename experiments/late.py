@@ -1,0 +1,148 @@
+"""Queues that are late at random, over memory that is poisoned: races become wrong results.
+
+What it is: `Late`, a wrapper around the queues of any accelerator. Before some copies it puts
+others, of scratch memory, on the same queue; before some moments of the compute queue it puts work
+there. Memory is filled with `POISON` as it is given and as it is taken back, in the order of the
+compute queue, and host memory as well. Whoever reads too early or too late, or has memory given to
+two at once, computes with poison. What it is not: a proof; what is late is drawn from a seed, and a
+race that changes nothing is not seen (the emulated accelerator of the tests finds those).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from dynoffload.memory.accelerator.queues import Copied, Lag, Moment, Queues
+
+POISON = 0xFB
+"""Of each byte: as float32 -2.6e36, as an index far outside."""
+_COPIES, _PRODUCTS = 8, 12  # at most, of scratch before one copy and before one moment
+WIDTH = 512
+"""Of the matrices that keep the compute queue busy."""
+
+
+class Late:
+    """`Queues` that are late.
+
+    Args:
+        queues: of the accelerator.
+        seed: of what is late, and by how much.
+        scratch: bytes of the copies that make others late.
+
+    Attributes:
+        delays: how often something was made late.
+    """
+
+    def __init__(self, queues: Queues, seed: int, scratch: int) -> None:
+        self._queues, self._random = queues, random.Random(seed)
+        self.name, self.device = f"{queues.name}, late", queues.device
+        self.pinned, self.delays = queues.pinned, 0
+        self._in = self._storage(scratch)
+        self._out = self._storage(scratch)
+        self._from, self._to = queues.host(scratch), queues.host(scratch)
+        self._matrix = torch.zeros(WIDTH, WIDTH, device=queues.device)
+        self._last: dict[str, Moment] = {}  # direction -> the end of its last scratch copy
+
+    def close(self) -> None:
+        """Give the scratch memory back, once nothing uses it."""
+        for moment in self._last.values():
+            self._queues.after(moment)
+            moment.wait()
+        for storage in (self._in, self._out):
+            self._queues.empty(storage)
+        for memory in (self._from, self._to):
+            self._queues.release(memory, held=False)
+
+    # Moments
+
+    def now(self) -> Moment:
+        """See `Queues.now`; what came before may take longer."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            for _ in range(self._draw(_PRODUCTS)):
+                torch.mm(self._matrix, self._matrix, out=self._matrix)
+        return self._queues.now()
+
+    def after(self, moment: Moment) -> Lag:
+        """See `Queues.after`."""
+        return self._queues.after(moment)
+
+    # Memory
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """See `Queues.fill`; it holds poison."""
+        self._queues.fill(storage, nbytes)
+        _poison(storage)
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """See `Queues.empty`; whoever still reads it reads poison."""
+        _poison(storage)
+        self._queues.empty(storage)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """See `Queues.host`; it holds poison."""
+        memory = self._queues.host(nbytes)
+        self.pinned = self._queues.pinned
+        return memory.fill_(POISON)
+
+    def release(self, memory: torch.Tensor, *, held: bool) -> None:
+        """See `Queues.release`."""
+        if not held:
+            memory.fill_(POISON)
+        self._queues.release(memory, held=held)
+
+    def peak_bytes(self) -> int:
+        """See `Queues.peak_bytes`."""
+        return self._queues.peak_bytes()
+
+    def given_bytes(self) -> int:
+        """See `Queues.given_bytes`; the scratch memory is among them."""
+        return self._queues.given_bytes()
+
+    def free_bytes(self) -> int:
+        """See `Queues.free_bytes`."""
+        return self._queues.free_bytes()
+
+    def trim(self) -> None:
+        """See `Queues.trim`."""
+        self._queues.trim()
+
+    # Copies
+
+    def copy_in(
+        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Moment]
+    ) -> Copied:
+        """See `Queues.copy_in`; others may come first."""
+        for _ in range(self._draw(_COPIES)):
+            self._last["in"] = self._queues.copy_in(self._in, self._from, after)
+        return self._queues.copy_in(target, source, after)
+
+    def copy_out(
+        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Moment]
+    ) -> Copied:
+        """See `Queues.copy_out`; others may come first."""
+        for _ in range(self._draw(_COPIES)):
+            self._last["out"] = self._queues.copy_out(self._to, self._out, after)
+        return self._queues.copy_out(target, source, after)
+
+    def _draw(self, most: int) -> int:
+        """Return how often to delay: not at all in half of all cases."""
+        if self._random.random() < 0.5:
+            return 0
+        count = self._random.randint(1, most)
+        self.delays += 1
+        return count
+
+    def _storage(self, nbytes: int) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
+        self._queues.fill(storage, nbytes)
+        return storage
+
+
+def _poison(storage: torch.UntypedStorage) -> None:
+    """Fill a storage's memory, in the order of the compute queue, out of every mode's sight."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        empty.set_(storage).fill_(POISON)
