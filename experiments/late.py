@@ -112,7 +112,10 @@ class Late:
     # Copies
 
     def copy_in(
-        self, target: torch.UntypedStorage, source: torch.Tensor, after: Sequence[Moment]
+        self,
+        target: torch.UntypedStorage | torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Moment],
     ) -> Copied:
         """See `Queues.copy_in`; others may come first."""
         for _ in range(self._draw(_COPIES)):
@@ -120,7 +123,10 @@ class Late:
         return self._queues.copy_in(target, source, after)
 
     def copy_out(
-        self, target: torch.Tensor, source: torch.UntypedStorage, after: Sequence[Moment]
+        self,
+        target: torch.Tensor,
+        source: torch.UntypedStorage | torch.Tensor,
+        after: Sequence[Moment],
     ) -> Copied:
         """See `Queues.copy_out`; others may come first."""
         for _ in range(self._draw(_COPIES)):

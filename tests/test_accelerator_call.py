@@ -31,6 +31,7 @@ import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError
 from dynoffload.memory.accelerator.temporaries import Temporaries
 from dynoffload.runtime import opening
+from dynoffload.runtime.adoption.held import is_between_processes
 from dynoffload.runtime.adoption.homes import Homes, Room
 from dynoffload.runtime.target import Target
 from dynoffload.units import KiB, MiB
@@ -336,3 +337,19 @@ def test_what_has_no_room_at_home(tmp_path: Path) -> None:
     assert room.outside == 2048
     assert room.where == f"2.00 KiB mapped from {tmp_path}"
     assert first.tolist() == second.tolist() == source.tolist()
+
+
+def test_memory_of_an_accelerator_is_not_taken_for_shared() -> None:
+    """torch says that all memory of CUDA devices is shared; a storage that says so stands for one."""
+
+    class OfCuda:
+        device = torch.device("cuda", 0)
+
+        def is_shared(self) -> bool:
+            return True
+
+    storage: Any = OfCuda()
+    assert not is_between_processes(storage)
+    shared = torch.zeros(4)
+    assert not is_between_processes(shared.untyped_storage())
+    assert is_between_processes(shared.share_memory_().untyped_storage())

@@ -105,7 +105,7 @@ class Streams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        here = torch.accelerator.current_accelerator()
+        here = torch.accelerator.current_accelerator(check_available=True)
         if here is None or here.type != device.type:
             has = "no accelerator" if here is None else f"{here.type!r} as its accelerator"
             raise BackendError(
@@ -160,8 +160,12 @@ class Streams:
 
     def free_bytes(self) -> int:
         """See `Queues.free_bytes`."""
-        free, _ = torch.accelerator.get_memory_info(self.device)
-        return int(free) + self._kept_bytes()
+        free, total = torch.accelerator.get_memory_info(self.device)
+        reserved = int(torch.accelerator.memory_reserved(self.device))
+        if self.device.type == "cuda":  # a process may be allowed a part of it only
+            share = torch.cuda.get_per_process_memory_fraction(self.device)
+            free = min(int(free), int(share * total) - reserved)
+        return max(0, int(free)) + self._kept_bytes()
 
     def trim(self) -> None:
         """See `Queues.trim`."""

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.adoption.held import is_between_processes
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 
 _OWN = 2  # users of a new buffer's storage: the tensor, and the storage's own object
@@ -70,7 +71,7 @@ class Buffers:
         return (
             storage.nbytes() >= self._min
             and storage.resizable()  # else it is numpy's memory, or another library's
-            and not storage.is_shared()  # with other processes
+            and not is_between_processes(storage)
             and self._device.owner(storage) < 0
             and users_of(storage) <= _OWN
         )

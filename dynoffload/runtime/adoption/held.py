@@ -53,7 +53,7 @@ def held_parameters(model: nn.Module) -> set[nn.Parameter]:
         parameter
         for parameter, storage in zip(parameters, storages, strict=True)
         # One user is the storage's own object.
-        if users_of(storage) > counts[storage._cdata] + 1 or storage.is_shared()
+        if users_of(storage) > counts[storage._cdata] + 1 or is_between_processes(storage)
     }
 
 
@@ -64,7 +64,13 @@ def is_torchs(tensor: torch.Tensor) -> bool:
     Tensors that were read from files look alike, so this is asked only where those do not come.
     """
     storage = tensor.untyped_storage()
-    return bool(storage.resizable()) and not storage.is_shared()
+    return bool(storage.resizable()) and not is_between_processes(storage)
+
+
+def is_between_processes(storage: torch.UntypedStorage) -> bool:
+    """Return whether another process may have the same memory. torch says so of all memory of CUDA
+    devices, as any of it can be shared; it is not, until somebody does."""
+    return storage.device.type == "cpu" and bool(storage.is_shared())
 
 
 def holders(tensor: torch.Tensor) -> int:
