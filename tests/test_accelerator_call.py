@@ -340,7 +340,7 @@ def test_what_has_no_room_at_home(tmp_path: Path) -> None:
 
 
 def test_memory_of_an_accelerator_is_not_taken_for_shared() -> None:
-    """torch says that all memory of CUDA devices is shared; a storage that says so stands for one."""
+    """torch says of all memory of CUDA devices that it is; a storage that does stands for one."""
 
     class OfCuda:
         device = torch.device("cuda", 0)
