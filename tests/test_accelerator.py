@@ -182,8 +182,12 @@ def test_an_accelerator_that_is_full_says_what_to_do(tmp_path: Path) -> None:
         regions = [device.allocate(3 * PAGE) for _ in range(2)]
         device.names[regions[1]] = "the second"
         write(device, regions[0], 1)
+        device.use(regions[:1])
         with pytest.raises(BudgetError, match=r"the second.*lower the budget"):
             device.acquire(regions[1:])
+        device.used(regions[:1])
+        device.acquire(regions[1:])  # the first makes way
+        assert device.resident() == regions[1:]
         assert holds(device, regions[0], 1)
         device.close()
 

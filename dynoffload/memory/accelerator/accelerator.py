@@ -26,7 +26,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -35,9 +34,11 @@ import torch
 from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.cells import Cell, State
 from dynoffload.memory.accelerator.host import Host
-from dynoffload.memory.accelerator.queues import Copied, Lag, Moment, Queues
+from dynoffload.memory.accelerator.lead import UNKNOWN, Lead
+from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.memory.accelerator.rows import Rows, unseen
 from dynoffload.memory.accelerator.storages import RegionStorage
+from dynoffload.memory.accelerator.telling import Telling
 from dynoffload.memory.accelerator.temporaries import Temporaries
 from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
 from dynoffload.memory.following import NEVER, Following
@@ -51,9 +52,7 @@ from dynoffload.units import KiB, format_bytes
 logger = logging.getLogger(__name__)
 
 PAGE = 4 * KiB
-_LEAD = 4  # uses by which the host may be ahead of the accelerator; see [Note: ahead]
 _READ_AHEAD = 8  # planned fetches whose bytes are brought from the file before their turn
-_UNKNOWN = -1  # a region's last use, where nobody said when it is over
 
 
 class Accelerator(Unguarded, Rows):
@@ -127,11 +126,8 @@ class Accelerator(Unguarded, Rows):
             spill.close()
             raise
         self._tally = Tally(record)
-        self._lags: list[tuple[Lag, Cell, float]] = []
-        self._copies: list[tuple[Copied, EventKind, Cause, Cell]] = []  # to be told of
+        self._telling, self._lead = Telling(self._tally), Lead(queues)
         self._leaving: list[Cell] = []  # in order
-        self._moments: deque[tuple[int, Moment]] = deque()
-        self._tick = 0
         self._clock = 0
         self._used = self._peak = self._reserve = 0
         self._bare = self._bare_peak = 0  # the same without padding, as the allocator gives it
@@ -255,7 +251,7 @@ class Accelerator(Unguarded, Rows):
                 cell = self._cells.get(region)
                 if cell is not None:
                     cell.pins -= 1
-                    cell.tick = self._tick
+                    cell.tick = self._lead.use
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
         """See `Device.acquire`. Whoever asks may write the regions, and says no more.
@@ -270,7 +266,7 @@ class Accelerator(Unguarded, Rows):
             for region in regions:
                 cell = self._cells[region]
                 cell.written()
-                cell.tick = _UNKNOWN
+                cell.tick = UNKNOWN
 
     def lock(self, regions: Sequence[int]) -> None:
         """See `Device.lock`."""
@@ -293,7 +289,7 @@ class Accelerator(Unguarded, Rows):
             for region in regions:
                 cell = self._cells[region]
                 cell.pins -= 1
-                cell.tick = _UNKNOWN
+                cell.tick = UNKNOWN
 
     def touch(self, regions: Sequence[int]) -> None:
         """See `Device.touch`.
@@ -344,8 +340,7 @@ class Accelerator(Unguarded, Rows):
             lag = self._queues.after(cell.ready)
             cell.ready = None
             if late:
-                self._tally.stalls += 1
-                self._lags.append((lag, cell, start))
+                self._telling.waits(lag, cell, start)
 
     # In
 
@@ -417,7 +412,7 @@ class Accelerator(Unguarded, Rows):
         cell.ready = cell.copied = moment
         cell.here = True
         self._tally.bytes_in += cell.nbytes
-        self._copies.append((moment, EventKind.FETCH, cause, cell))
+        self._telling.copied(moment, EventKind.FETCH, cause, cell)
         if cause is Cause.PLAN:
             cell.prefetched = True
             self._tally.prefetched_bytes += cell.nbytes
@@ -477,22 +472,14 @@ class Accelerator(Unguarded, Rows):
                 break
         if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
             return True  # things have moved on while host memory was waited for
-        content, over = self._host.content(cell), self._after_use(cell)
+        content, over = self._host.content(cell), self._lead.after(cell.tick)
         moment = self._queues.copy_out(content, cell.storage, [over])
         cell.gone = cell.copied = moment
         cell.state, cell.in_host = State.LEAVING, True
         self._leaving.append(cell)
         self._tally.bytes_out += cell.nbytes
-        self._copies.append((moment, EventKind.EVICT, cause, cell))
+        self._telling.copied(moment, EventKind.EVICT, cause, cell)
         return True
-
-    def _after_use(self, cell: Cell) -> Moment:
-        """Return a moment after the last work that uses a region; see [Note: moments]."""
-        if cell.tick != _UNKNOWN:
-            for tick, moment in self._moments:
-                if tick > cell.tick:
-                    return moment
-        return self._queues.now()
 
     def _end(self, cell: Cell) -> None:
         """Take the memory of a region that is leaving; the compute queue waits for its copy."""
@@ -565,10 +552,7 @@ class Accelerator(Unguarded, Rows):
         """See `Device.advance`."""
         with self._mutex:
             self._plan.advance(position)
-            self._tick += 1
-            self._moments.append((self._tick, self._queues.now()))
-            if len(self._moments) > _LEAD:
-                self._moments.popleft()[1].wait()
+            self._lead.next()
             self._go_on()
 
     @unseen
@@ -624,7 +608,7 @@ class Accelerator(Unguarded, Rows):
         """See `Device.counters`."""
         with self._mutex:
             self._host.check()
-            self._look_at_queues()
+            self._telling.look()
             peak, self._peak = self._peak, self._used
             return self._tally.counters(self._used, peak)
 
@@ -640,13 +624,17 @@ class Accelerator(Unguarded, Rows):
     def _resize(self, capacity: int) -> None:
         """Let regions take no more than ``capacity`` bytes, or as little as they can now."""
         self.capacity = capacity // self.page_bytes * self.page_bytes
-        while self._used > self.capacity:
-            victim = self._victim(-1)
-            if victim is None:
-                return
+        while self._used > self.capacity and self._send_out():
+            pass
+
+    def _send_out(self) -> bool:
+        """Take the memory of what is used last, at once; return whether anything could leave."""
+        victim = self._victim(-1)
+        if victim is not None:
             self._leave(victim, Cause.ROOM)
             if victim.state is State.LEAVING:
                 self._end(victim)
+        return victim is not None
 
     @unseen
     def make_way(self) -> bool:
@@ -669,31 +657,10 @@ class Accelerator(Unguarded, Rows):
                 )
             return freed > 0
 
-    def _look_at_queues(self) -> None:
-        under_way = []
-        for copy in self._copies:
-            moment, kind, cause, cell = copy
-            span = moment.span()
-            if span is None:
-                under_way.append(copy)
-            else:
-                self._tally.note(kind, cause, cell.region, span[0], cell.nbytes, span[1])
-        self._copies = under_way
-        left = []
-        for lag, cell, start in self._lags:
-            seconds = lag.seconds()
-            if seconds is None:
-                left.append((lag, cell, start))
-            else:
-                self._tally.stall_s += seconds
-                end = start + seconds
-                self._tally.note(EventKind.STALL, Cause.FAULT, cell.region, start, cell.nbytes, end)
-        self._lags = left
-
     def events(self) -> list[Event]:
         """See `Device.events`."""
         with self._mutex:
-            self._look_at_queues()
+            self._telling.look()
             return self._tally.take_events()
 
     # The end
@@ -708,16 +675,19 @@ class Accelerator(Unguarded, Rows):
             cell = self._cells[region]
             if cell.storage.bring is None:
                 return True
-            if cell.padded > self._queues.free_bytes() + self.capacity - self._used:
-                return False
             self.capacity += cell.padded
             try:
-                self._bring([region], pin=True)
-            except BudgetError:  # it has been given to others meanwhile
-                self.capacity -= cell.padded
-                return False
-            cell.storage.bring = None
-            return True
+                while cell.state is State.ABSENT and cell.padded > self._queues.free_bytes():
+                    if not self._send_out():
+                        break
+                else:
+                    self._bring([region], pin=True)
+                    cell.storage.bring = None
+                    return True
+            except BudgetError:  # there, or of host memory, for what makes way
+                pass
+            self.capacity -= cell.padded
+            return False
 
     def below(self, region: int) -> torch.UntypedStorage | None:
         """See `Device.below`: host memory, if it has no budget; else others would lack it."""

@@ -55,7 +55,7 @@ class Cell:
         traffic: what the file does with the slot.
         error: errno of a transfer of the file that somebody is to be told.
         pins: holds it on the accelerator.
-        tick: the number of the last moment before which it was used.
+        tick: the number of its last use; see `lead`.
         prefetched: brought by plan and not yet used.
     """
 
