@@ -105,9 +105,9 @@ class Late:
         """See `Queues.free_bytes`."""
         return self._queues.free_bytes()
 
-    def trim(self) -> None:
+    def trim(self, limit: int) -> None:
         """See `Queues.trim`."""
-        self._queues.trim()
+        self._queues.trim(limit)
 
     # Copies
 

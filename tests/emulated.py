@@ -228,7 +228,7 @@ class Emulated:
     def free_bytes(self) -> int:
         return self._memory - self.given
 
-    def trim(self) -> None:
+    def trim(self, limit: int) -> None:
         self.trims += 1
 
     # Copies

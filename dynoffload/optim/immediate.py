@@ -106,7 +106,7 @@ class Immediate:
         """See `Queues.free_bytes`."""
         return available_bytes()
 
-    def trim(self) -> None:
+    def trim(self, limit: int) -> None:
         """See `Queues.trim`."""
 
 

@@ -103,6 +103,7 @@ class Accelerator(Unguarded, Rows):
             spill = SpillFile(spill_dir, need)
         super().__init__(capacity // page_bytes * page_bytes, page_bytes, spill, 0)
         self._temporaries = Temporaries(self.capacity, least, budget)
+        self._budget = self.capacity if budget is None else budget
 
         self.name, self.device = f"accelerator {queues.name}", queues.device
         self._queues = queues
@@ -616,7 +617,7 @@ class Accelerator(Unguarded, Rows):
         """See `Device.allocated_bytes`; the pool follows, by [Note: temporaries]."""
         with self._mutex:
             peak = self._queues.peak_bytes()
-            self._queues.trim()
+            self._queues.trim(self._budget)
             regions, self._bare_peak = self._bare_peak, self._bare
             self._resize(self._temporaries.after(peak, regions))
             return peak

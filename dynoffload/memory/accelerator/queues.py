@@ -119,6 +119,6 @@ class Queues(Protocol):
         """Return the bytes of the accelerator that the process can still take: those that nobody
         has, and those that its own allocator keeps unused."""
 
-    def trim(self) -> None:
-        """Hand memory that the allocator keeps unused back, if that is much; see
-        [Note: fragments] in `streams`."""
+    def trim(self, limit: int) -> None:
+        """Hand memory that the allocator keeps unused back, if it has far more than ``limit`` bytes
+        in all; see [Note: fragments] in `streams`."""

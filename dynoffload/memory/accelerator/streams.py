@@ -7,8 +7,9 @@ that is refused, or there is no such call, torch's is taken, and where there is 
 not pinned: copies are exact then, too, but nothing runs beside them.
 
 [Note: fragments]  Regions of many sizes come and go, and torch's allocator cuts the blocks that it
-keeps. What it keeps and cannot use grows with that. Where it keeps more than `_KEPT` of what is in
-use, it is asked to hand whole unused blocks back, which costs a wait for the accelerator.
+keeps. What it keeps and cannot use grows with that. Where it has taken more than the budget and
+`_BEYOND` of it, it is asked to hand whole unused blocks back, which costs a wait for the
+accelerator, and what it takes again costs time, too: so not for less.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dynoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _ALIGNED = mmap.PAGESIZE
-_KEPT = 0.25
+_BEYOND = 0.125
 
 
 class _Event:
@@ -167,9 +168,9 @@ class Streams:
             free = min(int(free), int(share * total) - reserved)
         return max(0, int(free)) + self._kept_bytes()
 
-    def trim(self) -> None:
+    def trim(self, limit: int) -> None:
         """See `Queues.trim`."""
-        if self._kept_bytes() > _KEPT * torch.accelerator.memory_allocated(self.device):
+        if torch.accelerator.memory_reserved(self.device) > limit + int(_BEYOND * limit):
             torch.accelerator.empty_cache()
 
     def _kept_bytes(self) -> int:
