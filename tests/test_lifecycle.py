@@ -600,7 +600,7 @@ def test_what_does_not_fit_in_memory_at_the_end(
     backend: str, disk: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It stays usable: mapped from the spill directory, or else where it was; training goes on."""
-    monkeypatch.setattr("dynoffload.runtime.adoption.restoring.available_bytes", lambda: 0)
+    monkeypatch.setattr("dynoffload.runtime.adoption.homes.available_bytes", lambda: 0)
     twin = Twin(small(), adamw)
 
     def full(*_: int) -> None:
