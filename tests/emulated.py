@@ -257,6 +257,9 @@ class Emulated:
         storage: torch.UntypedStorage,
         after: Sequence[Any],
     ) -> Reached:
+        for one in (target, source):  # in the caller's modes, as the streams of an accelerator
+            if isinstance(one, torch.UntypedStorage):
+                _bytes_of(one)
         with self._mutex:
             self.copies += 1
             self._clocks[of] = _joined([self._clocks[of], *(moment.clock for moment in after)])

@@ -497,8 +497,8 @@ def test_nothing_is_undone_after_the_block(backend: str, monkeypatch: pytest.Mon
     twin = Twin(Mlp(depth=2), OPTIMIZERS["adamw"])
     real = Adoption.restore
 
-    def restore(self: Adoption, directory: Path) -> str:
-        real(self, directory)
+    def restore(self: Adoption, *where: Any) -> str:
+        real(self, *where)
         raise SpillError(errno.EIO, "one could not be read")
 
     def block() -> None:

@@ -17,11 +17,11 @@ import contextlib
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 
 import torch
 
 from dynoffload.optim.crew import Crew
-from dynoffload.optim.reading import Reading
 from dynoffload.optim.rules import Part, Rule
 from dynoffload.optim.shelves import MASTER
 from dynoffload.optim.staging import Lease
@@ -51,7 +51,9 @@ class Hosting:
             on_tile: called by the crew with each tile that is finished, and with None at the end,
                 whatever happened.
         """
-        return self._crew.give(self._run, work, on_tile)
+        # What was computed on the caller's stream is read there, and not on that of a thread.
+        here = replace(work, reading=work.reading.to(torch.device("cpu")))
+        return self._crew.give(self._run, here, on_tile)
 
     def run(self, work: Work) -> KeyboardInterrupt | None:
         """Make updates and upload them; the compute queue has all uploads when it returns.
@@ -83,16 +85,15 @@ class Hosting:
     def _run(self, work: Work, on_tile: Callable[[Tile | None], None]) -> None:
         try:
             with torch.no_grad():
-                reading = work.reading.to(torch.device("cpu"))
                 with contextlib.closing(self._stores.staging.through(work.tiles)) as leases:
                     for lease in leases:
-                        self._update(lease, work, reading)
+                        self._update(lease, work)
                         on_tile(lease.tile)
                 count(work)
         finally:
             on_tile(None)
 
-    def _update(self, lease: Lease, work: Work, reading: Reading) -> None:
+    def _update(self, lease: Lease, work: Work) -> None:
         tile = lease.tile
         needed = sum(end - begin for _, begin, end in tile.pieces)
         if len(self._scratch) < needed:
@@ -108,7 +109,7 @@ class Hosting:
             arrived = work.arrived[entry]
             arrived.wait()
             gradient = arrived.memory[begin:end]
-            wide = reading.read(gradient, self._scratch[taken:])
+            wide = work.reading.read(gradient, self._scratch[taken:])
             taken += end - begin
             master = kept.pop(MASTER)
             parts.append(Part(master, wide, kept, float(entry.step), group))

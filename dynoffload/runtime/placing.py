@@ -1,6 +1,7 @@
 """Another tensor under the same parameter: how one comes from the meta device, and goes back.
 
-``parameter.data = …`` is refused between devices, so the two are swapped. What users have noted on
+``parameter.data = …`` is refused of the meta device, and of others that keep tensors in another
+way, so the two are swapped there. What users have noted on
 a parameter, such as ``weight.no_decay = True``, is the object's and stays with it.
 """
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -135,9 +136,24 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(map(self._device.size, regions)) <= self._device.capacity // 2
 
 
+class _Leaving:
+    """Takes a mode off as its thread ends: what is of a thread dies in it, while Python still can
+    run there."""
+
+    def __init__(self, mode: Residency) -> None:
+        self._mode = mode
+
+    def __del__(self) -> None:
+        if _get_current_dispatch_mode() is self._mode:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
 class Residence:
     """The threads in which operators are heard of, as dispatch modes are a thread's own: that which
-    makes it, and those that say `here`.
+    makes it, those that say `here`, and those that Python starts meanwhile.
+
+    [Note: other threads]  Of a thread that was there before, and has not called the model since,
+    nothing is heard: an absent tensor that it touches ends the process.
 
     Args:
         device: whose regions operators touch.
@@ -148,6 +164,13 @@ class Residence:
         self._of_thread = threading.local()
         self._modes: list[Residency] = []
         self.here()
+        self._profile = threading.getprofile()
+        threading.setprofile(self._begin_thread)
+
+    def _begin_thread(self, frame: Any, event: str, arg: Any) -> None:
+        """A thread has begun: Python calls this there once, as it is asked to profile it."""
+        sys.setprofile(self._profile)
+        self.here()
 
     def here(self) -> None:
         """Hear of the operators of this thread from now on."""
@@ -155,14 +178,16 @@ class Residence:
             mode = self._of_thread.mode = Residency(self._device)
             self._modes.append(mode)
             mode.__enter__()  # type: ignore[no-untyped-call]
+            self._of_thread.leaving = _Leaving(mode)
 
     def heard(self, meet: Callable[[int], None]) -> Callable[[int], None]:
         """Return what hears of the operators of ``meet``, too, which is called in the midst of one:
         torch has the mode off meanwhile."""
 
         def call(region: int) -> None:
-            mode: Residency | None = getattr(self._of_thread, "mode", None)
-            if mode is None or mode in _get_current_dispatch_mode_stack():
+            # A thread of autograd's has the modes of the thread that called backward, and no own.
+            mode: Residency = getattr(self._of_thread, "mode", self._modes[0])
+            if mode in _get_current_dispatch_mode_stack():
                 meet(region)
                 return
             with mode:
@@ -172,6 +197,8 @@ class Residence:
 
     def end(self) -> None:
         """Hear of none any more."""
+        if threading.getprofile() == self._begin_thread:
+            threading.setprofile(self._profile)
         mine: Residency | None = getattr(self._of_thread, "mode", None)
         for mode in self._modes:
             mode.end()

@@ -473,8 +473,8 @@ class Accelerator(Unguarded, Rows):
                 break
         if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
             return True  # things have moved on while host memory was waited for
-        content, over = self._host.content(cell), self._lead.after(cell.tick)
-        moment = self._queues.copy_out(content, cell.storage, [over])
+        content = self._host.content(cell)
+        moment = self._queues.copy_out(content, cell.storage, [self._lead.after(cell.tick)])
         cell.gone = cell.copied = moment
         cell.state, cell.in_host = State.LEAVING, True
         self._leaving.append(cell)
@@ -552,8 +552,12 @@ class Accelerator(Unguarded, Rows):
     def advance(self, position: int) -> None:
         """See `Device.advance`."""
         with self._mutex:
+            behind = self._lead.next()
+        if behind is not None:
+            behind.wait()  # with no lock held: files go on
+        with self._mutex:
+            self._temporaries.see(self._queues.given_bytes, self._bare)
             self._plan.advance(position)
-            self._lead.next()
             self._go_on()
 
     @unseen
@@ -613,6 +617,7 @@ class Accelerator(Unguarded, Rows):
             peak, self._peak = self._peak, self._used
             return self._tally.counters(self._used, peak)
 
+    @unseen
     def allocated_bytes(self) -> int:
         """See `Device.allocated_bytes`; the pool follows, by [Note: temporaries]."""
         with self._mutex:
@@ -690,6 +695,7 @@ class Accelerator(Unguarded, Rows):
             self.capacity -= cell.padded
             return False
 
+    @unseen
     def below(self, region: int) -> torch.UntypedStorage | None:
         """See `Device.below`: host memory, if it has no budget; else others would lack it."""
         if self._host.budget is not None:

@@ -32,12 +32,12 @@ class Lead:
         self._moments: deque[tuple[int, Moment]] = deque()
         self.use = 0
 
-    def next(self) -> None:
-        """A use begins, and all work of those before was given; wait for those far behind."""
+    def next(self) -> Moment | None:
+        """A use begins, and all work of those before was given; return what to wait for, so that
+        the host is not too far ahead."""
         self.use += 1
         self._moments.append((self.use, self._queues.now()))
-        if len(self._moments) > _LEAD:
-            self._moments.popleft()[1].wait()
+        return self._moments.popleft()[1] if len(self._moments) > _LEAD else None
 
     def after(self, use: int) -> Moment:
         """Return a moment after all work of ``use``."""

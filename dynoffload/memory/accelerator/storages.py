@@ -21,6 +21,9 @@ _READERS = (
 _WRITERS = ("copy_", "fill_", "__setitem__", "data_ptr", "_byteswap")
 
 
+_SHARING = ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
+
+
 class RegionStorage(torch.UntypedStorage):
     """A storage that is empty while its region is absent.
 
@@ -60,6 +63,23 @@ def _brings(name: str, *, writes: bool) -> None:
     setattr(RegionStorage, name, method)
 
 
+def _shares(name: str) -> None:
+    """Let a method of `RegionStorage` refuse what another process would hold on to."""
+    inherited = getattr(torch.UntypedStorage, name)
+
+    def method(self: RegionStorage, *args: Any, **kwargs: Any) -> Any:
+        if self.bring is not None:
+            raise BackendError(
+                f"{name}: the memory of a tensor that is paged cannot be shared with another "
+                "process, as it comes and goes: send a clone"
+            )
+        return inherited(self, *args, **kwargs)
+
+    setattr(RegionStorage, name, method)
+
+
+for _name in _SHARING:
+    _shares(_name)
 for _name in _READERS:
     _brings(_name, writes=False)
 for _name in _WRITERS:
@@ -173,5 +193,5 @@ for _name in ("__getitem__", "tolist", "__reduce__", "_to", "_write_file"):
     _of_copy(_name, writes=False)
 for _name in ("copy_", "fill_", "__setitem__", "_byteswap"):
     _of_copy(_name, writes=True)
-for _name in ("share_memory_", "_share_fd_cpu_", "_share_filename_cpu_", "_set_from_file"):
+for _name in (*_SHARING, "_set_from_file"):
     _refuses(_name)

@@ -10,13 +10,18 @@ not pinned: copies are exact then, too, but nothing runs beside them.
 keeps. What it keeps and cannot use grows with that. Where it has taken more than the budget and
 `_BEYOND` of it, it is asked to hand whole unused blocks back, which costs a wait for the
 accelerator, and what it takes again costs time, too: so not for less.
+
+[Note: other streams]  The compute queue is the stream that is current. Where the user changes it,
+the new one goes on after all that the last one was given: one queue, then, for what is of regions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _ALIGNED = mmap.PAGESIZE
 _BEYOND = 0.125
+_PORTABLE = 1  # of cudaHostRegister: pinned for every device
+_ORIGIN_S = 600.0
 
 
 class _Event:
@@ -72,8 +79,8 @@ class _Copy(_Event):
     def span(self) -> tuple[float, float] | None:
         if not self.reached():
             return None
-        begin, end = self._begin.since(self._origin), self.since(self._origin)
-        return self._clock + begin, self._clock + end
+        begin = self._clock + self._begin.since(self._origin)
+        return begin, begin + self.since(self._begin)
 
 
 class _Span:
@@ -118,7 +125,13 @@ class Streams:
         self.name = str(self.device)
         self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
         self._mapped: dict[int, mmap.mmap] = {}  # address -> mapping that is registered
+        self._giving = threading.Lock()  # a stream is entered by one thread at a time
+        self._last: torch.Stream | None = None  # on which the calling thread was last
         self.pinned = True
+        self._set_origin()
+
+    def _set_origin(self) -> None:
+        """From now on copies are timed from here."""
         self._origin = _Event(self._compute(), timed=True)
         self._origin.wait()
         self._clock = time.perf_counter()
@@ -137,7 +150,12 @@ class Streams:
         return _Span(begin, _Event(stream, timed=True))
 
     def _compute(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device)
+        """Return the stream of the calling thread; see [Note: other streams]."""
+        stream = torch.accelerator.current_stream(self.device)
+        if self._last is not None and stream.stream_id != self._last.stream_id:
+            _Event(self._last).hold(stream)
+        self._last = stream
+        return stream
 
     # Memory of the accelerator
 
@@ -153,6 +171,8 @@ class Streams:
         """See `Queues.peak_bytes`."""
         peak = torch.accelerator.max_memory_allocated(self.device)
         torch.accelerator.reset_peak_memory_stats(self.device)
+        if time.perf_counter() - self._clock > _ORIGIN_S:  # what is elapsed is a float of 32 bits
+            self._set_origin()
         return int(peak)
 
     def given_bytes(self) -> int:
@@ -186,7 +206,7 @@ class Streams:
         after: Sequence[Any],
     ) -> _Copy:
         """See `Queues.copy_in`."""
-        return self._copy(self._in, _bytes_of(target), source, after)
+        return self._copy(self._in, target, source, after)
 
     def copy_out(
         self,
@@ -195,21 +215,23 @@ class Streams:
         after: Sequence[Any],
     ) -> _Copy:
         """See `Queues.copy_out`."""
-        return self._copy(self._out, target, _bytes_of(source), after)
+        return self._copy(self._out, target, source, after)
 
     def _copy(
         self,
         stream: torch.Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
+        target: torch.UntypedStorage | torch.Tensor,
+        source: torch.UntypedStorage | torch.Tensor,
         after: Sequence[Any],
     ) -> _Copy:
-        for moment in after:
-            moment.hold(stream)
-        begin = _Event(stream, timed=True)
-        with stream, torch.no_grad():
-            target.copy_(source, non_blocking=True)
-        return _Copy(begin, stream, self._origin, self._clock)
+        # No mode may hear of it: ours would take it for a use, and the stream for the compute one.
+        with self._giving, torch._C._DisableTorchDispatch(), torch.no_grad():
+            for moment in after:
+                moment.hold(stream)
+            begin = _Event(stream, timed=True)
+            with stream:
+                _bytes_of(target).copy_(_bytes_of(source), non_blocking=True)
+            return _Copy(begin, stream, self._origin, self._clock)
 
     # Host memory
 
@@ -230,7 +252,10 @@ class Streams:
         try:
             found = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            found = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8)
+            try:
+                found = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8)
+            except RuntimeError as none_left:
+                raise MemoryError(str(none_left).partition("\n")[0]) from none_left
             if self.pinned:
                 self.pinned = False
                 logger.warning(
@@ -256,7 +281,10 @@ class Streams:
         address = memory.data_ptr()
         mapping = self._mapped.pop(address, None)
         if mapping is not None:
-            _runtime().cudaHostUnregister(address)
+            code = int(_runtime().cudaHostUnregister(address))
+            if code:
+                logger.warning("host memory of %s stays pinned (error %d)", self.name, code)
+                self._forget_error()
         # The mapping ends with the last tensor over it.
 
     def _register(self, address: int, nbytes: int) -> str:
@@ -264,8 +292,18 @@ class Streams:
         if self.device.type != "cuda":
             return f"torch has no call for it on {self.device.type}"
         ctypes.memset(address, 0, nbytes)  # by this thread, on its own memory node
-        code = int(_runtime().cudaHostRegister(address, nbytes, 0))
-        return f"cudaHostRegister returned {code}" if code else ""
+        with torch.accelerator.device_index(self.device.index):
+            code = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
+            if not code:
+                return ""
+            self._forget_error()
+        return f"cudaHostRegister returned {code}"
+
+    def _forget_error(self) -> None:
+        """Have the runtime forget an error that was dealt with: it would be told of the next kernel
+        that is launched, so one is."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device)
 
 
 def _runtime() -> Any:

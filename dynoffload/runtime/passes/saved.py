@@ -115,7 +115,7 @@ class Packed:
 
     def lying_in(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return what lies in the chunk, without bits; see [Note: lazy bits]."""
-        empty = torch.empty(0, dtype=self.dtype)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = self.entry.offset // empty.element_size() + self.offset
         return empty.set_(storage, offset, self.size, self.stride)
 
@@ -148,7 +148,9 @@ class Columns(Packed):
             return self._over(known, self.skew)
         steps = list(zip(self.size, self.strides, strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in steps)
-        spread = torch.empty(self.skew + span, dtype=self.dtype).untyped_storage()
+        made = torch.empty(self.skew + span, dtype=self.dtype, device=lying.device)
+        spread = made.untyped_storage()
+        del made  # the storage lives as long as what is used of it
         self.entry.spread = weakref.ref(spread)
         gapped = self._over(spread, self.skew)
         once = tuple(slice(None if stride else 1) for _, stride in steps)  # of what is expanded
@@ -156,7 +158,8 @@ class Columns(Packed):
         return gapped
 
     def _over(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, offset, self.size, self.strides)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, offset, self.size, self.strides)
 
 
 class Kept:

@@ -62,7 +62,7 @@ class Maker:
         """Run the optimizer's own code over ``groups``, with ``state``; see [Note: stand-ins]."""
         if not any(group["params"] for group in groups):
             return
-        beside = [neighbours(group) for group in groups]
+        beside = [neighbours(group, self._device.device) for group in groups]
         groups = [
             {**group, "params": [*group["params"], *others]}
             for group, others in zip(groups, beside, strict=True)

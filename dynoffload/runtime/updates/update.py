@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from dynoffload.errors import ConfigError
 from dynoffload.memory.device import Device
@@ -110,7 +111,7 @@ def snapshot(group: Group) -> Group:
 def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
     """Return the dtypes of which a step over ``group`` updates parameters with momentum and
     parameters without, where that matters; see [Note: neighbours]."""
-    if type(optimizer).__name__ != "SGD" or not (group.get("foreach") and group.get("momentum")):
+    if type(optimizer).__name__ != "SGD" or not group.get("momentum") or not _is_foreach(group):
         return ()
     found: dict[torch.dtype, set[bool]] = {}
     for parameter in group["params"]:
@@ -121,9 +122,26 @@ def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype, has in found.items() if len(has) > 1)
 
 
-def neighbours(group: Group) -> list[nn.Parameter]:
-    """Return the parameters beside which an update with the hyperparameters ``group`` is made."""
-    made = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in group.get(FIRST_TIMERS, ())]
+def _is_foreach(group: Group) -> bool:
+    """Return whether torch takes the parameters of a group together, as it does by itself on
+    accelerators."""
+    if group.get("fused"):
+        return False
+    if group.get("foreach") is not None:
+        return bool(group["foreach"])
+    _, foreach = _default_to_fused_or_foreach(
+        group["params"], bool(group.get("differentiable")), use_fused=False
+    )
+    return bool(foreach)
+
+
+def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
+    """Return the parameters beside which an update with the hyperparameters ``group`` is made, on
+    ``device``."""
+    made = [
+        nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+        for dtype in group.get(FIRST_TIMERS, ())
+    ]
     for parameter in made:
         parameter.grad = torch.zeros_like(parameter)
     return made

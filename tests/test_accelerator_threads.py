@@ -1,0 +1,229 @@
+"""What an accelerator's session meets beyond the calling thread and the CPU's tensors: threads of
+autograd's and of the user's, evictions in the midst of a step, saved tensors of another device.
+
+The emulated accelerator has the CPU's tensors and runs backward in the calling thread, as the CPU
+does. Here backward runs in another one, which has the caller's modes, as autograd does it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from emulated import DEVICE, Emulated, accelerated
+from exactness import (
+    SMALL_PAGES,
+    Loop,
+    Twin,
+    assert_same,
+    compare_runs,
+    footprint_of,
+    least_budget,
+    small,
+    small_loss,
+    small_samples,
+)
+from fused_networks import Chosen, chosen_loss
+from test_accelerator_training import budget_for, mlp, mlp_loss
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import dynoffload
+from dynoffload.errors import BackendError
+from dynoffload.runtime.passes import saved
+from dynoffload.units import KiB
+
+CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
+
+
+@pytest.fixture
+def backward_elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run every backward in a thread of its own, with the caller's modes; return their names."""
+    plain: Callable[..., Any] = torch.autograd.backward
+    names: list[str] = []
+
+    def elsewhere(*args: Any, **kwargs: Any) -> None:
+        modes, enabled = _get_current_dispatch_mode_stack(), torch.is_grad_enabled()
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            names.append(threading.current_thread().name)
+            try:
+                with contextlib.ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode)
+                    stack.enter_context(torch.set_grad_enabled(enabled))
+                    plain(*args, **kwargs)
+            except BaseException as error:
+                failed.append(error)
+
+        profile = threading.getprofile()
+        threading.setprofile(None)  # type: ignore[arg-type]  # autograd's threads are not Python's
+        try:
+            thread = threading.Thread(target=work, name="autograd's")
+            thread.start()
+        finally:
+            threading.setprofile(profile)  # type: ignore[arg-type]
+        thread.join()
+        if failed:
+            raise failed[0]
+
+    monkeypatch.setattr(torch.autograd, "backward", elsewhere)
+    return names
+
+
+@pytest.mark.parametrize("loop", ["plain", "clipped", "bfloat16"])
+def test_backward_in_a_thread_of_autograds(loop: str, backward_elsewhere: list[str]) -> None:
+    loops = {
+        "plain": Loop(steps=5),
+        "clipped": Loop(steps=4, accumulate=2, clip=0.5),
+        "bfloat16": Loop(steps=4, autocast=torch.bfloat16),
+    }
+    twin = Twin(small(), partial(AdamW, lr=1e-2))
+    with accelerated(elsewhere=True):
+        compare_runs(
+            twin, loops[loop], small_samples(8), small_loss, budget_for(twin, 3), device=DEVICE
+        )
+    assert set(backward_elsewhere) == {"autograd's"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_in_a_thread_of_autograds(
+    reentrant: bool, backward_elsewhere: list[str]
+) -> None:
+    """What a checkpoint makes again, it makes there."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self:
+                x = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant)
+            return x
+
+    torch.manual_seed(0)
+    twin = Twin(Checkpointed(*mlp()), partial(SGD, lr=1e-2, momentum=0.9))
+    samples = [torch.randn(8, 48, requires_grad=True) for _ in range(4)]
+    with accelerated(elsewhere=True):
+        compare_runs(twin, Loop(steps=4), samples, mlp_loss, budget_for(twin, 3), device=DEVICE)
+    assert backward_elsewhere
+
+
+def test_an_update_is_made_in_the_midst_of_backward(backward_elsewhere: list[str]) -> None:
+    """Of experts that forward did not use, a hook in backward reads the weights: the update that
+    waits is made there, and what it reads and writes of rows is heard of."""
+    torch.manual_seed(0)
+    twin = Twin(Chosen(), partial(AdamW, lr=1e-2))
+    samples = [(step, hits) for step, hits in enumerate([[0, 1, 2, 3, 4, 5], [2], [1], [4, 5]])]
+    seen: dict[nn.Module, list[torch.Tensor]] = {twin.model: [], twin.reference: []}
+
+    def loss_of(model: nn.Module, sample: Any) -> torch.Tensor:
+        loss = chosen_loss(model, sample)
+        fused = [p for p in model.parameters() if p.dim() == 3]
+        loss.register_hook(
+            lambda gradient: seen[model].extend(p.detach().abs().amax((1, 2)) for p in fused)
+        )
+        return loss
+
+    with accelerated(elsewhere=True):
+        compare_runs(
+            twin,
+            Loop(steps=4),
+            samples,
+            loss_of,
+            least_budget(twin.model, twin.optimizer, footprint_of(twin.model) // 2, CONFIG)[0],
+            device=DEVICE,
+        )
+    assert_same(seen[twin.model], seen[twin.reference], "what the hook saw")
+    assert len(seen[twin.model]) > 0
+
+
+def paged_mlp() -> tuple[nn.Module, AdamW, int]:
+    """Return a network, its optimizer, and a quarter of what they take."""
+    model = mlp()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, least_budget(model, optimizer, footprint_of(model) // 4, CONFIG)[0]
+
+
+def test_threads_that_begin_in_the_block_are_heard_of() -> None:
+    """Such as one that logs norms. One that was there before is not: the page on accelerators says
+    so."""
+    model, optimizer, budget = paged_mlp()
+    found: list[list[torch.Tensor]] = []
+    before = threading.getprofile()
+    with (
+        accelerated(elsewhere=True),
+        dynoffload.offload(model, optimizer, budget=budget, device=DEVICE, config=CONFIG),
+    ):
+        Loop(steps=2).run(model, optimizer, [torch.randn(8, 48)] * 2, mlp_loss)
+        for _ in range(2):
+            thread = threading.Thread(
+                target=lambda: found.append([p.detach().norm() for p in model.parameters()])
+            )
+            thread.start()
+            thread.join()
+        found.append([p.detach().norm() for p in model.parameters()])
+    assert len(found) == 3
+    assert_same(found[0], found[2], "norms")
+    assert_same(found[1], found[2], "norms")
+    assert threading.getprofile() == before
+
+
+def test_memory_that_is_paged_is_not_shared_with_processes() -> None:
+    model, optimizer, budget = paged_mlp()
+    with (
+        accelerated(elsewhere=True),
+        dynoffload.offload(model, optimizer, budget=budget, device=DEVICE, config=CONFIG),
+    ):
+        Loop(steps=1).run(model, optimizer, [torch.randn(8, 48)], mlp_loss)
+        storage = model[0][0].weight.untyped_storage()
+        for share in (storage.share_memory_, storage._share_cuda_):
+            with pytest.raises(BackendError, match="cannot be shared with another process"):
+                share()
+
+
+def test_a_pool_that_shrinks_evicts_what_waits_for_an_update() -> None:
+    """Regions whose update waits leave with the bytes that they had, and the update is made on
+    them; the allocator's peak grows in the third step."""
+    twin = Twin(mlp(), partial(AdamW, lr=1e-2))
+    samples = [torch.randn(8, 48) for _ in range(6)]
+    budget = budget_for(twin, 2)
+    with accelerated(elsewhere=True) as queues:
+        _grow(queues, after=2, by=budget // 3)
+        session = compare_runs(
+            twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE, config=CONFIG
+        )
+    assert session.stats["peak_allocated_bytes"].iloc[-1] > 0
+
+
+def _grow(queues: Emulated, *, after: int, by: int) -> None:
+    """Let the allocator's peak be larger from a step on."""
+    plain, steps = queues.peak_bytes, iter(range(1 << 20))
+    queues.peak_bytes = lambda: plain() + (by if next(steps) >= after else 0)  # type: ignore[method-assign]
+
+
+class _Entry:
+    """Where a saved tensor lies: at the begin of a chunk; its own storage is gone."""
+
+    offset = 0
+    spread: Any = None
+
+    def source(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_saved_tensors_come_back_on_their_own_device(columns: bool) -> None:
+    """The meta device stands for one that is not the CPU."""
+    table = torch.empty(8, 16, device="meta")
+    tensor = table[:, :4] if columns else table
+    kind = saved.Columns if columns else saved.Packed
+    entry: Any = _Entry()
+    packed = kind(tensor, entry, 0)
+    chunk = torch.UntypedStorage(KiB, device="meta")
+    back = packed.unpack(chunk)
+    assert (back.device.type, back.shape, back.stride()) == ("meta", tensor.shape, tensor.stride())
