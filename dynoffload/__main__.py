@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from dynoffload.cli import app
+import sys
+
+try:
+    from dynoffload.cli import app
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] == "dynoffload":
+        raise
+    sys.exit(f"dynoffload: the command line needs {error.name}, which is not installed here")
 
 app(prog_name="dynoffload")

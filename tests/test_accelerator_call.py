@@ -66,7 +66,7 @@ def trained(
     [
         ("cudda", "'cudda' is no device"),
         ("meta", "device='meta' has no memory to train in"),
-        ("xpu:1", "'xpu:1', but torch has"),
+        ("xpu:1", "'xpu:1', but torch "),
     ],
 )
 def test_a_device_that_is_none_is_refused(device: str, message: str) -> None:

@@ -202,6 +202,6 @@ def test_an_accelerator_that_is_not_there() -> None:
     """Named with what was asked for."""
     here = torch.accelerator.current_accelerator()
     other = "xpu" if here is None or here.type != "xpu" else "cuda"
-    with pytest.raises(BackendError, match=f"parameters are to be on '{other}'.*pass device="):
+    with pytest.raises(BackendError, match=f"parameters are to be on '{other}', but torch "):
         with dynoffload.offload(network(), device=other, budget="1GB"):
             pytest.fail("the block must not begin")

@@ -426,3 +426,21 @@ def test_states_of_others() -> None:
     wrong["state"][0]["exp_avg"] = torch.zeros(3)
     with pytest.raises(ConfigError, match=r"exp_avg of parameter 0 of group 0 is \[3\]"):
         optimizer.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        (torch.optim.AdamW, {"spil_dir": "/tmp"}, "no option 'spil_dir'; did you mean 'spill_dir'"),
+        (torch.optim.AdamW, {"momentum": 0.9}, "AdamW has no option 'momentum'"),
+        (torch.optim.AdamW, {"device": "cdua"}, "'cdua' is no device"),
+        (
+            torch.optim.AdamW([nn.Parameter(torch.zeros(1))]),
+            {},
+            "takes the class AdamW, not an optimizer",
+        ),
+    ],
+)
+def test_what_is_misspelt_is_named(kind: Any, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        HostOptimizer([nn.Parameter(torch.zeros(8))], kind, **options)

@@ -212,3 +212,43 @@ def test_the_experiment() -> None:
     json.dumps(result, allow_nan=False)
     with pytest.raises(ConfigError, match="holds the weight of"):
         tiling.run(width=64, features=64, budget="1MiB")
+
+
+@pytest.mark.parametrize("change", ["tiled", "made whole"])
+def test_an_optimizer_from_before_the_split_is_warned_of(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has parameters that are no more, and trains nothing of the new ones."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 4))
+    if change == "made whole":
+        dynoffload.tile(model, "16KiB")
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if change == "tiled":
+        dynoffload.tile(model, "16KiB")
+    else:
+        dynoffload.untile(model)
+    with dynoffload.offload(model, optimizer, budget="1MiB", config=SMALL_PAGES):
+        pass
+    assert "make the optimizer anew" in caplog.text
+    caplog.clear()
+    with dynoffload.offload(
+        model, SGD(model.parameters(), lr=0.1), budget="1MiB", config=SMALL_PAGES
+    ):
+        pass
+    assert caplog.text == ""
+
+
+def test_a_checkpoint_of_other_tiles_names_the_remedy(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 256))
+    dynoffload.tile(model, "16KiB")
+    dynoffload.save_checkpoint(model, None, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"dynoffload\.tile\(\) with the same max_bytes"):
+        dynoffload.load_checkpoint(nn.Sequential(nn.Linear(64, 256)), None, tmp_path / "run")
+
+
+def test_what_is_no_model_or_no_list_of_paths_is_named() -> None:
+    model: Any = [nn.Linear(2, 2)]
+    with pytest.raises(ConfigError, match=r"takes a torch\.nn\.Module, not a list"):
+        dynoffload.tile(model)
+    with pytest.raises(ConfigError, match=r"pass a list of paths, as skip=\['0'\]"):
+        dynoffload.tile(nn.Sequential(*model), skip="0")

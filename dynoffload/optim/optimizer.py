@@ -71,9 +71,17 @@ logger = logging.getLogger(__name__)
 class HostOptimizer(Optimizer):
     """Adam, AdamW or SGD with masters and moments in single precision on the host.
 
-    See [Note: semantics] and [Note: gradients] in this module. It has run on CPUs, and on an
-    accelerator made of threads; it has not run on a GPU. It is for one process: under
-    `DistributedDataParallel` gradients would leave before they are reduced.
+    A step is ``master.grad = p.grad.float(); inner.step(); p.copy_(master); p.grad = None`` for
+    each parameter ``p``, bit for bit, with torch's own fused optimizer over the masters.
+
+    **Gradients leave as backward makes them: ``p.grad`` is None after it.** So
+    `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and whatever else looks at ``p.grad``
+    see nothing and change nothing: call `clip_grad_norm_` of this optimizer, and take
+    `dynoffload.optim.GradScaler`. To discard a batch call `zero_grad` of this optimizer;
+    ``model.zero_grad()`` does not reach gradients that have left.
+
+    It has run on CPUs, and on an accelerator made of threads; it has not run on a GPU. It is for
+    one process: under `DistributedDataParallel` gradients would leave before they are reduced.
 
     Args:
         params: as torch's optimizers take them; bfloat16, float16 or float32, on one device.
@@ -83,8 +91,9 @@ class HostOptimizer(Optimizer):
             now. The two may differ in the last bit, as their kernels do: name one for runs that are
             to be repeated on other machines.
         tile_bytes: of the masters that are updated, uploaded or streamed at one time.
-        delayed: make each update beside the next step; see [Note: delayed]. It changes what is
-            trained. On the host only.
+        delayed: make each update beside the next step, whose forward and backward lack it, and let
+            parameters take it over at that step's end. It changes what is trained. On the host
+            only.
         warmup_steps: that are not delayed, at the beginning.
         threads: that update on the host; None: one for each core of the accelerator's memory node
             that is this process's share.

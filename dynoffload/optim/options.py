@@ -97,7 +97,13 @@ def queues_of(parameters: Iterable[nn.Parameter], device: torch.device | str | N
     """
     if device is None:
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"device={device!r} is no device: pass 'cpu', or what "
+            "torch.accelerator.current_accelerator() names, such as 'cuda'"
+        ) from error
     return Immediate() if device.type == "cpu" else open_queues(device)
 
 

@@ -7,6 +7,8 @@ has them.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +49,10 @@ class Part:
     group: Group
 
 
+_OWN = ("place", "tile_bytes", "delayed", "warmup_steps", "threads", "spill_dir", "host_budget")
+"""Options of `HostOptimizer` beside those of its kind, which may be misspelt too."""
+
+
 class Rule:
     """One of torch's optimizers, run over parts.
 
@@ -62,6 +68,11 @@ class Rule:
     """
 
     def __init__(self, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+        if isinstance(kind, Optimizer):
+            raise ConfigError(
+                f"HostOptimizer takes the class {type(kind).__name__}, not an optimizer of it: "
+                f"pass torch.optim.{type(kind).__name__}, lr=..."
+            )
         if kind not in SERVED:
             raise ConfigError(
                 f"HostOptimizer cannot run {getattr(kind, '__name__', repr(kind))}: it serves "
@@ -73,6 +84,14 @@ class Rule:
                 raise ConfigError(
                     f"{name}={options[name]!r} of {kind.__name__} cannot be chosen here, as "
                     "HostOptimizer runs the fused step over masters: leave it out"
+                )
+        known = [name for name in inspect.signature(kind).parameters if name != "params"]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, (*known, *_OWN), n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+                raise ConfigError(
+                    f"HostOptimizer of {kind.__name__} has no option {name!r}; {hint}"
                 )
         self.kind = kind
         given = {name: value for name, value in options.items() if name not in _OURS}

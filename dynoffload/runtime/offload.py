@@ -505,3 +505,20 @@ def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             f"none of the optimizer's parameters belong to this {type(model).__name__}: make the "
             "optimizer from model.parameters()"
         )
+    known = {id(parameter) for parameter in theirs}
+    strange = sum(id(parameter) not in mine for parameter in theirs)
+    untrained = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in known
+    ]
+    if strange and untrained:
+        logger.warning(
+            "the optimizer has %d parameters that are not of this %s, and lacks %d of it that "
+            "require gradients, such as %r: if the model was changed since the optimizer was made, "
+            "as by dynoffload.tile() or untile(), make the optimizer anew",
+            strange,
+            type(model).__name__,
+            len(untrained),
+            untrained[0],
+        )

@@ -58,6 +58,8 @@ def tile(
     """
     most = parse_bytes(max_bytes)
     _check_free(model, "tile")
+    if isinstance(skip, str):
+        raise ConfigError(f"skip={skip!r} is one path: pass a list of paths, as skip=[{skip!r}]")
     modules = dict(model.named_modules(remove_duplicate=False))
     unknown = [path for path in skip if path not in modules]
     if unknown:
@@ -165,6 +167,10 @@ def _weight_bytes(module: nn.Module) -> int:
 
 
 def _check_free(model: nn.Module, call: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"dynoffload.{call}() takes a torch.nn.Module, not a {type(model).__name__}"
+        )
     if session_of(model) is not None:
         raise ConfigError(
             f"dynoffload.{call}() was called inside the offload() block that manages the model: "

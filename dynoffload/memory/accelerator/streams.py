@@ -115,11 +115,14 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         here = torch.accelerator.current_accelerator(check_available=True)
         if here is None or here.type != device.type:
-            has = "no accelerator" if here is None else f"{here.type!r} as its accelerator"
-            raise BackendError(
-                f"parameters are to be on {str(device)!r}, but torch has {has} here: pass device= "
-                "what torch.accelerator.current_accelerator() names, or leave it out"
-            )
+            if here is None:
+                why = (
+                    f"torch {torch.__version__} finds no accelerator here, or was built for none: "
+                    "leave device= out (--device, on the command line) to train on the CPU"
+                )
+            else:
+                why = f"torch has {here.type!r} as its accelerator: pass device={here.type!r}"
+            raise BackendError(f"parameters are to be on {str(device)!r}, but {why}")
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self.name = str(self.device)

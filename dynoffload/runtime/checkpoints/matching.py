@@ -5,7 +5,8 @@ Nothing here touches training state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from dynoffload.runtime.checkpoints.opened import Opened
 from dynoffload.runtime.checkpoints.shards import Place, kind_of
 from dynoffload.runtime.checkpoints.values import is_tensor
 
+_TILE = re.compile(r"\.tiles\.\d+\.")  # of a layer that `dynoffload.tile` has split
+
 _SHOWN = 3  # names of each sort that an error tells
 
 
@@ -33,6 +36,16 @@ def _some(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(listed[:_SHOWN]) + more
+
+
+def _of_tiles(names: Sequence[str]) -> str:
+    """Return what to add to a remedy where names of tiles are missing or too many."""
+    if not any(_TILE.search(name) for name in names):
+        return ""
+    return (
+        ", and split layers by dynoffload.tile() with the same max_bytes; or save a model that "
+        "dynoffload.untile() has made whole"
+    )
 
 
 def _fail(checkpoint: Opened, differences: Mapping[str, list[str]], of: str, remedy: str) -> None:
@@ -76,7 +89,8 @@ def match_model(checkpoint: Opened, model: nn.Module) -> None:
             "different": [f"{n!r} ({b} there, {a} here)" for n, a, b in kinds if a != b],
         },
         type(model).__name__,
-        "Build the model, and convert its dtypes, as before it was saved",
+        "Build the model, and convert its dtypes, as before it was saved"
+        + _of_tiles([name for name in (*here, *there) if (name in known) != (name in wanted)]),
     )
     _fail(
         checkpoint,
