@@ -437,7 +437,7 @@ def test_states_of_others() -> None:
         (
             torch.optim.AdamW([nn.Parameter(torch.zeros(1))]),
             {},
-            "takes the class AdamW, not an optimizer",
+            "takes the class AdamW",
         ),
     ],
 )
