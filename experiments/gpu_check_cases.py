@@ -80,6 +80,7 @@ class Case:
         late: seed of queues that are late, or None for those of the accelerator as they are.
         lies: seed of a pilot that lies, or None for none.
         starts_there: the model is on the accelerator before the block begins, not on the CPU.
+        tiles: the most bytes of a tile that large layers are split into first; "" leaves them.
         preset: of a network of the zoo; "" for the smallest.
         looks: compare all state after every step, which copies it on the accelerator; else losses
             alone until the end, and the allocator's peak has to stay within the budget.
@@ -92,6 +93,7 @@ class Case:
     late: int | None = None
     lies: int | None = None
     starts_there: bool = False
+    tiles: str = ""
     preset: str = ""
     looks: bool = True
     config: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class Case:
             "" if self.late is None else f"late queues {self.late}",
             "" if self.lies is None else f"lying pilot {self.lies}",
             "from the accelerator" if self.starts_there else "",
+            f"tiles of {self.tiles}" if self.tiles else "",
             "" if self.looks else "bytes counted",
         ]
         return (
@@ -133,7 +136,13 @@ def cases(steps: int = 4) -> list[Case]:
         steps: of each.
     """
     plain, fused = Loop("AdamW foreach"), Loop("AdamW fused")
+    late = ("moe", "evoformer", "transformers:mixtral", "early-lstm")
+    races = [
+        Case(name, plain, files=seed % 2 == 1, late=seed, lies=seed if seed % 4 > 1 else None)
+        for seed, name in enumerate(late * 2)
+    ]
     found = [Case(name, plain) for name in (*_ZOO, *_TRANSFORMERS)]
+    found += [*races[:4], Case("moe", fused, tiles="8KiB")]
     found += [Case(name, fused, files=True, starts_there=True) for name in (*_ZOO, *_TRANSFORMERS)]
     found += [
         Case("moe", loop, files=number % 2 == 1, starts_there=number % 2 == 0)
@@ -144,11 +153,7 @@ def cases(steps: int = 4) -> list[Case]:
     found += [
         Case("moe", fused, files=files, starts_there=True, **_COUNTED) for files in (False, True)
     ]
-    late = ("moe", "evoformer", "transformers:mixtral", "early-lstm")
-    found += [
-        Case(name, plain, files=seed % 2 == 1, late=seed, lies=seed if seed % 4 > 1 else None)
-        for seed, name in enumerate(late * 2)
-    ]
+    found += races[4:]
     return [replace(case, loop=replace(case.loop, steps=steps)) for case in found]
 
 
@@ -195,7 +200,16 @@ def _subject(case: Case, device: torch.device) -> _Subject:
         return loss
 
     preset = case.preset or _PRESETS.get(name, "tiny")
-    return _Subject(partial(zoo.build, name, preset), loss_of_zoo)
+    return _Subject(partial(_built, case, name, preset), loss_of_zoo)
+
+
+def _built(case: Case, name: str, preset: str) -> nn.Module:
+    model: nn.Module = zoo.build(name, preset)
+    if case.tiles:
+        from dynoffload.tiling.splitting import tile
+
+        tile(model, case.tiles)
+    return model
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from emulated import DEVICE, Emulated, Waited, accelerated
 from torch import Tensor, nn
 
 from dynoffload.errors import BackendError, ConfigError
-from dynoffload.experiments import gpu_check, gpu_check_cases
+from dynoffload.experiments import gpu_check, gpu_check_cases, gpu_check_host
 from dynoffload.experiments.gpu_check import check, main, passed, sanitize
 from dynoffload.experiments.gpu_check_cases import Case, Verdict, cases, late, train_case
+from dynoffload.experiments.gpu_check_host import HostCase, host_cases, train_host_case
 from dynoffload.experiments.late import Late
 from dynoffload.experiments.loops import Loop
 from dynoffload.experiments.serving import Server
@@ -220,6 +221,51 @@ def test_the_cases_have_every_kind() -> None:
     assert len([name for name in networks if name.startswith("transformers:")]) == 3
     assert {"moe", "tree", "depths", "early-lstm", "evoformer"} < networks
     assert any(not case.looks for case in every)
+    assert any(case.tiles for case in every)
+    assert {(case.place, case.files) for case in host_cases()} == {
+        (place, files) for place in ("host", "device") for files in (True, False)
+    }
+
+
+@pytest.mark.parametrize("case", host_cases(), ids=lambda case: case.describe())
+def test_the_optimizer_on_the_host_is_what_it_is_defined_to_be(
+    case: HostCase, tmp_path: Path
+) -> None:
+    assert train_host_case(case, CPU, str(tmp_path)) == {"verdict": "exact", "why": ""}
+
+
+def test_another_update_on_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check_host, "_LR", 1e-3)
+    plain = gpu_check_host._by_definition
+
+    def other(case: HostCase, device: torch.device) -> dict[str, Any]:
+        monkeypatch.setattr(gpu_check_host, "_LR", 2e-3)
+        found = plain(case, device)
+        monkeypatch.setattr(gpu_check_host, "_LR", 1e-3)
+        return found
+
+    monkeypatch.setattr(gpu_check_host, "_by_definition", other)
+    row = train_host_case(HostCase("host"), CPU)
+    assert row["verdict"] == "FAILED"
+    assert row["why"].startswith("trained")
+
+
+def test_tiles_are_trained_too() -> None:
+    (case,) = (case for case in cases(2) if case.tiles)
+    assert run(case)["verdict"] == "exact"
+
+
+def test_every_kind_has_to_be_shown() -> None:
+    """One exact case is not enough."""
+    one = check(lambda case: {"verdict": "exact", "why": ""}, cases(2), 60.0, lambda row: None)
+    assert passed(one)
+    for wanted in ("late", "files", "tiles"):
+        shows = [row[wanted] not in (None, False, "") for row in one]
+        assert any(shows)
+        without = [
+            {**row, "verdict": "not run"} if so else row for row, so in zip(one, shows, strict=True)
+        ]
+        assert not passed(without), wanted
 
 
 @pytest.mark.slow
@@ -274,9 +320,9 @@ def test_the_sanitizers_word_is_taken_where_plain_training_is_clean(
 
 def test_without_the_sanitizer_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    row = sanitize(torch.device("cuda"), "racecheck", None, 20.0)
+    row = sanitize(torch.device("cuda"), "memcheck", None, 20.0)
     assert (row["verdict"], row["why"]) == ("not run", "compute-sanitizer is not on the path")
-    assert sanitize(CPU, "racecheck", None, 20.0)["verdict"] == "not run"
+    assert sanitize(CPU, "memcheck", None, 20.0)["verdict"] == "not run"
 
 
 # The program
@@ -304,8 +350,8 @@ class Here:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def ask(self, case: Case) -> dict[str, Any]:
-        exact = case.late is None
+    def ask(self, case: Case | HostCase) -> dict[str, Any]:
+        exact = isinstance(case, HostCase) or case.late is None
         return {"verdict": Verdict.EXACT.value, "why": ""} if exact else {"why": "it broke"}
 
 
@@ -318,7 +364,7 @@ def test_the_program_writes_what_it_has_and_says_whether_it_passed(
     path = tmp_path / "rows" / "check.json"
     assert main(["--json", str(path), "--only", "moe: AdamW foreach; host memory"]) == 1
     found = json.loads(path.read_text())
-    assert [row["verdict"] for row in found["rows"]] == [*["exact"] * 2, *["FAILED"] * 2]
+    assert sorted(row["verdict"] for row in found["rows"]) == [*["FAILED"] * 2, *["exact"] * 2]
     assert found["summary"] == {"exact": 2, "FAILED": 2, "not deterministic": 0, "not run": 0}
     assert found["passed"] is False
     said = capsys.readouterr().out
