@@ -230,7 +230,7 @@ def test_a_block_without_its_growth_is_undone(
     model, optimizer, run = trained(backend)
     before = descriptors()
 
-    def fails(model: nn.Module) -> None:
+    def fails(model: nn.Module, *_: Any) -> None:
         raise MemoryError("no room for growth")
 
     monkeypatch.setattr(sessions, "Growth", fails)

@@ -375,11 +375,11 @@ def test_a_block_that_is_left_by_an_error(
     twin = Twin(Mlp(depth=2), optimizer_of)
     real = Adoption.restore
 
-    def restore(self: Adoption, directory: Path) -> str:
+    def restore(self: Adoption, *where: Any) -> str:
         if completes:
             os.kill(os.getpid(), signal.SIGINT)
-            return real(self, directory)
-        real(self, directory)
+            return real(self, *where)
+        real(self, *where)
         raise SpillError(errno.EIO, "one could not be read")
 
     def block() -> None:
@@ -404,8 +404,8 @@ def test_what_is_lost_as_paging_steps_aside_is_refused(
     twin = Twin(Mlp(depth=2), optimizer_of)
     real = Adoption.restore
 
-    def restore(self: Adoption, directory: Path) -> str:
-        real(self, directory)
+    def restore(self: Adoption, *where: Any) -> str:
+        real(self, *where)
         raise SpillError(errno.EIO, "one could not be read")
 
     monkeypatch.setattr(Adoption, "restore", restore)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_same
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,6 +83,8 @@ def test_large_weights_are_split_in_place() -> None:
 
 
 @given(features=st.integers(1, 5000), row=st.integers(0, 4096), most=st.integers(1, 1 << 20))
+@example(features=65, row=0, most=128)
+@example(features=65, row=1, most=65)
 @settings(max_examples=50, deadline=None)
 def test_tiles_of_so_many_bytes(features: int, row: int, most: int) -> None:
     if row > most:

@@ -323,6 +323,8 @@ def lengths_of(
                 f"one feature takes {format_bytes(row)}, and a tile may have "
                 f"{format_bytes(allowed)}: allow {format_bytes(row)} at least"
             )
+        if most >= features:
+            return [features]
         if most >= _ALIGNED:
             most -= most % _ALIGNED
         each = -(-features // -(-features // most))  # of as few tiles, the most even
