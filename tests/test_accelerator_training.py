@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -79,8 +79,19 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("host_share", [None, 2])
-@pytest.mark.parametrize("loop", LOOPS)
+def some(cases: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
+    """Return each case with each of two values; all but one of each case are slow."""
+    return [
+        pytest.param(name, value, marks=[] if value == cases[name] else [pytest.mark.slow])
+        for name in cases
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loop", "host_share"),
+    some({"plain": 2, "clipped": None, "bfloat16": 2, "zeroed": None}, (None, 2)),
+)
 def test_gated_experts(loop: str, host_share: int | None) -> None:
     """In host memory, and in half of it with a file below."""
     twin = Twin(small(), partial(AdamW, lr=1e-2))
@@ -119,8 +130,13 @@ def test_lies_change_no_bit(seed: int) -> None:
     assert pilot.asked >= 8
 
 
-@pytest.mark.parametrize("files", [False, True])
-@pytest.mark.parametrize("network", ["moe", "tree", "depths", "early-lstm", "evoformer"])
+@pytest.mark.parametrize(
+    ("network", "files"),
+    some(
+        {"moe": True, "tree": False, "depths": True, "early-lstm": False, "evoformer": True},
+        (False, True),
+    ),
+)
 def test_the_zoo(network: str, files: bool) -> None:
     model = zoo.build(network, {"tree": "tiny-untied"}.get(network, "tiny"))
     twin = Twin(model, partial(AdamW, lr=1e-3))

@@ -250,6 +250,7 @@ def test_another_update_on_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert row["why"].startswith("trained")
 
 
+@pytest.mark.slow
 def test_tiles_are_trained_too() -> None:
     (case,) = (case for case in cases(2) if case.tiles)
     assert run(case)["verdict"] == "exact"
