@@ -548,6 +548,12 @@ def test_optimizers(name: str, backend: str) -> None:
     matched("indexed", late_zeroing, make=make, steps=10, backend=backend, **options)
 
 
+def test_a_step_that_writes_gradients_on_an_accelerator() -> None:
+    """Those of experts that are not hit too: their momentum is added to zeros."""
+    make, options = OPTIMIZERS["SGD nesterov"]
+    matched("indexed", late_zeroing, make=make, steps=4, backend="emulated", **options)
+
+
 def rmsprop(parameters: Any) -> Optimizer:
     """An optimizer whose step rounds often."""
     return torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True, weight_decay=0.1)
@@ -715,7 +721,7 @@ def test_experts_that_are_not_hit_move_no_byte(loop: str, backend: str) -> None:
         for number in range(45):
             for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
                 LOOPS[loop](model, optimizer, partial(loss, model), number)
-        counts = moved(session, 5)
+        counts = moved(session, 8)  # copies on the queues of an accelerator may be late by a step
         assert session.stats["bytes_in"].iloc[5:].min() > 0, "everything fits: this shows nothing"
         for number in range(8):
             mine = {k: n for k, n in counts.items() if k.startswith("experts.") and n}

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
@@ -140,7 +141,8 @@ class SliceUpdates:
                 key: torch.zeros_like(one) if key in fused.states else value
                 for key, value in state.items()
             }
-        self._run([{**group, "params": [stand_in]}], own)
+        with _disable_current_modes():  # below one, operators over lists leave versions as they are
+            self._run([{**group, "params": [stand_in]}], own)
         made = own.get(stand_in)
         if made is not None:
             if state is None:
