@@ -11,6 +11,7 @@ parameter whole (grouped_mm).
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -688,7 +689,10 @@ def train(twin: Twin, loss_of: Callable[[nn.Module, int], Tensor], steps: range)
 
 
 def zeroing(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
-    """A step that keeps gradients and writes zeros over them."""
+    """A step that keeps gradients and writes zeros over them; between steps no graph holds what
+    adds to them, and what nobody holds is collected some time."""
+    if number == 1:
+        gc.collect()
     value = loss(number)
     value.backward()
     optimizer.step()

@@ -329,7 +329,7 @@ class Paging:
         """Let gradients of fused parameters arrive by slices, and experts' code use slices."""
         for fused in self.rows:
             if fused.parameter.requires_grad:
-                self._watching.callback(self.gradients.watch(fused).remove)
+                self._watching.callback(self.gradients.watch(fused))
         slices: dict[nn.Module, dict[int, Unit]] = {}
         for unit in units:
             if unit.number is not None:

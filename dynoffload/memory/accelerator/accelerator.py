@@ -33,9 +33,10 @@ import torch
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.cells import Cell, State
+from dynoffload.memory.accelerator.direct import Read, Reader, Reads, Waited
 from dynoffload.memory.accelerator.host import Host
 from dynoffload.memory.accelerator.lead import UNKNOWN, Lead
-from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.queues import Lag, Queues
 from dynoffload.memory.accelerator.rows import Rows, unseen
 from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.accelerator.telling import Telling
@@ -74,9 +75,11 @@ class Accelerator(Unguarded, Rows):
         host_budget: bytes of host memory for what is not on the accelerator; the rest is in the
             file. None: host memory holds all, and there is no file.
         threads: that read and write the file.
+        direct: opens the file, by its descriptor, to be read past host memory; None: it is not.
         record: keep events.
 
     Raises:
+        BackendError: the accelerator cannot read a file.
         BudgetError: the host has no such memory.
         SpillError: the spill directory cannot be used.
     """
@@ -96,6 +99,7 @@ class Accelerator(Unguarded, Rows):
         need: int = 0,
         host_budget: int | None = None,
         threads: int = 4,
+        direct: Callable[[int], Reader] | None = None,
         record: bool = True,
     ) -> None:
         spill: SpillFile | NoFile = NoFile(spill_dir)
@@ -110,7 +114,10 @@ class Accelerator(Unguarded, Rows):
         self._mutex = threading.RLock()
         self._cells: dict[int, Cell] = {}
         self._plan = Following()
+        self._direct: Reads | None = None
         try:
+            if direct is not None and isinstance(spill, SpillFile):
+                self._direct = Reads(direct(spill.fd), threads)
             self._host = Host(
                 queues,
                 page_bytes,
@@ -124,6 +131,8 @@ class Accelerator(Unguarded, Rows):
                 threads,
             )
         except BaseException:
+            if self._direct is not None:
+                self._direct.close()
             spill.close()
             raise
         self._tally = Tally(record)
@@ -338,8 +347,9 @@ class Accelerator(Unguarded, Rows):
         if cell.ready is not None:
             late = not cell.ready.reached()
             start = time.perf_counter()
-            lag = self._queues.after(cell.ready)
-            cell.ready = None
+            lag = self._arrive(cell)
+            if cell.state is State.ABSENT:
+                self._host.fail_to_read(cell)
             if late:
                 self._telling.waits(lag, cell, start)
 
@@ -361,7 +371,7 @@ class Accelerator(Unguarded, Rows):
             if self.capacity - self._used < cell.padded:
                 if not self._make_room(cell.padded, must, wanted):
                     return False
-            elif cell.in_file and not cell.in_host:
+            elif cell.in_file and not (cell.in_host or self._direct is not None):
                 if not self._host.fetch(cell, wait=must) and not must:
                     return False
             else:
@@ -377,7 +387,7 @@ class Accelerator(Unguarded, Rows):
         if cell.zero:
             self._zero(cell)
             cell.zero = True
-        elif cell.in_host:
+        elif cell.in_host or cell.in_file:
             self._copy_in(cell, cause)
         return True
 
@@ -408,9 +418,14 @@ class Accelerator(Unguarded, Rows):
         cell.written()
 
     def _copy_in(self, cell: Cell, cause: Cause) -> None:
-        content, now = self._host.content(cell), self._queues.now()
-        moment = self._queues.copy_in(cell.storage, content, [now])
-        cell.ready = cell.copied = moment
+        now = self._queues.now()
+        if cell.in_host:
+            content = self._host.content(cell)
+            moment = cell.copied = self._queues.copy_in(cell.storage, content, [now])
+        else:
+            assert self._direct is not None
+            moment = self._direct.begin(_bytes_of(cell.storage), cell.offset, now)
+        cell.ready = moment
         cell.here = True
         self._tally.bytes_in += cell.nbytes
         self._telling.copied(moment, EventKind.FETCH, cause, cell)
@@ -419,6 +434,20 @@ class Accelerator(Unguarded, Rows):
             self._tally.prefetched_bytes += cell.nbytes
         else:
             self._tally.faults += 1
+
+    def _arrive(self, cell: Cell) -> Lag:
+        """Let the compute queue go on once a region's bytes are there, or the host, for the file's;
+        where the file could not be read, the region is absent then and has its error."""
+        ready, cell.ready = cell.ready, None
+        assert ready is not None
+        if not isinstance(ready, Read):
+            return self._queues.after(ready)
+        start = time.perf_counter()
+        ready.wait()
+        if ready.error:
+            self._free(cell)
+            cell.error = ready.error
+        return Waited(time.perf_counter() - start)
 
     # Out
 
@@ -457,11 +486,12 @@ class Accelerator(Unguarded, Rows):
             Whether it left, or is on its way; by a plan it may have to wait for host memory.
         """
         if cell.ready is not None:  # nobody has used it
-            self._queues.after(cell.ready)
-            cell.ready = None
+            self._arrive(cell)
         if cell.prefetched:
             cell.prefetched = False
             self._tally.wasted_bytes += cell.nbytes
+        if cell.state is State.ABSENT:
+            return True
         if not cell.is_dirty:
             self._free(cell)
             return True
@@ -509,8 +539,7 @@ class Accelerator(Unguarded, Rows):
         if cell.prefetched:
             self._tally.wasted_bytes += cell.nbytes
         if cell.ready is not None:
-            self._queues.after(cell.ready)
-            cell.ready = None
+            self._arrive(cell)
         if cell.state is State.LEAVING:
             self._end(cell)
         elif cell.state is State.PRESENT:
@@ -569,7 +598,7 @@ class Accelerator(Unguarded, Rows):
             if cell is not None and not self._carry_out(action.kind, cell):
                 break
             self._plan.done()
-        for region in self._plan.coming(_READ_AHEAD):
+        for region in self._plan.coming(0 if self._direct is not None else _READ_AHEAD):
             cell = self._cells.get(region)
             if cell is not None and cell.in_file and not (cell.in_host or cell.here):
                 self._host.fetch(cell, wait=False)
@@ -738,6 +767,8 @@ class Accelerator(Unguarded, Rows):
             for cell in self._cells.values():
                 self._settle(cell)
                 cell.storage.bring = None
+        if self._direct is not None:
+            self._direct.close()
         self._host.close()
         self._spill.close()
 

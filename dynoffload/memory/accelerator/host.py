@@ -244,6 +244,15 @@ class Host:
                 self._failed.append(cell)
             self._settled.notify_all()
 
+    def fail_to_read(self, cell: Cell) -> NoReturn:
+        """Raise why the file could not be read into the accelerator.
+
+        Raises:
+            SpillError: always.
+        """
+        self._failed.append(cell)
+        self._fail(cell)
+
     def check(self) -> None:
         """Raise what the file did to a region since it was asked last.
 

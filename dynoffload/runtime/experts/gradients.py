@@ -16,10 +16,10 @@ be differentiated, goes autograd's own way; its result is adopted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.fused import Fused, FusedStore, zero_slices
@@ -92,17 +92,25 @@ class FusedGradients:
     def __init__(self, rows: FusedStore, device: Device, updates: Updates | None) -> None:
         self.rows, self._device, self._updates = rows, device, updates
 
-    def watch(self, fused: Fused) -> RemovableHandle:
-        """Run before autograd adds to the parameter's gradient, until the handle is removed."""
-        # The node lives as long as somebody holds it: the handle's closure does.
-        node = torch.autograd.graph.get_gradient_edge(fused.parameter).node
+    def watch(self, fused: Fused) -> Callable[[], None]:
+        """Run before autograd adds to the parameter's gradient, until what is returned is called.
+
+        It has to be held until then, as the node that adds lives only while a graph or somebody in
+        Python holds it; what its own hook holds is a cycle, which the collector ends.
+        """
+        nodes = [torch.autograd.graph.get_gradient_edge(fused.parameter).node]
 
         def arrive(gradients: tuple[torch.Tensor | None, ...]) -> Any:
-            assert node is not None
             taken = gradients[0] is not None and self._take(fused, gradients[0])
             return (None,) if taken else None
 
-        return node.register_prehook(arrive)
+        handle = nodes[0].register_prehook(arrive)
+
+        def end() -> None:
+            handle.remove()
+            nodes.clear()
+
+        return end
 
     def row_for(self, fused: Fused) -> list[int]:
         """Return a row for a new gradient, all clear."""
