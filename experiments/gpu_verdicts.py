@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dynoffload.experiments.gpu_rows import MEASURED
-from dynoffload.experiments.gpu_ways import FILES, OURS, PLAIN, WAYS
+from dynoffload.experiments.gpu_ways import FILES, HOSTED, OURS, PLAIN, WAYS
 
 REACHED, MISSED, NOT_MEASURED = "reached", "MISSED", "not measured"
 SAME = 0.02
@@ -153,17 +153,18 @@ def _computing(result: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]
 
 def _peers(rows: Sequence[Row]) -> dict[str, Any]:
     """Judge by how much a peer is faster at the same cap, at the worst."""
-    worst: tuple[float, str] | None = None
-    for row in rows:
-        if row["part"] != "steps" or row["way"] != OURS:
-            continue
-        for other in rows:
-            same = all(other.get(key) == row[key] for key in ("part", "network", "share"))
-            if same and other["way"] not in (OURS, FILES):
-                ratio = row["seconds"] / other["seconds"]
-                if worst is None or ratio > worst[0]:
-                    worst = ratio, f"{_place(row)} against {WAYS[other['way']].title}"
-    found, where = (None, "") if worst is None else worst
+    ratios = [
+        (
+            row["seconds"] / other["seconds"],
+            f"{_place(row)} against {WAYS[other['way']].title}",
+        )
+        for row in rows
+        if row["part"] == "steps" and row["way"] == OURS
+        for other in rows
+        if all(other.get(key) == row[key] for key in ("part", "network", "share"))
+        and other["way"] not in (OURS, FILES, HOSTED)
+    ]
+    found, where = max(ratios, default=(None, ""))
     return _verdict(
         "step over that of a peer at the same cap, at the worst",
         f"at most 1, within {SAME:.0%}",
@@ -190,13 +191,12 @@ def _exact(rows: Sequence[Row]) -> dict[str, Any]:
 def _allocated(rows: Sequence[Row]) -> dict[str, Any]:
     """Judge the allocator's peak after the first step, in which nobody knows what operators take,
     over the budget, at the worst."""
-    worst: tuple[float, str] | None = None
-    for row in rows:
-        if row.get("way") in (OURS, FILES) and row.get("peak_allocated"):
-            ratio = row["peak_allocated"] / row["task"]["budget_bytes"]
-            if worst is None or ratio > worst[0]:
-                worst = ratio, _place(row)
-    found, where = (None, "") if worst is None else worst
+    ratios = [
+        (row["peak_allocated"] / row["task"]["budget_bytes"], _place(row))
+        for row in rows
+        if row.get("way") in (OURS, FILES) and row.get("peak_allocated")
+    ]
+    found, where = max(ratios, default=(None, ""))
     return _verdict(
         "the allocator's peak over the budget, at the worst",
         "at most 1",
@@ -208,13 +208,12 @@ def _allocated(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _charged(rows: Sequence[Row]) -> dict[str, Any]:
     """Judge host memory that is charged, of networks that were never whole on the host."""
-    worst: tuple[float, str] | None = None
-    for row in rows:
-        if row.get("pinned_bytes") and row["task"]["meta"]:
-            ratio = row["charged_bytes"] / row["pinned_bytes"]
-            if worst is None or abs(ratio - 1) > abs(worst[0] - 1):
-                worst = ratio, _place(row)
-    found, where = (None, "") if worst is None else worst
+    ratios = [
+        (row["charged_bytes"] / row["pinned_bytes"], _place(row))
+        for row in rows
+        if row.get("pinned_bytes") and row["task"]["meta"]
+    ]
+    found, where = max(ratios, key=lambda one: abs(one[0] - 1), default=(None, ""))
     return _verdict(
         "host memory charged over bytes pinned, at the worst",
         "1, within 2%",

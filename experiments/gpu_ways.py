@@ -10,8 +10,9 @@ the allocator is the same for all.
 `fully_shard` of each block and of the root with `CPUOffloadPolicy`, in a group of one process;
 ``dtr`` is this library's own dynamic tensor rematerialization, whose costs are here the seconds in
 which operators were launched, not run; ``zero-offload`` is DeepSpeed's ZeRO stage 2 with the
-optimizer on the CPU, where DeepSpeed is installed. The last three that update on the CPU cannot
-have the bits of an update on the accelerator.
+optimizer on the CPU, where DeepSpeed is installed; ``host-optimizer`` is this library's counterpart
+of that, `dynoffload.HostOptimizer`, over a network that is whole on the accelerator. Those that
+update on the CPU cannot have the bits of an update on the accelerator.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from dynoffload.errors import ClientError
 
 Step = Callable[[tuple[Any, ...]], Tensor]
 PLAIN, OURS, FILES, DTR = "plain", "ours", "ours-file", "dtr"
+HOSTED = "host-optimizer"
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,20 @@ def _zero_offload(task: Task, device: torch.device) -> Iterator[Ready]:
 
 
 @contextlib.contextmanager
+def _host_optimizer(task: Task, device: torch.device) -> Iterator[Ready]:
+    import dynoffload
+
+    model = _built(task).to(device)
+    optimizer = dynoffload.HostOptimizer(
+        model.parameters(), torch.optim.AdamW, place="host", lr=task.lr
+    )
+    try:
+        yield Ready(model, _stepping(model, optimizer, contextlib.nullcontext))
+    finally:
+        optimizer.close()
+
+
+@contextlib.contextmanager
 def _dtr(task: Task, device: torch.device) -> Iterator[Ready]:
     import dynoffload
 
@@ -262,6 +278,7 @@ WAYS: dict[str, Way] = {
     "checkpoint": Way("torch.utils.checkpoint", _checkpoint),
     "fsdp2": Way("FSDP2, CPU offload", _fsdp2, exact=False),
     DTR: Way("rematerialisation (DTR)", _dtr, counts=True),
+    HOSTED: Way("dynoffload.HostOptimizer", _host_optimizer, exact=False),
     "zero-offload": Way("DeepSpeed ZeRO-Offload", _zero_offload, exact=False),
 }
 """By the name that ``--ways`` takes."""

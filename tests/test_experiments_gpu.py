@@ -74,7 +74,7 @@ def test_plain_training_is_a_row(plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("without_warm_up")
-@pytest.mark.parametrize("way", ["save-on-cpu", "checkpoint", "fsdp2"])
+@pytest.mark.parametrize("way", ["save-on-cpu", "checkpoint", "fsdp2", "host-optimizer"])
 def test_each_peer_trains_the_same(way: str, plain: dict[str, Any]) -> None:
     """On the CPU all have the same bits, those that update on the CPU too."""
     row = row_of(replace(SMALL, way=way))

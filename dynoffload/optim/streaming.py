@@ -7,7 +7,7 @@ until then. What it is not: the paging of a session, which keeps as much of an o
 its budget holds.
 
 The moments waited for are those of the device of a session; see [Note: moments] in
-`dynoffload.memory.accelerator.accelerator`: a copy in comes after the slot's memory was given and
+`dynoffload.memory.accelerator.residents`: a copy in comes after the slot's memory was given and
 the copy out before it has ended, an update after its copy in, a copy out after its update.
 """
 
