@@ -38,6 +38,14 @@ def _an_input_of_mul(x: Tensor, weight: Tensor) -> Tensor:
     return b
 
 
+def _by_a_list(x: Tensor, weight: Tensor) -> Tensor:
+    a = F.linear(x, weight)
+    b = a * a.sigmoid()
+    with torch.no_grad():
+        torch._foreach_mul_([a], 2.0)
+    return b
+
+
 def _by_out(x: Tensor, weight: Tensor) -> Tensor:
     a = F.linear(x, weight)
     b = a.exp()
@@ -69,6 +77,7 @@ FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "output of tanh": _after_tanh,
     "view of an output": _a_view_of_it,
     "input of mul, without grad": _an_input_of_mul,
+    "input of mul, in a list": _by_a_list,
     "by out=": _by_out,
     "between two saves": _after_a_second_save,
     "allowed: before the save": _allowed_before_the_save,

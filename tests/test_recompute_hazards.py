@@ -149,10 +149,15 @@ def test_double_backward_and_a_retained_graph() -> None:
     tight(model, run)
 
 
-def test_a_write_that_autograd_sees_raises_as_it_does_in_plain_training() -> None:
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_write_that_autograd_sees_raises_as_it_does_in_plain_training(lists: bool) -> None:
     def spoil(model: nn.Module, x: Tensor) -> Tensor:
         y = x.exp()
-        y.add_(1)
+        if lists:
+            with torch.no_grad():
+                torch._foreach_add_([y], 1.0)
+        else:
+            y.add_(1)
         return y
 
     model = Layers(spoil, count=1)

@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import (
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
 from dynoffload.runtime.over_rows import OF_EMPTY, OverRows, is_over_lists
-from dynoffload.runtime.recompute.operators import effects_of
+from dynoffload.runtime.recompute.operators import counting_writes, effects_of
 from dynoffload.runtime.touching import held_by, in_parts
 
 logger = logging.getLogger(__name__)
@@ -89,12 +89,13 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._ended or os.getpid() != self._process:  # a loader's worker is a copy of this
             return func(*args, **kwargs)
-        try:
+        with counting_writes(func, args, kwargs):
+            try:
+                return self._call(func, args, kwargs)
+            except torch.OutOfMemoryError:
+                if not _may_be_called_again(func) or not self._device.make_way():
+                    raise
             return self._call(func, args, kwargs)
-        except torch.OutOfMemoryError:
-            if not _may_be_called_again(func) or not self._device.make_way():
-                raise
-        return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = self._touched(args, kwargs)

@@ -32,6 +32,7 @@ from dynoffload.runtime.recompute.making import Making
 from dynoffload.runtime.recompute.operators import (
     Effects,
     Sizes,
+    counting_writes,
     effects_of,
     replaced,
     tensors_of,
@@ -83,7 +84,8 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self._ours = True
         try:
-            return self._run(func, args, kwargs)
+            with counting_writes(func, args, kwargs):
+                return self._run(func, args, kwargs)
         finally:
             self._ours = False
 

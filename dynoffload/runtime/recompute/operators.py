@@ -7,6 +7,9 @@ overload's own meta kernel once for each set of shapes. What it is not: a table 
 that there can be is taken, as far as it is known. A meta kernel that refuses a dtype which the
 CPU's takes is asked again for bfloat16. What has none is remembered once it was there; before that
 nobody knows, and all that can be dropped is.
+
+[Note: versions]  Below a dispatch mode torch does not count the writes of operators over lists, so
+that a backward that needs what was written over would not be refused. Modes count them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from dynoffload.runtime.passes.saved import is_plain
 
 _MOST_SHAPES = 4096
+_NOTHING = contextlib.nullcontext()
 _Key = tuple[Any, ...]
 
 
@@ -67,6 +71,38 @@ def effects_of(func: Any) -> Effects:
         known=func.namespace in ("aten", "prims")
         and schema.name.split("::")[-1] not in _UNFOLLOWED,
     )
+
+
+@functools.cache
+def _writes_lists(func: Any) -> bool:
+    return any(
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and str(argument.type).startswith("List")
+        for argument in func._schema.arguments
+    )
+
+
+@contextlib.contextmanager
+def _counted(tensors: list[torch.Tensor]) -> Iterator[None]:
+    before = [(one, one._version) for one in tensors if not one.is_inference()]
+    try:
+        yield
+    finally:
+        for one, version in before:
+            if one._version == version:
+                torch.autograd.graph.increment_version(one)
+
+
+def counting_writes(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Count what an operator writes within a block; see [Note: versions]."""
+    if not _writes_lists(func):
+        return _NOTHING
+    places = effects_of(func).written
+    given = [args[at] if at < len(args) else kwargs.get(name) for name, at in places]
+    return _counted(list(tensors_of(given)))
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
