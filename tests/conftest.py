@@ -1,8 +1,8 @@
 """Which dynoffload the tests meet: the installed one, or this checkout where none is installed.
 
 What it is: the paths, put right before the first test is imported, the rule that a test marked
-``alone`` never runs beside another, and what the garbage collector need not look at. What it is
-not: a home for fixtures; each test file makes what it needs.
+``alone`` never runs beside another, which cases are left to ``make slow``, and what the garbage
+collector need not look at. What it is not: a home for fixtures; each test file makes what it needs.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in
@@ -12,6 +12,7 @@ with one link, to the package of this checkout.
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import importlib
 import importlib.util
@@ -71,8 +72,26 @@ def pytest_sessionstart() -> None:
     numerics.settle_kernels()
 
 
+def _mark_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that ``long.txt`` names as slow, and refuse a line that names none."""
+    tests = {item.nodeid.removeprefix("tests/"): item for item in items}
+    files = {name.partition("::")[0] for name in tests}
+    for line in (Path(__file__).parent / "long.txt").read_text().splitlines():
+        pattern = line.strip()
+        if not pattern or pattern.startswith("#"):
+            continue
+        found = [name for name in tests if fnmatch.fnmatchcase(name, pattern)]
+        for name in found:
+            tests[name].add_marker(pytest.mark.slow)
+        whole = not any("::" in argument for argument in config.args)
+        if not found and whole and pattern.partition("::")[0] in files:
+            raise pytest.UsageError(f"tests/long.txt names {pattern}, and there is no such test")
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In one of several test processes, skip the tests that measure."""
+    """Mark what is long; in one of several test processes, skip the tests that measure."""
+    _mark_long(config, items)
     if not hasattr(config, "workerinput"):
         return
     skip = pytest.mark.skip(reason="marked alone: it measures, so run it without -n")

@@ -3,6 +3,7 @@ keeps to its budget."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import io
@@ -10,6 +11,7 @@ import pickle
 import random
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from dynoffload.errors import BackendError, BudgetError, SpillError
 from dynoffload.memory.accelerator import host as host_tier
 from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
 from dynoffload.memory.accelerator.streams import Streams
-from dynoffload.memory.device import EventKind
+from dynoffload.memory.device import Cause, EventKind
 from dynoffload.planning import Action, Kind, LookAhead, Use
 from dynoffload.runtime.residency import Residence
 from dynoffload.units import KiB, MiB
@@ -391,16 +393,144 @@ def test_a_file_that_cannot_be_read_is_told_of_and_read_again(
         assert holds(device, region, region)
     assert 0 < device.counters().peak_bytes <= device.capacity
 
-    # By a plan that does not come true: nobody is told, as nobody asked.
-    uses = [Use((regions[0],)), Use((regions[1],))]
+    # By a plan that does not come true: nobody is told, as nobody asked, and all goes on.
+    first = device.resident()[0]
+    device.discard(first)
     now = device.resident()
+    uses = [Use(()), *(Use((region,)) for region in regions[:3] if region not in now)]
+    queues.reading.fails = 1
     device.follow(uses, LookAhead().plan(uses, [3 * PAGE] * 12, device.capacity, now, now))
-    queues.reading.fails = 2
     device.advance(0)
-    device.discard(regions[0])
-    device.discard(regions[1])
+    for _ in range(1000):
+        if not queues.reading.fails:
+            break
+        time.sleep(0.001)
+    assert not queues.reading.fails, "nothing was read ahead"
+    device.follow([], schedule())
+    write(device, first, first)
+    for region in now:
+        write(device, region, region)
+    for region in regions:
+        assert holds(device, region, region)
     device.counters()
     device.close()
+
+
+# What goes wrong half way
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_copy_that_is_not_queued_leaves_the_region_absent(
+    device: Accelerator, queues: Emulated, monkeypatch: pytest.MonkeyPatch, error: type
+) -> None:
+    regions = [device.allocate(3 * PAGE) for _ in range(4)]
+    for region in regions:
+        write(device, region, region)
+
+    def fail(*args: object) -> None:
+        raise error("as planned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queues, "copy_in", fail)
+        with pytest.raises(error):
+            device.use([regions[0]])
+    assert regions[0] not in device.resident()
+    for region in regions:
+        assert holds(device, region, region)
+    assert device.resident_bytes() <= device.capacity
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_memory_that_is_lacking_takes_no_bytes_with_it(
+    queues: Emulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """What makes way needs room in host memory, where what is entering lies."""
+    device = Accelerator(queues, 8 * PAGE, tmp_path, host_budget=6 * PAGE, least=6 * PAGE)
+    regions = [device.allocate(3 * PAGE) for _ in range(6)]
+    for region in regions:
+        write(device, region, region)
+    plain, left = queues.fill, [0]
+
+    def fill(storage: torch.UntypedStorage, nbytes: int) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("as planned")
+        plain(storage, nbytes)
+
+    monkeypatch.setattr(queues, "fill", fill)
+    for region in [*regions, *reversed(regions)]:
+        left[0] = 0
+        write(device, regions[-1], regions[-1])  # so that somebody can make way
+        left[0] = times
+        if times == 1:
+            assert holds(device, region, region)
+        else:
+            with contextlib.suppress(BudgetError):
+                assert holds(device, region, region)
+    left[0] = 0
+    for region in regions:
+        assert holds(device, region, region)
+    device.close()
+
+
+def test_what_is_leaving_makes_way(device: Accelerator) -> None:
+    regions = [device.allocate(2 * PAGE) for _ in range(4)]
+    for region in regions:
+        write(device, region, region)
+    with device._mutex:
+        for region in regions:
+            device._leave(device._cells[region], Cause.ROOM)
+    assert device.resident_bytes() == 8 * PAGE
+    assert device.make_way()
+    assert device.resident_bytes() == 0
+    assert device.capacity > 0
+    for region in regions:
+        assert holds(device, region, region)
+
+
+def test_a_plan_that_finds_no_memory_is_left(
+    device: Accelerator, queues: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regions = [device.allocate(3 * PAGE) for _ in range(4)]
+    for region in regions:
+        write(device, region, region)
+    device.use([regions[-1]])
+    now, capacity = device.resident(), device.capacity
+    uses = [Use((region,)) for region in regions]
+    device.follow(uses, LookAhead().plan(uses, [3 * PAGE] * 4, device.capacity, now, now))
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("as planned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queues, "fill", full)
+        for position in range(len(uses)):
+            device.advance(position)
+    assert device.capacity == capacity, "the pool is as large as it was"
+    device.used([regions[-1]])
+    for region in regions:
+        assert holds(device, region, region)
+
+
+def test_an_end_that_fails_gives_all_back(
+    queues: Emulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Accelerator(queues, 8 * PAGE, tmp_path)
+    regions = [device.allocate(3 * PAGE) for _ in range(4)]
+    tensors = []
+    for region in regions:
+        write(device, region, region)
+        device.acquire([region])
+        tensors.append(view(device, region))
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("as planned")
+
+    monkeypatch.setattr(queues, "fill", full)
+    with pytest.raises(BudgetError, match="lower the budget"):
+        device.retire()
+    assert len(tensors) == 4
+    assert queues.host_bytes == 0
 
 
 def test_what_is_held_at_the_end_stays(queues: Emulated, tmp_path: Path) -> None:

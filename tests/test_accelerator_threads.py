@@ -8,6 +8,8 @@ does. Here backward runs in another one, which has the caller's modes, as autogr
 from __future__ import annotations
 
 import contextlib
+import random
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +38,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import dynoffload
 from dynoffload.errors import BackendError
+from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.cells import Cell
+from dynoffload.memory.device import Cause
 from dynoffload.runtime.passes import saved
 from dynoffload.units import KiB
 
@@ -186,18 +191,101 @@ def test_memory_that_is_paged_is_not_shared_with_processes() -> None:
                 share()
 
 
-def test_a_pool_that_shrinks_evicts_what_waits_for_an_update() -> None:
+def test_sessions_that_overlap_leave_nothing_in_later_threads() -> None:
+    """The first ends before the second, which puts back what it found."""
+    first, second = paged_mlp(), paged_mlp()
+    found: list[int] = []
+    before = threading.getprofile()
+    try:
+        with (
+            accelerated(elsewhere=True),
+            contextlib.ExitStack() as one,
+            contextlib.ExitStack() as two,
+        ):
+            for stack, (model, optimizer, budget) in ((one, first), (two, second)):
+                block = dynoffload.offload(
+                    model, optimizer, budget=budget, device=DEVICE, config=CONFIG
+                )
+                stack.enter_context(block)
+                mlp_loss(model, torch.randn(8, 48)).backward()
+            one.close()
+            two.close()
+            thread = threading.Thread(
+                target=lambda: found.append(len(_get_current_dispatch_mode_stack()))
+            )
+            thread.start()
+            thread.join()
+    finally:
+        threading.setprofile(before)
+    assert found == [0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_interrupt_while_something_enters_spoils_nothing(seed: int) -> None:
+    """Forward and backward are interrupted as a copy is queued, and made again."""
+    twin = Twin(mlp(), partial(AdamW, lr=1e-2))
+    samples = [torch.randn(8, 48) for _ in range(12)]
+    chance, cut = random.Random(seed), [0]
+    with accelerated(seed, elsewhere=True) as queues:
+        plain, armed = queues.copy_in, [False]
+
+        def copy_in(*args: Any) -> Any:
+            if armed[0] and chance.random() < 0.2:
+                armed[0] = False
+                cut[0] += 1
+                signal.raise_signal(signal.SIGINT)
+            return plain(*args)
+
+        queues.copy_in = copy_in  # type: ignore[method-assign]
+        with twin.paged(budget_for(twin, 4), device=DEVICE, config=CONFIG):
+            for sample in samples:
+                mlp_loss(twin.reference, sample).backward()
+                twin.its.step()
+                twin.its.zero_grad()
+                armed[0] = True
+                try:
+                    mlp_loss(twin.model, sample).backward()
+                except KeyboardInterrupt:
+                    twin.optimizer.zero_grad()
+                    mlp_loss(twin.model, sample).backward()
+                armed[0] = False
+                twin.optimizer.step()
+                twin.optimizer.zero_grad()
+        queues.copy_in = plain  # type: ignore[method-assign]
+    assert cut[0] > 4
+    twin.assert_same()
+
+
+def test_a_pool_that_shrinks_evicts_what_waits_for_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Regions whose update waits leave with the bytes that they had, and the update is made on
     them; the allocator's peak grows in the third step."""
+    capacities, left = [], []
+    count, leave = Accelerator.allocated_bytes, Accelerator._leave
+
+    def counted(device: Accelerator) -> int:
+        peak = count(device)
+        capacities.append(device.capacity)
+        return peak
+
+    def leaving(device: Accelerator, cell: Cell, cause: Cause) -> bool:
+        left.append(cell.region in device._locked)
+        return leave(device, cell, cause)
+
+    monkeypatch.setattr(Accelerator, "allocated_bytes", counted)
+    monkeypatch.setattr(Accelerator, "_leave", leaving)
     twin = Twin(mlp(), partial(AdamW, lr=1e-2))
     samples = [torch.randn(8, 48) for _ in range(6)]
-    budget = budget_for(twin, 2)
+    budget = footprint_of(twin.model) * 4 // 5
     with accelerated(elsewhere=True) as queues:
         _grow(queues, after=2, by=budget // 3)
         session = compare_runs(
             twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE, config=CONFIG
         )
     assert session.stats["peak_allocated_bytes"].iloc[-1] > 0
+    assert capacities[-1] < capacities[1]
+    assert any(left), "none of those that left had an update to wait for"
 
 
 def _grow(queues: Emulated, *, after: int, by: int) -> None:

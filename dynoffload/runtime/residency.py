@@ -36,6 +36,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from torch.utils._python_dispatch import (
 
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
+from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.over_rows import OF_EMPTY, OverRows, is_over_lists
 from dynoffload.runtime.recompute.operators import counting_writes, effects_of
 from dynoffload.runtime.touching import held_by, in_parts
@@ -62,45 +64,62 @@ def _may_be_called_again(func: Any) -> bool:
     return effects.known and not effects.written and not effects.draws
 
 
+@dataclass
+class _Life:
+    """Whether a session has ended."""
+
+    ended: bool = False
+
+
 class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Brings what operators touch.
 
     Args:
         device: whose regions they touch.
+        life: once it has ended, nothing is done any more: another mode may be in the way of
+            leaving, and a thread may enter this one as the session ends.
     """
 
     is_of_residency = True
 
-    def __init__(self, device: Accelerator) -> None:
+    def __init__(self, device: Accelerator, life: _Life) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device, self._life = device, life
         self._over_rows = OverRows(device, self)
         self._process = os.getpid()
-        self._ended = False
-
-    def end(self) -> None:
-        """Do nothing any more, where another mode is in the way of leaving."""
-        self._ended = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        if self._ended or os.getpid() != self._process:  # a loader's worker is a copy of this
+        if self._life.ended or os.getpid() != self._process:  # a loader's worker is a copy
             return func(*args, **kwargs)
         with counting_writes(func, args, kwargs):
             try:
                 return self._call(func, args, kwargs)
             except torch.OutOfMemoryError:
-                if not _may_be_called_again(func) or not self._device.make_way():
+                if not _may_be_called_again(func) or not self._make_way():
                     raise
             return self._call(func, args, kwargs)
+
+    @uninterrupted
+    def _make_way(self) -> bool:
+        return self._device.make_way()
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = self._touched(args, kwargs)
         if not touched or func in OF_EMPTY:
             return func(*args, **kwargs)
+        hold()  # what is held for an operator is let go of, and what enters has its bytes
+        try:
+            return self._call_on(touched, func, args, kwargs)
+        finally:
+            admit()
+
+    def _call_on(
+        self, touched: Sequence[int], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if min(touched) < NOBODYS:
             return self._over_rows.call(func, args, kwargs)
         if is_over_lists(func) and not self._fit(touched):
@@ -164,6 +183,7 @@ class Residence:
         self._device = device
         self._of_thread = threading.local()
         self._modes: list[Residency] = []
+        self._life = _Life()
         self.here()
         self._profile = threading.getprofile()
         threading.setprofile(self._begin_thread)
@@ -171,12 +191,13 @@ class Residence:
     def _begin_thread(self, frame: Any, event: str, arg: Any) -> None:
         """A thread has begun: Python calls this there once, as it is asked to profile it."""
         sys.setprofile(self._profile)
-        self.here()
+        if not self._life.ended:  # a session within this one may have put it back
+            self.here()
 
     def here(self) -> None:
         """Hear of the operators of this thread from now on."""
         if getattr(self._of_thread, "mode", None) is None:
-            mode = self._of_thread.mode = Residency(self._device)
+            mode = self._of_thread.mode = Residency(self._device, self._life)
             self._modes.append(mode)
             mode.__enter__()  # type: ignore[no-untyped-call]
             self._of_thread.leaving = _Leaving(mode)
@@ -201,8 +222,7 @@ class Residence:
         if threading.getprofile() == self._begin_thread:
             threading.setprofile(self._profile)
         mine: Residency | None = getattr(self._of_thread, "mode", None)
-        for mode in self._modes:
-            mode.end()
+        self._life.ended = True
         if mine is not None and _get_current_dispatch_mode() is mine:
             mine.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         elif mine is not None:

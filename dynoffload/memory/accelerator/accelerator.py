@@ -194,7 +194,8 @@ class Accelerator(Unguarded, Residents):
     @unseen
     def _fill_scratch(self, cell: Cell) -> None:
         self._make_room(cell.padded, True, [])
-        self._fill(cell)
+        while not self._fill(cell, True):
+            pass
 
     @unseen
     def _free_unseen(self, cell: Cell) -> None:
@@ -287,8 +288,8 @@ class Accelerator(Unguarded, Residents):
 
     @unseen
     def _bring(self, regions: Sequence[int], *, pin: bool) -> None:
-        self._check_room(regions)
         with self._mutex:
+            self._check_room(regions)
             cells = [self._cells[region] for region in dict.fromkeys(regions)]
             for cell in cells:
                 cell.pins += 1
@@ -419,7 +420,8 @@ class Accelerator(Unguarded, Residents):
         a quarter smaller, until its size is measured again; return whether any could."""
         with self._mutex:
             before = self.capacity, self._used
-            self._resize(0)
+            while self._used and self._send_out():
+                pass
             freed = before[1] - self._used
             self._resize(self._temporaries.shrunk())
             if freed and not self._said_full:
@@ -485,18 +487,20 @@ class Accelerator(Unguarded, Residents):
 
     def retire(self) -> int:
         """See `Device.retire`. What somebody holds stays on the accelerator, under no budget."""
-        self._make_ordinary()
-        with self._mutex:
-            held = [
-                cell
-                for cell in self._cells.values()
-                if users_of(cell.storage) > 1 and cell.storage.bring is not None
-            ]
-            self.capacity += sum(cell.padded for cell in held)
-            for cell in held:
-                self._bring([cell.region], pin=True)
-                cell.storage.bring = None
-        self.close()
+        try:
+            self._make_ordinary()
+            with self._mutex:
+                held = [
+                    cell
+                    for cell in self._cells.values()
+                    if users_of(cell.storage) > 1 and cell.storage.bring is not None
+                ]
+                self.capacity += sum(cell.padded for cell in held)
+                for cell in held:
+                    self._bring([cell.region], pin=True)
+                    cell.storage.bring = None
+        finally:
+            self.close()
         return 0
 
     @unseen

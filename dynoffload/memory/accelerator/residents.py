@@ -114,11 +114,11 @@ class Residents(Rows):
             cell.prefetched = False
             self._tally.used_bytes += cell.nbytes
         if cell.ready is not None:
-            late = not cell.ready.reached()
-            start = time.perf_counter()
+            ready, start = cell.ready, time.perf_counter()
+            late = not ready.reached()
             lag = self._arrive(cell)
-            if cell.state is State.ABSENT:
-                self._host.fail_to_read(cell)
+            if isinstance(ready, Read) and ready.error:
+                self._host.fail_to_read(cell, ready.error)
             if late:
                 self._telling.waits(lag, cell, start)
 
@@ -143,32 +143,30 @@ class Residents(Rows):
             elif cell.in_file and not (cell.in_host or self._direct is not None):
                 if not self._host.fetch(cell, wait=must) and not must:
                     return False
-            else:
-                break
+            elif self._fill(cell, must):
+                self._give_content(cell, cause)
+                return True
+            elif not must:
+                return False
         if cell.state is State.LEAVING:
             assert cell.gone is not None
             self._queues.after(cell.gone)  # before anything may write it
             self._leaving.remove(cell)
             cell.state, cell.gone, cell.here = State.PRESENT, None, True
-        if cell.state is State.PRESENT:
-            return True
-        self._fill(cell)
-        if cell.zero:
-            self._zero(cell)
-            cell.zero = True
-        elif cell.in_host or cell.in_file:
-            self._copy_in(cell, cause)
         return True
 
-    def _fill(self, cell: Cell) -> None:
+    def _fill(self, cell: Cell, must: bool) -> bool:
+        """Give a region memory; return whether there was any, or others have made way and may have
+        taken what the region is to hold from where it was.
+
+        Raises:
+            BudgetError: it must have some, and there is none.
+        """
         try:
-            try:
-                self._queues.fill(cell.storage, cell.nbytes)
-            except torch.OutOfMemoryError:
-                if not self.make_way():
-                    raise
-                self._queues.fill(cell.storage, cell.nbytes)
+            self._queues.fill(cell.storage, cell.nbytes)
         except torch.OutOfMemoryError as error:
+            if not must or self.make_way():
+                return False
             raise BudgetError(
                 f"{self._queues.name} has no {format_bytes(cell.nbytes)} left for "
                 f"{called(self.names, cell.region, cell.nbytes)}, beside "
@@ -180,6 +178,19 @@ class Residents(Rows):
         self._bare += cell.nbytes
         self._bare_peak = max(self._bare_peak, self._bare)
         cell.state = State.PRESENT
+        return True
+
+    def _give_content(self, cell: Cell, cause: Cause) -> None:
+        """Have memory that was given to a region hold what is the region's."""
+        try:
+            if cell.zero:
+                self._zero(cell)
+                cell.zero = True
+            elif cell.in_host or cell.in_file:
+                self._copy_in(cell, cause)
+        except BaseException:  # nobody may take what lies there for the region's
+            self._free(cell)
+            raise
 
     @unseen
     def _zero(self, cell: Cell) -> None:
@@ -206,16 +217,18 @@ class Residents(Rows):
 
     def _arrive(self, cell: Cell) -> Lag:
         """Let the compute queue go on once a region's bytes are there, or the host, for the file's;
-        where the file could not be read, the region is absent then and has its error."""
-        ready, cell.ready = cell.ready, None
+        where the file could not be read, the region is absent then."""
+        ready = cell.ready
         assert ready is not None
         if not isinstance(ready, Read):
-            return self._queues.after(ready)
+            lag = self._queues.after(ready)
+            cell.ready = None
+            return lag
         start = time.perf_counter()
         ready.wait()
+        cell.ready = None
         if ready.error:
             self._free(cell)
-            cell.error = ready.error
         return Waited(time.perf_counter() - start)
 
     # Out
@@ -325,7 +338,11 @@ class Residents(Rows):
             pass
 
     def _send_out(self) -> bool:
-        """Take the memory of what is used last, at once; return whether anything could leave."""
+        """Take the memory of what is leaving, or is used last, at once; return whether there was
+        any."""
+        if self._leaving:
+            self._end(self._leaving[0])
+            return True
         victim = self._victim(-1)
         if victim is not None:
             self._leave(victim, Cause.ROOM)

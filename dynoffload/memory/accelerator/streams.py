@@ -12,7 +12,8 @@ keeps. What it keeps and cannot use grows with that. Where it has taken more tha
 accelerator, and what it takes again costs time, too: so not for less.
 
 [Note: other streams]  The compute queue is the stream that is current. Where the user changes it,
-the new one goes on after all that the last one was given: one queue, then, for what is of regions.
+the new one goes on after all that the last one was given, from the next moment that is asked for
+on. Operators that need no copy ask for none: who uses two streams has each wait for the other.
 """
 
 from __future__ import annotations
@@ -193,7 +194,9 @@ class Streams:
 
     def trim(self, limit: int) -> None:
         """See `Queues.trim`."""
-        if torch.accelerator.memory_reserved(self.device) > limit + int(_BEYOND * limit):
+        beyond = int(_BEYOND * limit)
+        reserved = int(torch.accelerator.memory_reserved(self.device))
+        if reserved > limit + beyond and self._kept_bytes() > beyond:
             torch.accelerator.empty_cache()
 
     def _kept_bytes(self) -> int:
