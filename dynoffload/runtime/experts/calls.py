@@ -1,12 +1,11 @@
 """Experts of transformers, whose fused parameters are paged by slices: its eager loop, on parts.
 
-transformers looks an implementation up by the name in a model's configuration. The one registered
-here runs the class's own eager code with `Parts` in the place of the parameters that are paged by
-slices. So its bits are those of the eager implementation, and a class need not be known here; where
-nothing is paged by slices, the eager code runs as it is.
+The class's own eager code runs with `Parts` in the place of the parameters that are paged by slices.
+So its bits are those of the eager implementation, and a class need not be known here; where nothing
+is paged by slices, the eager code runs as it is. Other implementations ask for `stand_ins`.
 
-[Note: eager]  A model whose configuration says "eager" gets the same while a session of it is open:
-the registry has no entry of that name, and takes one. Neither the model nor its configuration is
+[Note: eager]  A model whose configuration says "eager" gets this while a session of it is open:
+transformers' registry has no entry of that name, and takes one. Neither the model nor its configuration is
 changed, so copies and pickles of it are as ever.
 """
 
@@ -21,7 +20,6 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.runtime.experts.parts import Parts
 
-NAME = "dynoffload"
 _MODULE = "transformers.integrations.moe"
 
 MakeParts = Callable[[], Mapping[str, Parts]]
@@ -29,26 +27,7 @@ MakeParts = Callable[[], Mapping[str, Parts]]
 _sliced: dict[int, MakeParts] = {}  # id of a module -> makes its parts, while its session is open
 
 
-def register() -> None:
-    """Offer transformers the implementation ``"dynoffload"``; see `experts_forward`.
-
-    Use it by ``from_pretrained(..., experts_implementation="dynoffload")``, or
-    ``model.set_experts_implementation("dynoffload")``.
-
-    Raises:
-        ConfigError: there is no transformers, or one without a registry of experts.
-    """
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
-        raise ConfigError(
-            f"transformers has no registry of experts' implementations ({error}): install "
-            "transformers 5"
-        ) from error
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-
-
-def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the eager forward of an experts' class; by slices, if they are paged so.
 
     Raises:
@@ -60,13 +39,20 @@ def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             f"{type(module).__name__} has no eager forward of its own: choose another "
             "experts_implementation for it"
         )
-    make = _sliced.get(id(module))
-    if make is None:
+    parts = stand_ins(module)
+    if not parts:
         return eager(module, *args, **kwargs)
     stand_in = object.__new__(type(module))
     stand_in.__dict__.update(module.__dict__)
-    stand_in.__dict__.update(make())  # attributes of its own are found before parameters
+    stand_in.__dict__.update(parts)  # attributes of its own are found before parameters
     return eager(stand_in, *args, **kwargs)
+
+
+def stand_ins(module: nn.Module) -> Mapping[str, Parts]:
+    """Return what stands for the parameters of ``module`` in one call, by name: those that are
+    paged by slices, while a session is open."""
+    make = _sliced.get(id(module))
+    return {} if make is None else make()
 
 
 def watch(module: nn.Module, make: MakeParts) -> Callable[[], None]:
@@ -84,11 +70,11 @@ def watch(module: nn.Module, make: MakeParts) -> Callable[[], None]:
         return lambda: None
     _sliced[id(module)] = make
     if "eager" not in registry:
-        registry["eager"] = experts_forward  # see [Note: eager]
+        registry["eager"] = run_eager  # see [Note: eager]
 
     def end() -> None:
         _sliced.pop(id(module), None)
-        if not _sliced and registry.get("eager") is experts_forward:
+        if not _sliced and registry.get("eager") is run_eager:
             del registry["eager"]
 
     return end

@@ -1,0 +1,239 @@
+"""The experts of a mixture, over a router's choice, without a routed copy of the tokens.
+
+What it is: `experts`, forward and backward. What it is not: the router, or the layer around both.
+
+Source: MoEBlaze (arXiv 2601.05296), section 3. Tokens are gathered by index as the first product
+reads them, and results are added to their tokens as the second makes them, so no tensor of
+(L·k, d) exists in forward or backward. Saved are the first product and the activation's result;
+``silu`` is made again. With gate g of a token's choice, dY·W3ᵀ is made once: its product with the
+saved result is dg, and g times it goes on.
+
+[Note: chain]  Each expert that is hit is one node of autograd, which adds its part to the result in
+place. So backward goes through the experts one after the other, from the last to the first, the
+gradients of tokens and gates are summed in one tensor each, and those of an expert's matrices are
+there, and can leave, before the next expert's are made. Sums have one order, whatever is where:
+tokens' sums go through the experts in order, so bits do not depend on what is resident.
+
+[Note: tiles]  An expert's tokens are taken `TILE` at a time, so that what is gathered stays small
+beside (L·k, d) even where all tokens go to one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dynoffload.errors import ConfigError
+from dynoffload.moe.activations import Activation, SwiGLU
+from dynoffload.moe.indices import Routing, route
+from dynoffload.moe.slices import Sliced, slices_of
+
+TILE = 1024
+"""Rows of an expert that are gathered at one time."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """What the nodes of one call share.
+
+    Attributes:
+        routing: which token goes where.
+        activation: between the products.
+        transposed: matrices are (in, out), not (out, in).
+        first: the expert whose node is the last in backward.
+        last: the one whose is the first.
+        sums: of backward: gradients of tokens and gates.
+    """
+
+    routing: Routing
+    activation: Activation
+    transposed: bool
+    first: int
+    last: int
+    sums: list[torch.Tensor | None] = field(default_factory=list)
+
+    def rows(self, expert: int) -> list[tuple[slice, torch.Tensor]]:
+        """Return the tiles of an expert: which of its rows, and whose tokens those are."""
+        tokens = self.routing.expert_token_indices[self.routing.of(expert)]
+        count = len(tokens)
+        starts = range(0, count, TILE)
+        return [
+            (slice(start, min(start + TILE, count)), tokens[start : start + TILE])
+            for start in starts
+        ]
+
+
+def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``rows`` by ``matrix``, (in, out), and the bias."""
+    return torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+
+
+def _add_product(
+    into: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, transposed: bool
+) -> None:
+    """Add a matrix's gradient, in the matrix's own form."""
+    left, right = (rows, gradient) if transposed else (gradient, rows)
+    into.addmm_(left.t(), right)
+
+
+class _Expert(torch.autograd.Function):
+    """Adds one expert's part to the result; see [Note: chain]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out: torch.Tensor,
+        tokens: torch.Tensor,
+        gates: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        call: _Call,
+        expert: int,
+    ) -> torch.Tensor:
+        tiles = call.rows(expert)
+        own = call.routing.of(expert)
+        w_up, w_down = (up, down) if call.transposed else (up.t(), down.t())
+        first = tokens.new_empty(own.stop - own.start, w_up.shape[1])
+        between = tokens.new_empty(len(first), w_down.shape[0])
+        for rows, index in tiles:
+            given = tokens.index_select(0, index)
+            if up_bias is None:
+                torch.mm(given, w_up, out=first[rows])
+            else:
+                torch.addmm(up_bias, given, w_up, out=first[rows])
+            call.activation.forward(first[rows], between[rows])
+            made = _product(between[rows], w_down, down_bias)
+            made *= gates[own][rows].unsqueeze(1)
+            out.index_add_(0, index, made.to(out.dtype))
+        ctx.call, ctx.expert = call, expert
+        ctx.save_for_backward(tokens, gates, up, down, down_bias, first, between)
+        ctx.has_up_bias = up_bias is not None
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (d_out,) = gradients
+        tokens, gates, up, down, down_bias, first, between = ctx.saved_tensors
+        call, expert = ctx.call, ctx.expert
+        needs = dict(
+            zip(("out", "tokens", "gates", "up", "down"), ctx.needs_input_grad, strict=False)
+        )
+        own = call.routing.of(expert)
+        w_up, w_down = (up, down) if call.transposed else (up.t(), down.t())
+        if expert == call.last:
+            call.sums = [
+                torch.zeros_like(tokens) if needs["tokens"] else None,
+                torch.zeros_like(gates) if needs["gates"] else None,
+            ]
+        d_tokens, d_gates = call.sums
+        d_up = torch.zeros_like(up) if needs["up"] else None
+        d_down = torch.zeros_like(down) if needs["down"] else None
+        d_up_bias = up.new_zeros(w_up.shape[1]) if ctx.has_up_bias else None
+        d_down_bias = None if down_bias is None else torch.zeros_like(down_bias)
+        for rows, index in call.rows(expert):
+            d_made = d_out.index_select(0, index).to(tokens.dtype)
+            g = gates[own][rows].unsqueeze(1)
+            back = torch.mm(d_made, w_down.t())
+            if d_gates is not None:
+                d_g = (back * between[rows]).sum(1)
+                if down_bias is not None:
+                    d_g += d_made @ down_bias
+                d_gates[own][rows] = d_g.to(gates.dtype)
+            d_made *= g
+            back *= g
+            if d_down is not None:
+                _add_product(d_down, between[rows], d_made, call.transposed)
+            if d_down_bias is not None:
+                d_down_bias += d_made.sum(0)
+            d_first = call.activation.backward(first[rows], back)
+            if d_up is not None:
+                _add_product(d_up, tokens.index_select(0, index), d_first, call.transposed)
+            if d_up_bias is not None:
+                d_up_bias += d_first.sum(0)
+            if d_tokens is not None:
+                d_tokens.index_add_(0, index, torch.mm(d_first, w_up.t()))
+        if expert == call.first:
+            call.sums = []
+        else:
+            d_tokens = d_gates = None
+        return (
+            d_out,
+            d_tokens,
+            d_gates,
+            d_up,
+            d_down,
+            d_up_bias,
+            d_down_bias,
+            None,
+            None,
+        )
+
+
+def experts(
+    tokens: torch.Tensor,
+    chosen: torch.Tensor | Routing,
+    gates: torch.Tensor,
+    up: torch.Tensor | Sliced,
+    down: torch.Tensor | Sliced,
+    *,
+    up_bias: torch.Tensor | Sliced | None = None,
+    down_bias: torch.Tensor | Sliced | None = None,
+    activation: Activation | None = None,
+    transposed: bool = False,
+    count: int | None = None,
+) -> torch.Tensor:
+    """Return the sum of each token's experts, by their gates.
+
+    Args:
+        tokens: (L, d).
+        chosen: the experts of each token, integers of (L, k), or the `Routing` made of them.
+        gates: by which each choice counts, (L, k).
+        up: the first matrices, (E, p·h, d), of p = 2 parts (gate, then up) for SwiGLU.
+        down: the second matrices, (E, d, h).
+        up_bias: (E, p·h).
+        down_bias: (E, d).
+        activation: SwiGLU by default.
+        transposed: ``up`` is (E, d, p·h) and ``down`` (E, h, d).
+        count: E, where ``up`` is no tensor.
+
+    Returns:
+        (L, d), of the dtype of ``tokens``.
+
+    Raises:
+        ConfigError: shapes that do not fit each other.
+    """
+    if not isinstance(chosen, Routing):
+        if count is None:
+            if not isinstance(up, torch.Tensor):
+                raise ConfigError("experts() needs count= where matrices are no tensors")
+            count = len(up)
+        chosen = route(chosen, count)
+    if tokens.dim() != 2 or gates.shape != (len(tokens), chosen.token_expert_indices.shape[1]):
+        raise ConfigError(
+            f"tokens are (L, d) and gates (L, k): not {tuple(tokens.shape)} and "
+            f"{tuple(gates.shape)}, for choices of {tuple(chosen.token_expert_indices.shape)}"
+        )
+    out = torch.zeros_like(tokens)
+    hit = chosen.hit()
+    if not hit:
+        return out
+    kind = tokens.device.type
+    if torch.is_autocast_enabled(kind):
+        tokens = tokens.to(torch.get_autocast_dtype(kind))
+    call = _Call(chosen, activation or SwiGLU(), transposed, hit[0], hit[-1])
+    sliced = [slices_of(one) for one in (up, down, up_bias, down_bias)]
+    own = torch.empty_like(gates.reshape(-1)).index_copy(
+        0, chosen.token_index_map.reshape(-1), gates.reshape(-1)
+    )
+    own = own.to(tokens.dtype)
+    for expert in hit:
+        parts = [None if one is None else one[expert].to(tokens.dtype) for one in sliced]
+        with torch.autocast(kind, enabled=False):
+            out = _Expert.apply(out, tokens, own, *parts, call, expert)  # type: ignore[no-untyped-call]
+    return out

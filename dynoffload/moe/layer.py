@@ -1,0 +1,179 @@
+"""`MoE`: a router, experts without routed buffers, and experts that all tokens share.
+
+What it is: a layer that takes the place of a feed-forward network. Routing is by token choice, k of
+E, and dropless: there is no capacity, and every token has its k experts. What it is not: the
+computation of the experts (`dynoffload.moe.experts`).
+
+Sources: softmax over all experts, then the k largest (Shazeer et al., arXiv 1701.06538), whose
+gates may be scaled to a sum of 1 (Mixtral, arXiv 2401.04088); the loss for balance (Fedus et al.,
+arXiv 2101.03961, equation 4); the router's z-loss (Zoph et al., arXiv 2202.08906, equation 5); and a
+bias on the choice alone, which balances without a loss (Wang et al., arXiv 2408.15664).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from dynoffload.errors import ConfigError
+from dynoffload.moe.activations import Activation, SiLU, SwiGLU
+from dynoffload.moe.experts import experts as run_experts
+from dynoffload.moe.indices import Routing, route
+
+_ACTIVATIONS: dict[str, type[Activation]] = {"swiglu": SwiGLU, "silu": SiLU}
+
+
+class MoEOutput(NamedTuple):
+    """What a layer returns.
+
+    Attributes:
+        hidden: of the shape of what was given.
+        balance: the loss for balance, a number; 1 where experts are used alike.
+        z: the router's z-loss, a number.
+        routing: which token went where.
+    """
+
+    hidden: torch.Tensor
+    balance: torch.Tensor
+    z: torch.Tensor
+    routing: Routing
+
+
+class MoE(nn.Module):
+    """A mixture of experts.
+
+    Args:
+        width: d, of tokens.
+        hidden: h, of an expert.
+        experts: E.
+        k: experts of each token.
+        activation: ``"swiglu"`` or ``"silu"``.
+        shared: hidden width of the expert that every token takes beside; 0 for none.
+        bias: experts have biases.
+        normalize: gates of a token are scaled to a sum of 1.
+        device: where parameters are made.
+        dtype: of parameters; the router computes in float32 at least.
+
+    Attributes:
+        up: (E, p·h, d), p = 2 for SwiGLU: gate, then up.
+        down: (E, d, h).
+        router: (E, d).
+        choice_bias: (E,), added to the router's scores where experts are chosen, and not to gates;
+            no gradient reaches it. `balance` moves it.
+
+    Raises:
+        ConfigError: sizes that cannot be.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        k: int = 2,
+        *,
+        activation: str = "swiglu",
+        shared: int = 0,
+        bias: bool = False,
+        normalize: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            known = ", ".join(map(repr, _ACTIVATIONS))
+            raise ConfigError(f"activation={activation!r} is not one of {known}")
+        if not 1 <= k <= experts:
+            raise ConfigError(f"k={k} is not from 1 to experts={experts}")
+        if min(width, hidden) < 1 or shared < 0:
+            raise ConfigError(f"width={width}, hidden={hidden} and shared={shared} must be sizes")
+        self.width, self.hidden, self.k, self.normalize = width, hidden, k, normalize
+        self.activation: Activation = _ACTIVATIONS[activation]()
+        parts = self.activation.parts
+
+        def made(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = made(experts, width)
+        self.up, self.down = made(experts, parts * hidden, width), made(experts, width, hidden)
+        self.up_bias = made(experts, parts * hidden) if bias else None
+        self.down_bias = made(experts, width) if bias else None
+        self.shared_up = made(1, parts * shared, width) if shared else None
+        self.shared_down = made(1, width, shared) if shared else None
+        self.register_buffer("choice_bias", torch.empty(experts, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights anew, as `torch.nn.Linear` does; biases are zero."""
+        for weight in (self.router, self.up, self.down, self.shared_up, self.shared_down):
+            if weight is not None:
+                bound = 1 / math.sqrt(weight.shape[-1])
+                nn.init.uniform_(weight, -bound, bound)
+        for bias in (self.up_bias, self.down_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        nn.init.zeros_(self.choice_bias)
+
+    def extra_repr(self) -> str:
+        """See `torch.nn.Module.extra_repr`."""
+        kind = type(self.activation).__name__
+        return f"{self.width}, {self.hidden}, experts={len(self.up)}, k={self.k}, {kind}"
+
+    def forward(self, hidden: torch.Tensor) -> MoEOutput:
+        """Return the layer's result and the router's losses.
+
+        Args:
+            hidden: (..., d).
+
+        Raises:
+            ConfigError: another width.
+        """
+        if hidden.shape[-1] != self.width:
+            raise ConfigError(
+                f"tokens are {hidden.shape[-1]} wide, and this layer takes {self.width}"
+            )
+        tokens = hidden.reshape(-1, self.width)
+        exact = torch.promote_types(tokens.dtype, torch.float32)
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = nn.functional.linear(tokens.to(exact), self.router.to(exact))
+        scores = logits.softmax(-1)
+        chosen = (scores.detach() + self.choice_bias).topk(self.k, -1).indices
+        gates = scores.gather(1, chosen)
+        if self.normalize:
+            gates = gates / gates.sum(-1, keepdim=True)
+        routing = route(chosen, len(self.up))
+        out = run_experts(
+            tokens,
+            routing,
+            gates,
+            self.up,
+            self.down,
+            up_bias=self.up_bias,
+            down_bias=self.down_bias,
+            activation=self.activation,
+        )
+        if self.shared_up is not None and self.shared_down is not None:
+            everyone = tokens.new_zeros(len(tokens), 1, dtype=torch.int64)
+            ones = tokens.new_ones(len(tokens), 1)
+            out = out + run_experts(
+                tokens, everyone, ones, self.shared_up, self.shared_down, activation=self.activation
+            )
+        share = torch.bincount(chosen.reshape(-1), minlength=len(self.up)) / max(chosen.numel(), 1)
+        balance = len(self.up) * (share * scores.mean(0)).sum()
+        z = logits.logsumexp(-1).square().mean()
+        return MoEOutput(out.view_as(hidden), balance, z, routing)
+
+    @torch.no_grad()
+    def balance(self, routing: Routing, rate: float = 1e-3) -> None:
+        """Move the bias on the choice towards experts that had fewer tokens than others.
+
+        Args:
+            routing: of the step that is over.
+            rate: by how much.
+        """
+        starts = torch.tensor(routing.starts, device=self.choice_bias.device)
+        loads = starts.diff().float()
+        self.choice_bias += rate * (loads.mean() - loads).sign()

@@ -1,0 +1,97 @@
+"""The experts of transformers' mixtures, computed here.
+
+transformers looks an implementation up by the name in a model's configuration. The one registered
+here takes the class's own parameters, in whatever layout, and its own activation; where a session
+pages the parameters by slices, it takes those. What it is not: a model of its own; the router, the
+losses and all else are the model's.
+
+Results are those of transformers' own loop but for rounding: sums go in another order in backward.
+Of a class whose experts cannot be computed here, such as one with a norm after each expert, the own
+loop runs, by slices where they are paged so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dynoffload.errors import ConfigError
+from dynoffload.moe.activations import Activation, SiLU, SwiGLU, Traced
+from dynoffload.moe.experts import experts
+from dynoffload.runtime.experts.calls import run_eager, stand_ins
+
+NAME = "dynoffload"
+
+
+def register() -> None:
+    """Offer transformers the implementation ``"dynoffload"``.
+
+    Use it by ``from_pretrained(..., experts_implementation="dynoffload")``, or
+    ``model.set_experts_implementation("dynoffload")``.
+
+    Raises:
+        ConfigError: there is no transformers, or one without a registry of experts.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ConfigError(
+            f"transformers has no registry of experts' implementations ({error}): install "
+            "transformers 5"
+        ) from error
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a class's experts here.
+
+    Raises:
+        ConfigError: they can be run neither here nor by a loop of the class's own.
+    """
+    if kwargs or len(args) != 3 or not _is_known(module):
+        return run_eager(module, *args, **kwargs)
+    tokens, chosen, gates = args
+    first = "gate_up" if module.has_gate else "up"
+    paged = stand_ins(module)
+
+    def weight(name: str) -> Any:
+        return paged.get(name, getattr(module, name))
+
+    return experts(
+        tokens,
+        chosen,
+        gates,
+        weight(f"{first}_proj"),
+        weight("down_proj"),
+        up_bias=weight(f"{first}_proj_bias") if module.has_bias else None,
+        down_bias=weight("down_proj_bias") if module.has_bias else None,
+        activation=_activation_of(module),
+        transposed=bool(module.is_transposed),
+        count=int(module.num_experts),  # type: ignore[arg-type]
+    )
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return whether a class says of its experts what has to be known."""
+    said = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+    plain = not getattr(module, "has_post_expert_norm", False)
+    return plain and all(hasattr(module, name) for name in said)
+
+
+def _activation_of(module: nn.Module) -> Activation:
+    own: Any = module
+    function = getattr(own, "act_fn", None)
+    if not own.has_gate:
+        return SiLU() if _is_silu(function) else Traced(function, 1)
+    from transformers.integrations.moe import _default_apply_gate
+
+    usual = getattr(own._apply_gate, "__func__", None) is _default_apply_gate
+    if usual and own.is_concatenated and _is_silu(function):
+        return SwiGLU()
+    return Traced(own._apply_gate, 2)
+
+
+def _is_silu(function: Any) -> bool:
+    known = isinstance(function, nn.SiLU) or function is nn.functional.silu
+    return known or type(function).__name__ == "SiLUActivation"  # transformers' own

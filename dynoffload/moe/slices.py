@@ -1,0 +1,89 @@
+"""The slices of a parameter that holds one matrix for each expert, and their gradients.
+
+``weight[e]`` of torch has a gradient of the whole parameter's form for each expert that was hit.
+Here the gradient of each slice goes to its place in one tensor of that form, as soon as it is made.
+What a session pages slice by slice brings its own (`dynoffload.runtime.experts.parts`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Sliced(Protocol):
+    """What gives an expert's slice."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return the slice of one expert."""
+
+
+class _Gathering:
+    """One gradient in the making."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like, self._whole = like, None  # type: tuple[torch.Tensor, torch.Tensor | None]
+
+    def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        if self._whole is None:
+            self._whole = torch.zeros_like(self._like)
+        return self._whole[number].copy_(gradient)
+
+    def finish(self) -> torch.Tensor | None:
+        whole, self._whole = self._whole, None
+        return whole
+
+
+class _Unbind(torch.autograd.Function):
+    """All slices; the gradient of the whole, once those of slices are at their places."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, gathering: _Gathering) -> tuple[torch.Tensor, ...]:
+        ctx.gathering = gathering
+        ctx.set_materialize_grads(False)
+        return whole.detach().unbind(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.gathering.finish(), None
+
+
+class _Place(torch.autograd.Function):
+    """One slice as it is; its gradient goes to its place."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, gathering: _Gathering, number: int) -> torch.Tensor:
+        ctx.gathering, ctx.number = gathering, number
+        return part.view_as(part)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.gathering.put(ctx.number, gradients[0]), None, None
+
+
+class Slices:
+    """The slices of a tensor, (E, ...), for one call.
+
+    Args:
+        whole: the tensor.
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole, self._gathering = whole, _Gathering(whole)
+        self._unbound: tuple[torch.Tensor, ...] = ()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return the slice of one expert."""
+        if not (torch.is_grad_enabled() and self._whole.requires_grad):
+            return self._whole[index]
+        if not self._unbound:
+            self._unbound = _Unbind.apply(self._whole, self._gathering)  # type: ignore[no-untyped-call]
+        return _Place.apply(self._unbound[index], self._gathering, index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def slices_of(weight: torch.Tensor | Sliced | None) -> Sliced | None:
+    """Return what gives the slices of ``weight``: itself, unless it is a tensor."""
+    return Slices(weight) if isinstance(weight, torch.Tensor) else weight
