@@ -63,6 +63,12 @@ def use(model: nn.Module, implementation: str) -> None:
     model.set_experts_implementation(implementation)  # type: ignore[operator]
 
 
+def use_in_both(twin: Twin, implementation: str) -> None:
+    """Have both copies run their experts so."""
+    use(twin.model, implementation)
+    use(twin.reference, implementation)
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tensor]]] = {
     "indexed": (Chosen, chosen_step),
     "parts": (partial(transformers_mixtral, "eager"), mixtral_loss),
@@ -751,7 +757,7 @@ def test_experts_of_transformers_that_are_not_hit_move_no_byte(implementation: s
 
         gate.register_forward_hook(choose)  # type: ignore[union-attr, operator]
     twin = Twin(model, lambda p: AdamW(p, lr=1e-2))
-    use(twin.model, implementation)
+    use_in_both(twin, implementation)
     with twin.paged(footprint_of(model) // 4, config=PAGES) as session:
         train(twin, mixtral_loss, range(25))
         counts = moved(session, 5)
@@ -843,7 +849,7 @@ def test_gradients_are_made_per_expert(implementation: str) -> None:
     """By the loop on parts no tensor of the whole parameter's form is made; the stock loop makes
     one for each expert hit."""
     twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
-    use(twin.model, implementation)
+    use_in_both(twin, implementation)
     made: list[str] = []
 
     class Watch(TorchDispatchMode):
@@ -931,20 +937,13 @@ def test_the_registry_is_as_it_was_after_the_block() -> None:
     assert dict(ALL_EXPERTS_FUNCTIONS.items()) == before
 
 
-def test_the_implementation_without_a_session_is_the_eager_one() -> None:
-    """A model that asks for it runs anywhere."""
-    model = transformers_mixtral("eager")
-    dynoffload.moe.register()
-    expected = mixtral_loss(model, 0)
-    model.set_experts_implementation("dynoffload")  # type: ignore[operator]
-    assert_same(mixtral_loss(model, 0), expected, "loss")
-
-
-def test_explicitly_asked_for() -> None:
-    """``set_experts_implementation("dynoffload")`` gives the bits of the eager implementation."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_our_implementation_has_the_same_bits_in_a_session(backend: str) -> None:
+    """As it has without one."""
     twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
-    use(twin.model, "dynoffload")
-    with twin.paged(footprint_of(twin.model) // 2, config=PAGES):
+    use_in_both(twin, "dynoffload")
+    budget = footprint_of(twin.model) // 2
+    with on(backend) as its, twin.paged(budget, **its):
         train(twin, mixtral_loss, range(4))
     twin.assert_same()
 

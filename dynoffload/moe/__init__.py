@@ -7,7 +7,7 @@ it has. transformers is imported only when `register` is called.
 
 from __future__ import annotations
 
-from dynoffload.moe.experts import experts
+from dynoffload.moe.computation import experts
 from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.layer import MoE, MoEOutput
 from dynoffload.moe.registered import register

@@ -2,11 +2,11 @@
 
 What it is: a layer that takes the place of a feed-forward network. Routing is by token choice, k of
 E, and dropless: there is no capacity, and every token has its k experts. What it is not: the
-computation of the experts (`dynoffload.moe.experts`).
+computation of the experts (`dynoffload.moe.computation`).
 
 Sources: softmax over all experts, then the k largest (Shazeer et al., arXiv 1701.06538), whose
 gates may be scaled to a sum of 1 (Mixtral, arXiv 2401.04088); the loss for balance (Fedus et al.,
-arXiv 2101.03961, equation 4); the router's z-loss (Zoph et al., arXiv 2202.08906, equation 5); and a
+arXiv 2101.03961, equation 4); the router's z-loss (Zoph et al., arXiv 2202.08906, equation 5); a
 bias on the choice alone, which balances without a loss (Wang et al., arXiv 2408.15664).
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU
-from dynoffload.moe.experts import experts as run_experts
+from dynoffload.moe.computation import experts as run_experts
 from dynoffload.moe.indices import Routing, route
 
 _ACTIVATIONS: dict[str, type[Activation]] = {"swiglu": SwiGLU, "silu": SiLU}
@@ -67,6 +67,12 @@ class MoE(nn.Module):
     Raises:
         ConfigError: sizes that cannot be.
     """
+
+    choice_bias: torch.Tensor
+    shared_up: nn.Parameter | None
+    shared_down: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from torch import nn
 
 from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU, Traced
-from dynoffload.moe.experts import experts
+from dynoffload.moe.computation import experts
 from dynoffload.runtime.experts.calls import run_eager, stand_ins
 
 NAME = "dynoffload"
@@ -81,7 +81,7 @@ def _is_known(module: nn.Module) -> bool:
 
 def _activation_of(module: nn.Module) -> Activation:
     own: Any = module
-    function = getattr(own, "act_fn", None)
+    function: Any = getattr(own, "act_fn", None)
     if not own.has_gate:
         return SiLU() if _is_silu(function) else Traced(function, 1)
     from transformers.integrations.moe import _default_apply_gate

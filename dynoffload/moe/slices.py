@@ -45,7 +45,7 @@ class _Unbind(torch.autograd.Function):
         return whole.detach().unbind(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return ctx.gathering.finish(), None
 
@@ -59,7 +59,7 @@ class _Place(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.gathering.put(ctx.number, gradients[0]), None, None
 

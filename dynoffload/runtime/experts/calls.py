@@ -1,12 +1,12 @@
 """Experts of transformers, whose fused parameters are paged by slices: its eager loop, on parts.
 
-The class's own eager code runs with `Parts` in the place of the parameters that are paged by slices.
-So its bits are those of the eager implementation, and a class need not be known here; where nothing
-is paged by slices, the eager code runs as it is. Other implementations ask for `stand_ins`.
+The class's own eager code runs with `Parts` in the place of the parameters that are paged by
+slices. So its bits are those of the eager implementation, and a class need not be known here; where
+nothing is paged by slices, the eager code runs as it is. Other implementations ask for `stand_ins`.
 
 [Note: eager]  A model whose configuration says "eager" gets this while a session of it is open:
-transformers' registry has no entry of that name, and takes one. Neither the model nor its configuration is
-changed, so copies and pickles of it are as ever.
+transformers' registry has no entry of that name, and takes one. Neither the model nor its
+configuration is changed, so copies and pickles of it are as ever.
 """
 
 from __future__ import annotations

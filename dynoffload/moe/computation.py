@@ -116,7 +116,7 @@ class _Expert(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (d_out,) = gradients
         tokens, gates, up, down, down_bias, first, between = ctx.saved_tensors

@@ -1,0 +1,415 @@
+"""Mixtures of experts without routed buffers: index structures, results, gradients, memory.
+
+The reference is the loop over experts that everybody writes, under autograd, in float64.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dynoffload.errors import ConfigError
+from dynoffload.moe import MoE, experts, indices, route
+from dynoffload.moe.activations import SiLU, Traced
+
+
+def choice(length: int, count: int, k: int, seed: int = 0) -> Tensor:
+    """Return ``k`` of ``count`` experts for each token."""
+    drawn = torch.Generator().manual_seed(seed)
+    if not length:
+        return torch.zeros(0, k, dtype=torch.int64)
+    return torch.stack([torch.randperm(count, generator=drawn)[:k] for _ in range(length)])
+
+
+def loop(
+    x: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    between: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return what `experts` is to return."""
+    out = torch.zeros_like(x)
+    for expert in range(len(up)):
+        token, place = torch.where(chosen == expert)
+        first = F.linear(x[token], up[expert], None if up_bias is None else up_bias[expert])
+        if between is None:
+            a, b = first.chunk(2, -1)
+            made = F.silu(a) * b
+        else:
+            made = between(first)
+        last = F.linear(made, down[expert], None if down_bias is None else down_bias[expert])
+        out = out.index_add(0, token, last * gates[token, place, None])
+    return out
+
+
+def inputs(
+    length: int = 40, d: int = 12, h: int = 20, count: int = 5, k: int = 2, parts: int = 2
+) -> list[Tensor]:
+    """Return tokens, gates, and both matrices, in float64."""
+    torch.manual_seed(1)
+    shapes = [(length, d), (length, k), (count, parts * h, d), (count, d, h)]
+    return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-11)
+
+
+# Index structures
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_choice_has_its_place(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 9))
+    k = data.draw(st.integers(1, count))
+    length = data.draw(st.integers(0, 40))
+    chosen = choice(length, count, k, data.draw(st.integers(0, 99))).reshape(length, k)
+    none = torch.rand(chosen.shape) < data.draw(st.sampled_from([0.0, 0.4, 1.0]))
+    chosen[none] = count
+    tile = indices._TILE
+    indices._TILE = data.draw(st.sampled_from([1, 7, 512]))
+    try:
+        found = route(chosen, count)
+    finally:
+        indices._TILE = tile
+    for expert in range(count):
+        wanted = [t for t in range(length) if expert in chosen[t].tolist()]
+        assert found.expert_token_indices[found.of(expert)].tolist() == wanted
+    assert found.starts == tuple(found.expert_token_offsets.tolist())
+    assert found.starts[-1] == int((~none).sum())
+    order = found.expert_token_indices
+    assert torch.equal(
+        order[found.token_index_map], torch.arange(length).unsqueeze(1).expand(length, k)
+    )
+    assert sorted(found.token_index_map.reshape(-1).tolist()) == list(range(length * k))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (torch.tensor([[0, 0]]), "twice for one token"),
+        (torch.tensor([[0, 5]]), "names expert 5, and there are 4"),
+        (torch.tensor([[-1, 2]]), "names expert -1"),
+        (torch.zeros(4, 2), "integers of shape"),
+        (torch.tensor([1, 2]), "integers of shape"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(chosen: Tensor, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        route(chosen, 4)
+
+
+# Results and gradients
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("tile", [3, 1024])
+def test_results_and_gradients_are_the_loops(
+    k: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynoffload.moe.computation.TILE", tile)
+    given = inputs(k=k)
+    x, gates, up, down = given
+    chosen = choice(40, 5, k)
+    found, wanted = experts(x, chosen, gates, up, down), loop(x, chosen, gates, up, down)
+    weights = torch.randn_like(found)
+    assert_close([found], [wanted])
+    assert_close(
+        torch.autograd.grad((found * weights).sum(), given),
+        torch.autograd.grad((wanted * weights).sum(), given),
+    )
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "clamped"])
+def test_other_activations(kind: str) -> None:
+    def clamped(first: Tensor) -> Tensor:
+        gate, other = first[..., ::2].clamp(max=1.0), first[..., 1::2].clamp(-1.0, 1.0)
+        return (other + 1) * gate * torch.sigmoid(gate * 1.702)
+
+    function = {"silu": F.silu, "gelu": F.gelu, "clamped": clamped}[kind]
+    parts = 2 if kind == "clamped" else 1
+    given = inputs(parts=parts)
+    x, gates, up, down = given
+    chosen = choice(40, 5, 2)
+    activation = SiLU() if kind == "silu" else Traced(function, parts)
+    found = experts(x, chosen, gates, up, down, activation=activation)
+    wanted = loop(x, chosen, gates, up, down, between=function)
+    assert_close([found], [wanted])
+    assert_close(
+        torch.autograd.grad(found.square().sum(), given),
+        torch.autograd.grad(wanted.square().sum(), given),
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_biases_and_transposed_matrices(transposed: bool) -> None:
+    x, gates, up, down = inputs()
+    biases = [torch.randn(5, n, dtype=torch.float64, requires_grad=True) for n in (40, 12)]
+    chosen = choice(40, 5, 2)
+    chosen[7, 1] = chosen[9, 0] = 5  # no expert
+    given = [x, gates, up, down, *biases]
+    wanted = loop(x, chosen, gates, up, down, *biases)
+    ours = [up, down]
+    if transposed:
+        ours = [one.transpose(1, 2).contiguous().detach().requires_grad_() for one in ours]
+    found = experts(
+        x, chosen, gates, *ours, up_bias=biases[0], down_bias=biases[1], transposed=transposed
+    )
+    assert_close([found], [wanted])
+    slopes = torch.autograd.grad(found.square().sum(), [x, gates, *ours, *biases])
+    if transposed:
+        slopes = [one.transpose(1, 2) if one.dim() == 3 else one for one in slopes]
+    assert_close(slopes, torch.autograd.grad(wanted.square().sum(), given))
+
+
+def test_gradcheck() -> None:
+    given = inputs(length=6, d=3, h=4, count=3)
+    chosen = choice(6, 3, 2)
+    assert torch.autograd.gradcheck(lambda x, g, u, d: experts(x, chosen, g, u, d), given)
+
+
+def test_backward_twice_and_parts_that_need_no_gradient() -> None:
+    x, gates, up, down = inputs()
+    chosen = choice(40, 5, 2)
+    loss = experts(x, chosen, gates, up, down).square().sum()
+    first = torch.autograd.grad(loss, [x, up], retain_graph=True)
+    assert_close(torch.autograd.grad(loss, [x, up]), first)
+    frozen = experts(x.detach(), chosen, gates.detach(), up, down.detach()).square().sum()
+    assert_close(torch.autograd.grad(frozen, [up]), [first[1]])
+    with torch.no_grad():
+        assert torch.equal(experts(x, chosen, gates, up, down), experts(x, chosen, gates, up, down))
+
+
+def test_no_token_and_no_expert() -> None:
+    x, gates, up, down = inputs()
+    none = torch.full((40, 2), 5)
+    assert not experts(x, none, gates, up, down).any()
+    empty = experts(x[:0], none[:0], gates[:0], up, down)
+    assert empty.shape == (0, 12)
+
+
+def test_a_write_into_what_backward_needs_is_refused() -> None:
+    x, gates, up, down = inputs()
+    loss = experts(x, choice(40, 5, 2), gates, up, down).sum()
+    with torch.no_grad():
+        up.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision(dtype: torch.dtype) -> None:
+    given = inputs()
+    chosen = choice(40, 5, 2)
+    wanted = loop(given[0], chosen, *given[1:])
+    low = [one.detach().to(dtype) for one in given]
+    found = experts(low[0], chosen, *low[1:])
+    assert found.dtype == dtype
+    bound = 20 * torch.finfo(dtype).eps
+    assert float((found.double() - wanted.detach()).norm() / wanted.detach().norm()) < bound
+
+
+def test_autocast() -> None:
+    x, gates, up, down = (one.detach().float().requires_grad_() for one in inputs())
+    chosen = choice(40, 5, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = experts(x, chosen, gates, up, down)
+    wanted = loop(x, chosen, gates, up, down)
+    assert found.dtype == torch.float32
+    assert float((found - wanted).detach().norm() / wanted.detach().norm()) < 0.03
+    found.sum().backward()
+    assert up.grad is not None
+    assert up.grad.dtype == torch.float32
+
+
+# Memory
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the elements of every tensor that has as many columns as tokens have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.most = width, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] == self.width:
+                self.most = max(self.most, len(one))
+        return result
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_no_tensor_is_as_long_as_all_choices(skewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward and backward; of 600 tokens with 4 experts each, also where one has them all."""
+    monkeypatch.setattr("dynoffload.moe.computation.TILE", 128)
+    length, k, d = 600, 4, 12
+    given = inputs(length, d, count=8, k=k)
+    chosen = torch.arange(k).expand(length, k) if skewed else choice(length, 8, k)
+    with _Allocations(d) as seen:
+        experts(given[0], chosen, *given[1:]).square().sum().backward()
+    assert seen.most == length
+    with _Allocations(d) as plain:
+        token = chosen.reshape(-1).argsort() // k
+        given[0][token].sum()
+    assert plain.most == length * k, "what others make is seen"
+
+
+def test_what_is_saved_is_three_parts_of_each_choice() -> None:
+    """A, B and the activation's result, beside tokens and gates: (3·h)·L·k elements."""
+    length, k, d, h = 256, 2, 16, 64
+    given = inputs(length, d, h, count=4, k=k)
+    saved: dict[int, int] = {}
+
+    def pack(one: Tensor) -> Tensor:
+        saved[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        out = experts(given[0], choice(length, 4, k), *given[1:])
+    known = {one.untyped_storage()._cdata for one in given}
+    made = sum(size for key, size in saved.items() if key not in known)
+    assert 3 * h * length * k * 8 <= made <= 3 * h * length * k * 8 + 4 * length * k * 8
+    assert out.requires_grad
+
+
+def test_a_graph_leaves_nothing_behind() -> None:
+    given = inputs()
+    chosen = choice(40, 5, 2)
+    experts(given[0], chosen, *given[1:]).sum().backward()
+    gc.collect()
+    before = sum(isinstance(one, Tensor) for one in gc.get_objects())
+    for _ in range(5):
+        experts(given[0], chosen, *given[1:]).sum().backward()
+    gc.collect()
+    assert sum(isinstance(one, Tensor) for one in gc.get_objects()) <= before
+
+
+# The layer
+
+
+def test_the_layer_is_what_it_says() -> None:
+    torch.manual_seed(0)
+    layer = MoE(16, 24, 6, 2, shared=8, bias=True, dtype=torch.float64)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    found = layer(x)
+    flat = x.reshape(-1, 16)
+    scores = (flat @ layer.router.t()).softmax(-1)
+    top = scores.topk(2, -1)
+    gates = top.values / top.values.sum(-1, keepdim=True)
+    biases = (layer.up_bias, layer.down_bias)
+    wanted = loop(flat, top.indices, gates, layer.up, layer.down, *biases)
+    a, b = (flat @ layer.shared_up[0].t()).chunk(2, -1)  # type: ignore[index]
+    wanted = wanted + (F.silu(a) * b) @ layer.shared_down[0].t()  # type: ignore[index]
+    assert_close([found.hidden.reshape(-1, 16)], [wanted])
+    share = torch.bincount(top.indices.reshape(-1), minlength=6) / 30
+    assert_close([found.balance], [6 * (share * scores.mean(0)).sum()])
+    logits = flat @ layer.router.t()
+    assert_close([found.z], [logits.exp().sum(-1).log().square().mean()])
+    total = found.hidden.square().sum() + found.balance + found.z
+    slopes = torch.autograd.grad(total, [x, *layer.parameters()])
+    assert all(bool(one.abs().sum() > 0) for one in slopes)
+    assert torch.autograd.gradcheck(lambda x: layer(x).hidden, (x[:1].detach().requires_grad_(),))
+
+
+def test_the_bias_on_the_choice_balances() -> None:
+    torch.manual_seed(0)
+    layer = MoE(16, 8, 4, 1)
+    with torch.no_grad():
+        layer.router[0] += 0.5
+    x = torch.randn(512, 16) + 0.3
+
+    def spread() -> float:
+        return max(torch.tensor(layer(x).routing.starts).diff().tolist()) / 128
+
+    before = spread()
+    for _ in range(300):
+        layer.balance(layer(x).routing, 1e-2)
+    assert before > 1.8
+    assert spread() < 1.3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 5}, "k=5 is not from 1 to experts=4"),
+        ({"activation": "tanh"}, "activation='tanh' is not one of"),
+        ({"shared": -1}, "must be sizes"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MoE(8, 8, 4, **options)
+    with pytest.raises(ConfigError, match="tokens are 9 wide"):
+        MoE(8, 8, 4)(torch.zeros(2, 9))
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MoE(32, 64, 6, 2, shared=16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = torch.zeros(())
+        for layer in self.layers:
+            out = layer(x)
+            x, extra = x + out.hidden, extra + 0.01 * out.balance + 0.001 * out.z
+        return x.square().mean() + extra
+
+
+def test_it_trains_under_a_budget_to_the_bits_that_it_has_without() -> None:
+    from exactness import Twin, footprint_of
+
+    torch.manual_seed(0)
+    twin = Twin(_Net(), lambda p: AdamW(p, lr=1e-2))
+    budget = footprint_of(twin.model) // 2
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    with twin.paged(budget, config=config) as session:
+        for step in range(6):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                model(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session.stats["bytes_in"].sum() > 0
+    twin.assert_same()
+
+
+def test_checkpointed() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    given = inputs()
+    chosen = choice(40, 5, 2)
+    plain = experts(given[0], chosen, *given[1:]).square().sum()
+    wanted = torch.autograd.grad(plain, given)
+    again = checkpoint(experts, given[0], chosen, *given[1:], use_reentrant=False)
+    assert_close(torch.autograd.grad(again.square().sum(), given), wanted)
+
+
+def test_importing_it_imports_no_transformers() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import dynoffload.moe, sys; "
+        "assert not {'transformers', 'triton', 'torch.distributed.fsdp'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,119 @@
+"""``experts_implementation="dynoffload"``: the mixtures of transformers, beside their own loop.
+
+In float64 results and gradients are those of ``"eager"`` within its rounding; within a session the
+bits are those without one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from exactness import Twin, footprint_of
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import dynoffload.moe
+from dynoffload.moe import computation
+
+transformers = pytest.importorskip("transformers")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "decoder_sparse_step": 1},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 4}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 16}),
+}
+
+
+def built(family: str, implementation: str) -> nn.Module:
+    """Return a small model of a family, its weights drawn by a seed."""
+    name, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**_COMMON, **sizes})
+    dynoffload.moe.register()
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.1)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    """Return the loss of one sample."""
+    drawn = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 64, (2, 12), generator=drawn)
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_and_gradients_are_those_of_the_own_loop(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    own = computation._Expert.forward
+
+    def counted(ctx: Any, *args: Any) -> Tensor:
+        ran.append(args[-1])
+        return own(ctx, *args)
+
+    monkeypatch.setattr(computation._Expert, "forward", staticmethod(counted))
+    models = [built(family, how).double() for how in ("eager", "dynoffload")]
+    losses = [loss_of(model, 1) for model in models]
+    assert ran, "another implementation ran"
+    assert torch.allclose(losses[0], losses[1], rtol=1e-12)
+    for loss in losses:
+        loss.backward()
+    for (name, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if one.grad is None:
+            assert two.grad is None, name
+        else:
+            assert two.grad is not None, name
+            assert torch.allclose(one.grad, two.grad, rtol=1e-9, atol=1e-13), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_trains_under_a_budget_to_the_bits_that_it_has_without(family: str) -> None:
+    twin = Twin(built(family, "dynoffload"), lambda p: AdamW(p, lr=1e-2))
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
+        for step in range(3):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session.stats["bytes_in"].sum() > 0
+    twin.assert_same()
