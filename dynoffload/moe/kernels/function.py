@@ -35,8 +35,15 @@ def _launch(kernel: Any, grid: Any, *arguments: Any, **settings: Any) -> None:
 
 def _exactness(dtype: torch.dtype) -> dict[str, Any]:
     """Return how products of a dtype are summed; TF32 where torch's own products take it."""
+    kinds = {
+        torch.float64: tl.float64,
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.float32 if products.INTERPRETED else tl.bfloat16,  # it has no such dot
+        torch.float16: tl.float16,
+    }
     loose = torch.get_float32_matmul_precision() != "highest"
     return {
+        "AS": kinds[dtype],
         "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
         "PRECISION": "tf32" if loose and dtype == torch.float32 else "ieee",
     }

@@ -53,6 +53,14 @@ def _rows_of(offsets, experts, pid, EP: tl.constexpr, BM: tl.constexpr):  # type
     return expert, first, tl.sum(tl.where(here, high, 0), 0)
 
 
+@triton.jit
+def _product(  # type: ignore[no-untyped-def]
+    left, right, onto, AS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Return ``onto + left @ right``, of operands as they are or, for the interpreter, widened."""
+    return tl.dot(left.to(AS), right.to(AS), onto, input_precision=PRECISION, out_dtype=ACC)
+
+
 @triton.autotune(
     configs=_configs(
         {"BM": 64, "BN": 64, "BK": 32},
@@ -78,6 +86,7 @@ def up_kernel(  # type: ignore[no-untyped-def]
     up_c,
     EP: tl.constexpr,
     GATED: tl.constexpr,
+    AS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
@@ -105,14 +114,14 @@ def up_kernel(  # type: ignore[no-untyped-def]
         )
         within = (k[:, None] < width) & kept[None, :]
         w = tl.load(weight + k[:, None].to(tl.int64) * up_c, mask=within, other=0.0)
-        a = tl.dot(x, w, a, input_precision=PRECISION, out_dtype=ACC)
+        a = _product(x, w, a, AS, ACC, PRECISION)
         if GATED:
             w = tl.load(
                 weight + tl.cast(hidden, tl.int64) * up_r + k[:, None].to(tl.int64) * up_c,
                 mask=within,
                 other=0.0,
             )
-            b = tl.dot(x, w, b, input_precision=PRECISION, out_dtype=ACC)
+            b = _product(x, w, b, AS, ACC, PRECISION)
     both = inside[:, None] & kept[None, :]
     made = a / (1 + tl.exp(-a))
     if GATED:
@@ -155,6 +164,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     w_n,
     GATE: tl.constexpr,
     TILE: tl.constexpr,
+    AS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     PLACING: tl.constexpr,
@@ -191,7 +201,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
                     mask=(at[:, None] < inner) & kept[None, :],
                     other=0.0,
                 )
-                part = tl.dot(row, w, part, input_precision=PRECISION, out_dtype=ACC)
+                part = _product(row, w, part, AS, ACC, PRECISION)
             if GATE:
                 part *= tl.load(gates + rows, mask=inside, other=0.0).to(ACC)[:, None]
             own = tl.load(order + rows, mask=inside, other=-1)
@@ -238,6 +248,7 @@ def back_kernel(  # type: ignore[no-untyped-def]
     down_c,
     EP: tl.constexpr,
     GATED: tl.constexpr,
+    AS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     BN: tl.constexpr,
@@ -267,7 +278,7 @@ def back_kernel(  # type: ignore[no-untyped-def]
             mask=(k[:, None] < width) & kept[None, :],
             other=0.0,
         )
-        back = tl.dot(dy, w, back, input_precision=PRECISION, out_dtype=ACC)
+        back = _product(dy, w, back, AS, ACC, PRECISION)
     both = inside[:, None] & kept[None, :]
     at = rows[:, None] * hidden + columns[None, :]
     y = tl.load(between + at, mask=both, other=0.0).to(ACC)
@@ -312,6 +323,7 @@ def weights_kernel(  # type: ignore[no-untyped-def]
     out_m,
     out_n,
     GATE: tl.constexpr,
+    AS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
@@ -342,7 +354,7 @@ def weights_kernel(  # type: ignore[no-untyped-def]
         if GATE:
             gate = tl.load(gates + rows, mask=inside, other=0.0).to(ACC)
             two = (two.to(ACC) * gate[:, None]).to(right.dtype.element_ty)
-        made = tl.dot(one, two, made, input_precision=PRECISION, out_dtype=ACC)
+        made = _product(one, two, made, AS, ACC, PRECISION)
     tl.store(
         out
         + expert.to(tl.int64) * out_e
