@@ -231,16 +231,18 @@ def experts(
     if torch.is_autocast_enabled(kind):
         tokens = tokens.to(torch.get_autocast_dtype(kind))
     activation = activation or SwiGLU()
-    plain = isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor)
-    if (plain and gpu.suits(tokens, gates, up, down)) if kernels is None else kernels:
+    if isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor):
+        wanted = gpu.suits(tokens, gates, up, down) if kernels is None else kernels
         biases = up_bias is not None or down_bias is not None
-        why = gpu.refusal(
+        why = wanted and gpu.refusal(
             tokens, up, down, biases=biases, transposed=transposed, activation=activation
         )
-        if why is None:
+        if wanted and not why:
             return gpu.fused(tokens, gates, up, down, chosen, transposed, activation, out.dtype)
-        if kernels:
-            raise ConfigError(f"kernels cannot compute these experts: {why}")
+    else:
+        why = "matrices are no tensors"
+    if kernels:
+        raise ConfigError(f"kernels cannot compute these experts: {why}")
     call = _Call(chosen, activation, transposed, hit[0], hit[-1])
     sliced = [slices_of(one) for one in (up, down, up_bias, down_bias)]
     own = torch.empty_like(gates.reshape(-1)).index_copy(

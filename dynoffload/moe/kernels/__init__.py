@@ -53,8 +53,8 @@ def suits(*tensors: torch.Tensor) -> bool:
 
 def refusal(
     tokens: torch.Tensor,
-    up: object,
-    down: object,
+    up: torch.Tensor,
+    down: torch.Tensor,
     *,
     biases: bool,
     transposed: bool,
@@ -76,8 +76,6 @@ def refusal(
         return "the activation is neither SwiGLU nor SiLU"
     if biases:
         return "experts have biases"
-    if not (isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor)):
-        return "matrices are no tensors"
     if up.device != tokens.device or down.device != tokens.device:
         return "matrices are not where tokens are"
     if tokens.dtype not in _DTYPES and (tokens.is_cuda or tokens.dtype != torch.float64):
@@ -86,7 +84,9 @@ def refusal(
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     count, width, hidden = down.shape
     if tokens.shape[1] != width or up.shape != (count, activation.parts * hidden, width):
-        return f"matrices are {tuple(up.shape)} and {tuple(down.shape)}, not (E, p·h, d) and (E, d, h)"
+        return (
+            f"matrices are {tuple(up.shape)} and {tuple(down.shape)}, not (E, p·h, d) and (E, d, h)"
+        )
     return None
 
 

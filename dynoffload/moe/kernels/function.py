@@ -185,7 +185,7 @@ class Fused(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of tokens, gates and matrices."""
         tokens, own, up, down, first, between, bounds = ctx.saved_tensors

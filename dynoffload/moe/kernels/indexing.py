@@ -1,8 +1,9 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Index structures on a GPU: the kernels of `dynoffload.moe.indices.route`.
 
-What it is: the dense map of a tile of tokens by experts, made in registers; its column counts; their
-scan over tiles and then over columns; and the place of each choice, by a scan of the map along its
-tokens. There is neither a sort nor an atomic. What it is not: a check of the choice's form.
+What it is: the dense map of a tile of tokens by experts, made in registers; its column counts;
+their scan over tiles and then over columns; and the place of each choice, by a scan of the map along
+its tokens. There is neither a sort nor an atomic. What it is not: a check of the choice's form.
 
 Source: MoEBlaze (arXiv 2601.05296), section 3. The kernels have run in Triton's interpreter only,
 not on a GPU.
@@ -25,7 +26,7 @@ _SCANNED = 64
 
 
 @triton.jit
-def _dense(chosen, tokens, columns, length, experts, K: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dense(chosen, tokens, columns, length, experts, K: tl.constexpr):
     """Return the dense map of a tile; a choice of none has the column of its place."""
     dense = (tokens[:, None] < 0).to(tl.int32) + (columns[None, :] < 0).to(tl.int32)
     for j in tl.static_range(K):
@@ -36,7 +37,7 @@ def _dense(chosen, tokens, columns, length, experts, K: tl.constexpr):  # type: 
 
 
 @triton.jit
-def count_kernel(  # type: ignore[no-untyped-def]
+def count_kernel(
     chosen,
     counts,
     wrong,
@@ -62,9 +63,7 @@ def count_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scan_tiles_kernel(  # type: ignore[no-untyped-def]
-    counts, bases, tiles, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def scan_tiles_kernel(counts, bases, tiles, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Exclusive sums (tiles + 1, E + k) of counts along tiles; the last row has the totals."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     before = (columns < 0).to(tl.int32)
@@ -79,7 +78,7 @@ def scan_tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scan_columns_kernel(totals, offsets, width, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def scan_columns_kernel(totals, offsets, width, COLUMNS: tl.constexpr):
     """Exclusive sums (E + k) of the totals, by one program."""
     columns = tl.arange(0, COLUMNS)
     total = tl.load(totals + columns, mask=columns < width, other=0)
@@ -87,7 +86,7 @@ def scan_columns_kernel(totals, offsets, width, COLUMNS: tl.constexpr):  # type:
 
 
 @triton.jit
-def place_kernel(  # type: ignore[no-untyped-def]
+def place_kernel(
     chosen,
     bases,
     order,

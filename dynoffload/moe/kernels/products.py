@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The products of experts on a GPU: rows are gathered as they are read, sums stay with one program.
 
 What it is: four kernels. `up_kernel` gathers tokens inside the first product and makes gate and up
@@ -6,7 +7,7 @@ choices; it is the forward's last and the gradient of tokens. `back_kernel` is d
 derivative of the activation and of gates; `weights_kernel` is the gradient of matrices. What it is
 not: autograd (`dynoffload.moe.kernels.function`).
 
-[Note: combine]  A program owns a tile of tokens and of columns and adds to it in registers, so there
+[Note: combine]  A program owns a tile of tokens and columns and adds to it in registers, so there
 are no atomics, no (L·k, d) tensor, and one order of sums: through experts in order. As tokens of an
 expert keep their order, those of the tile are one run of each expert's rows (`bounds_of`), which
 `tl.dot` takes dense. The run's results go to their tokens by a product with a matrix of 0 and 1,
@@ -40,7 +41,7 @@ def _configs(*blocks: dict[str, int]) -> list[triton.Config]:
 
 
 @triton.jit
-def _rows_of(offsets, experts, pid, EP: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows_of(offsets, experts, pid, EP: tl.constexpr, BM: tl.constexpr):
     """Return the expert of a tile of rows, its first row and the expert's end; EP or more: none."""
     e = tl.arange(0, EP)
     low = tl.load(offsets + e, mask=e < experts, other=0)
@@ -54,9 +55,7 @@ def _rows_of(offsets, experts, pid, EP: tl.constexpr, BM: tl.constexpr):  # type
 
 
 @triton.jit
-def _product(  # type: ignore[no-untyped-def]
-    left, right, onto, AS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr
-):
+def _product(left, right, onto, AS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr):
     """Return ``onto + left @ right``, of operands as they are or, for the interpreter, widened."""
     return tl.dot(left.to(AS), right.to(AS), onto, input_precision=PRECISION, out_dtype=ACC)
 
@@ -71,7 +70,7 @@ def _product(  # type: ignore[no-untyped-def]
     key=["width", "hidden", "experts"],
 )
 @triton.jit
-def up_kernel(  # type: ignore[no-untyped-def]
+def up_kernel(
     tokens,
     order,
     offsets,
@@ -93,7 +92,7 @@ def up_kernel(  # type: ignore[no-untyped-def]
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """First (N, p·h) and silu(a)·b, or silu(a), between (N, h), of tokens (L, d), up (E, p·h, d)."""
+    """First (N, p·h) and between (N, h), the activation's, of tokens (L, d) by up (E, p·h, d)."""
     expert, start, stop = _rows_of(offsets, experts, tl.program_id(0), EP, BM)
     if expert >= experts:
         return
@@ -146,7 +145,7 @@ def up_kernel(  # type: ignore[no-untyped-def]
     key=["inner", "width", "experts", "k"],
 )
 @triton.jit
-def combine_kernel(  # type: ignore[no-untyped-def]
+def combine_kernel(
     given,
     order,
     bounds,
@@ -229,7 +228,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     key=["width", "hidden", "experts"],
 )
 @triton.jit
-def back_kernel(  # type: ignore[no-untyped-def]
+def back_kernel(
     d_out,
     order,
     offsets,
@@ -309,7 +308,7 @@ def back_kernel(  # type: ignore[no-untyped-def]
     key=["height", "width", "experts"],
 )
 @triton.jit
-def weights_kernel(  # type: ignore[no-untyped-def]
+def weights_kernel(
     left,
     right,
     order,
