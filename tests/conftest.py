@@ -57,6 +57,8 @@ def _use_checkout() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(PLAIN), *([inherited] if inherited else [])])
 
 
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, or never
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile what the others have
 sys.dont_write_bytecode = False
 gc.disable()  # until all is imported: nothing of that is garbage

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import ConfigError
+from dynoffload.moe import kernels as gpu
 from dynoffload.moe.activations import Activation, SwiGLU
 from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.slices import Sliced, slices_of
@@ -187,6 +188,7 @@ def experts(
     activation: Activation | None = None,
     transposed: bool = False,
     count: int | None = None,
+    kernels: bool | None = None,
 ) -> torch.Tensor:
     """Return the sum of each token's experts, by their gates.
 
@@ -201,19 +203,21 @@ def experts(
         activation: SwiGLU by default.
         transposed: ``up`` is (E, d, p·h) and ``down`` (E, h, d).
         count: E, where ``up`` is no tensor.
+        kernels: by Triton's kernels, which take SwiGLU and SiLU without biases, of matrices that
+            are tensors. By default they take what they can of what is on a GPU.
 
     Returns:
         (L, d), of the dtype of ``tokens``.
 
     Raises:
-        ConfigError: shapes that do not fit each other.
+        ConfigError: shapes that do not fit each other, or kernels asked for what they cannot take.
     """
     if not isinstance(chosen, Routing):
         if count is None:
             if not isinstance(up, torch.Tensor):
                 raise ConfigError("experts() needs count= where matrices are no tensors")
             count = len(up)
-        chosen = route(chosen, count)
+        chosen = route(chosen, count, kernels=kernels)
     if tokens.dim() != 2 or gates.shape != (len(tokens), chosen.token_expert_indices.shape[1]):
         raise ConfigError(
             f"tokens are (L, d) and gates (L, k): not {tuple(tokens.shape)} and "
@@ -226,7 +230,20 @@ def experts(
     kind = tokens.device.type
     if torch.is_autocast_enabled(kind):
         tokens = tokens.to(torch.get_autocast_dtype(kind))
-    call = _Call(chosen, activation or SwiGLU(), transposed, hit[0], hit[-1])
+    activation = activation or SwiGLU()
+    if isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor):
+        wanted = gpu.suits(tokens, gates, up, down) if kernels is None else kernels
+        biases = up_bias is not None or down_bias is not None
+        why = wanted and gpu.refusal(
+            tokens, up, down, biases=biases, transposed=transposed, activation=activation
+        )
+        if wanted and not why:
+            return gpu.fused(tokens, gates, up, down, chosen, transposed, activation, out.dtype)
+    else:
+        why = "matrices are no tensors"
+    if kernels:
+        raise ConfigError(f"kernels cannot compute these experts: {why}")
+    call = _Call(chosen, activation, transposed, hit[0], hit[-1])
     sliced = [slices_of(one) for one in (up, down, up_bias, down_bias)]
     own = torch.empty_like(gates.reshape(-1)).index_copy(
         0, chosen.token_index_map.reshape(-1), gates.reshape(-1)

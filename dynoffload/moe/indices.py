@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from dynoffload.errors import ConfigError
+from dynoffload.moe import kernels as gpu
 
 _TILE = 512
+_TWICE = "a router's choice names an expert twice for one token"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +61,23 @@ class Routing:
         return [e for e in range(self.experts) if self.starts[e] < self.starts[e + 1]]
 
 
-def route(chosen: torch.Tensor, experts: int) -> Routing:
+def _check(chosen: torch.Tensor, experts: int) -> None:
+    """Refuse a choice with numbers beyond the experts."""
+    low, high = (int(one) for one in chosen.aminmax())
+    if low < 0 or high > experts:
+        raise ConfigError(
+            f"a router's choice names expert {low if low < 0 else high}, and there are {experts}"
+        )
+
+
+def route(chosen: torch.Tensor, experts: int, *, kernels: bool | None = None) -> Routing:
     """Return the index structures of a router's choice.
 
     Args:
         chosen: integers, (L, k), each from 0 to ``experts``; a token names no expert twice. The
             number ``experts`` itself stands for none, as for experts of other processes.
         experts: how many there are.
+        kernels: made by Triton's kernels; by default where the choice is on a GPU.
 
     Raises:
         ConfigError: the choice has another shape or dtype, or numbers beyond the experts.
@@ -81,11 +93,15 @@ def route(chosen: torch.Tensor, experts: int) -> Routing:
         empty = chosen.new_zeros(0)
         zeros = (0,) * (experts + 1)
         return Routing(empty, chosen.new_zeros(experts + 1), chosen, chosen.clone(), zeros)
-    low, high = (int(one) for one in chosen.aminmax())
-    if low < 0 or high > experts:
-        raise ConfigError(
-            f"a router's choice names expert {low if low < 0 else high}, and there are {experts}"
-        )
+    if gpu.suits(chosen) if kernels is None else kernels:
+        order, offsets, places, wrong = gpu.routed(chosen, experts)
+        *starts, found = torch.cat((offsets, wrong.view(1))).tolist()
+        if found == 2:
+            _check(chosen, experts)
+        if found:
+            raise ConfigError(_TWICE)
+        return Routing(order, offsets, chosen, places, tuple(starts))
+    _check(chosen, experts)
     # A choice of none has a column for its place, so that no two of a token are in one.
     place = torch.arange(k, device=chosen.device)
     own = torch.where(chosen == experts, experts + place, chosen)
@@ -99,7 +115,7 @@ def route(chosen: torch.Tensor, experts: int) -> Routing:
         dense = torch.zeros(_TILE, experts + k, dtype=torch.int32, device=chosen.device)
         dense.scatter_(1, padded[rows], 1)
         if int(dense.sum()) != _TILE * k:
-            raise ConfigError("a router's choice names an expert twice for one token")
+            raise ConfigError(_TWICE)
         scanned = dense.cumsum(0, dtype=torch.int32)
         within[rows] = scanned.gather(1, padded[rows]).long() - 1
         counts[tile] = scanned[-1]

@@ -1,0 +1,145 @@
+"""Experts on a GPU, by Triton.
+
+What it is: whether the kernels can take a call (`refusal`), and the two ways in (`routed`, `fused`).
+What it is not: the kernels (`indexing`, `products`) or their node of autograd (`function`). Triton
+is imported at the first call that is taken. Where it is missing, experts go one by one, which is
+logged once.
+
+The kernels have run in Triton's interpreter only, not on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from dynoffload.moe.activations import Activation, SiLU, SwiGLU
+
+if TYPE_CHECKING:
+    from dynoffload.moe.indices import Routing
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def available() -> bool:
+    """Return whether Triton is installed; log once where it is not."""
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        logger.warning(
+            "triton is not installed, so experts on a GPU go one by one; "
+            "pip install 'dynoffload[triton]'"
+        )
+    return found
+
+
+def watched() -> bool:
+    """Return whether a mode sees each operator; it would not see what kernels read."""
+    return _get_current_dispatch_mode() is not None
+
+
+def suits(*tensors: torch.Tensor) -> bool:
+    """Return whether kernels are taken for tensors without being asked for."""
+    plain = all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in tensors)
+    return plain and all(one.is_cuda for one in tensors) and not watched() and available()
+
+
+def refusal(
+    tokens: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    biases: bool,
+    transposed: bool,
+    activation: Activation,
+) -> str | None:
+    """Return why the kernels cannot compute these experts, in words, or None.
+
+    Args:
+        tokens: (L, d).
+        up: the first matrices.
+        down: the second matrices.
+        biases: there are any.
+        transposed: the form of matrices.
+        activation: between the products.
+    """
+    if not available():
+        return "triton is not installed"
+    if type(activation) not in (SwiGLU, SiLU):
+        return "the activation is neither SwiGLU nor SiLU"
+    if biases:
+        return "experts have biases"
+    if up.device != tokens.device or down.device != tokens.device:
+        return "matrices are not where tokens are"
+    if tokens.dtype not in _DTYPES and (tokens.is_cuda or tokens.dtype != torch.float64):
+        return f"tokens are {tokens.dtype}"
+    if transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    count, width, hidden = down.shape
+    if tokens.shape[1] != width or up.shape != (count, activation.parts * hidden, width):
+        return (
+            f"matrices are {tuple(up.shape)} and {tuple(down.shape)}, not (E, p·h, d) and (E, d, h)"
+        )
+    return None
+
+
+def routed(
+    chosen: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the parts of a `Routing`, and what is wrong with the choice.
+
+    Args:
+        chosen: int64, (L, k), neither of them 0.
+        experts: E.
+
+    Returns:
+        ``expert_token_indices``, ``expert_token_offsets`` and ``token_index_map``; and one int64:
+        2 where numbers are beyond the experts, 1 where a token names one twice, 0 otherwise. The
+        others mean nothing unless it is 0.
+    """
+    from dynoffload.moe.kernels import indexing
+
+    chosen = chosen.contiguous()
+    with indexing.on(chosen.device):
+        bounds, wrong = indexing.bounds_of(chosen, experts)
+        order, places = indexing.places_of(chosen, bounds, experts)
+    return order, bounds[0, : experts + 1].long(), places, wrong.max().long()
+
+
+def fused(
+    tokens: torch.Tensor,
+    gates: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    routing: Routing,
+    transposed: bool,
+    activation: Activation,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the sum of each token's experts; see `dynoffload.moe.experts.experts`.
+
+    Args:
+        tokens: (L, d), of the dtype in which products are made.
+        gates: (L, k).
+        up: (E, p·h, d).
+        down: (E, d, h).
+        routing: not without any choice of an expert.
+        transposed: ``up`` is (E, d, p·h) and ``down`` (E, h, d).
+        activation: `SwiGLU` or `SiLU`.
+        dtype: of the result, (L, d).
+    """
+    from dynoffload.moe.kernels.function import Fused
+
+    up, down = up.to(tokens.dtype), down.to(tokens.dtype)
+    with torch.autocast(tokens.device.type, enabled=False):
+        made: torch.Tensor = Fused.apply(  # type: ignore[no-untyped-call]
+            tokens, gates, up, down, routing, transposed, activation.parts == 2, dtype
+        )
+    return made

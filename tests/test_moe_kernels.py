@@ -1,0 +1,337 @@
+"""Experts by Triton's kernels, against float64: in its interpreter where there is no GPU.
+
+Tolerances are relative to the largest element: 1e-11 for float64, 2e-6 for float32 (sums of up to
+150 products), 2e-2 for bfloat16 and 4e-3 for float16 (a few roundings of what is saved).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from dynoffload.errors import ConfigError
+from dynoffload.moe import experts, kernels, route
+from dynoffload.moe.activations import Activation, SiLU, SwiGLU, Traced
+
+pytest.importorskip("triton")
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+pytestmark = pytest.mark.skipif(
+    not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="neither GPU nor interpreter"
+)
+
+TOLERANCES = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+}
+
+
+def _choice(length: int, count: int, k: int, seed: int = 0, none: bool = False) -> torch.Tensor:
+    """Return a choice of (L, k), some of it of none."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(length, count, generator=generator).topk(k).indices
+    if none:
+        chosen[torch.rand(length, k, generator=generator) < 0.3] = count
+    return chosen.to(DEVICE)
+
+
+def _inputs(
+    chosen: torch.Tensor,
+    count: int,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    parts: int = 2,
+    transposed: bool = False,
+    seed: int = 0,
+) -> list[torch.Tensor]:
+    """Return tokens, gates and both matrices."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(len(chosen), width), tuple(chosen.shape)]
+    matrices = [(count, parts * hidden, width), (count, width, hidden)]
+    shapes += [(e, n, m) if transposed else (e, m, n) for e, m, n in matrices]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    made[2] *= width**-0.5
+    made[3] *= hidden**-0.5
+    return [one.to(DEVICE, dtype) for one in made]
+
+
+def _reference(
+    chosen: torch.Tensor, inputs: list[torch.Tensor], gated: bool, transposed: bool
+) -> torch.Tensor:
+    """Return the result, choice by choice."""
+    tokens, gates, up, down = inputs
+    if transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    rows = []
+    for token, one in enumerate(chosen.tolist()):
+        row = torch.zeros_like(tokens[0])
+        for j, expert in enumerate(one):
+            if expert < len(up):
+                first = up[expert] @ tokens[token]
+                a, b = first.chunk(2) if gated else (first, torch.ones_like(first))
+                made = down[expert] @ (torch.nn.functional.silu(a) * b)
+                row = row + gates[token, j] * made
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compare by the tolerance of a dtype."""
+    assert found.shape == wanted.shape
+    largest = float(wanted.detach().abs().max()) or 1.0
+    off = float((found.detach().double() - wanted.detach()).abs().max()) / largest
+    assert off <= TOLERANCES[dtype], off
+
+
+def _check(
+    chosen: torch.Tensor,
+    inputs: list[torch.Tensor],
+    activation: Activation | None = None,
+    transposed: bool = False,
+) -> list[torch.Tensor]:
+    """Compare the result and all gradients with those of float64; return what was found."""
+    activation = activation or SwiGLU()
+    dtype = inputs[0].dtype
+    own = [one.clone().requires_grad_() for one in inputs]
+    tokens, gates, up, down = own
+    out = experts(
+        tokens,
+        chosen,
+        gates,
+        up,
+        down,
+        activation=activation,
+        transposed=transposed,
+        kernels=True,
+    )
+    generator = torch.Generator().manual_seed(9)
+    d_out = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+    found = [out, *torch.autograd.grad(out, own, d_out)]
+    exact = [one.double().requires_grad_() for one in inputs]
+    wanted = _reference(chosen, exact, activation.parts == 2, transposed)
+    for one, other in zip(
+        found, [wanted, *torch.autograd.grad(wanted, exact, d_out.double())], strict=True
+    ):
+        assert one.dtype == dtype
+        _close(one, other.detach(), dtype)
+    return found
+
+
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize(
+    ("length", "count", "k"), [(1, 1, 1), (33, 3, 1), (70, 5, 2), (64, 4, 4), (131, 90, 3)]
+)
+def test_index_structures_are_those_made_without_kernels(
+    length: int, count: int, k: int, none: bool
+) -> None:
+    chosen = _choice(length, count, k, none=none)
+    found, wanted = route(chosen, count, kernels=True), route(chosen, count, kernels=False)
+    assert found.starts == wanted.starts
+    for name in ("expert_token_indices", "expert_token_offsets", "token_index_map"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        assert one.dtype == other.dtype, name
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [([[0, 1], [0, 4]], "expert 4"), ([[0, -1], [2, 1]], "expert -1"), ([[0, 1], [2, 2]], "twice")],
+)
+def test_a_wrong_choice_is_refused_by_kernels_too(wrong: list[list[int]], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        route(torch.tensor(wrong, device=DEVICE), 3, kernels=True)
+
+
+@pytest.mark.parametrize("activation", [SwiGLU(), SiLU()], ids=["swiglu", "silu"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_results_and_gradients(activation: Activation, k: int) -> None:
+    chosen = _choice(64, 4, k)
+    _check(chosen, _inputs(chosen, 4, 64, 64, parts=activation.parts), activation)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("length", "width", "hidden"), [(1, 1, 1), (67, 37, 43), (70, 80, 70), (129, 5, 66)]
+)
+def test_sizes_that_no_block_divides(
+    length: int, width: int, hidden: int, transposed: bool
+) -> None:
+    chosen = _choice(length, 3, 2, none=True)
+    chosen[0, 0] = 0
+    chosen[0, 1] = 1
+    _check(
+        chosen,
+        _inputs(chosen, 3, width, hidden, transposed=transposed),
+        transposed=transposed,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", [SwiGLU(), SiLU()], ids=["swiglu", "silu"])
+def test_half_precision_sums_in_float32(activation: Activation, dtype: torch.dtype) -> None:
+    chosen = _choice(50, 4, 2)
+    _check(chosen, _inputs(chosen, 4, 48, 72, dtype, parts=activation.parts), activation)
+
+
+def test_experts_without_tokens_have_no_gradient_but_zeros() -> None:
+    chosen = torch.where(_choice(40, 2, 1) == 0, 1, 4)
+    *_, d_up, d_down = _check(chosen, _inputs(chosen, 6, 20, 24))
+    for unused in (0, 2, 3, 5):
+        assert not d_up[unused].any()
+        assert not d_down[unused].any()
+    assert d_up[1].any()
+    assert d_up[4].any()
+
+
+def test_all_tokens_may_go_to_one_expert() -> None:
+    chosen = torch.full((150, 1), 2, device=DEVICE)
+    _check(chosen, _inputs(chosen, 3, 16, 16))
+
+
+def test_a_choice_of_none_adds_nothing_and_its_gate_has_no_gradient() -> None:
+    chosen = torch.tensor([[0, 2], [2, 2], [1, 0]], device=DEVICE)
+    out, d_tokens, d_gates, *_ = _check(chosen, _inputs(chosen, 2, 8, 8))
+    assert not out[1].any()
+    assert not d_tokens[1].any()
+    assert not d_gates[chosen == 2].any()
+
+
+@pytest.mark.skipif(CUDA, reason="float64 is the interpreter's")
+@pytest.mark.parametrize("activation", [SwiGLU(), SiLU()], ids=["swiglu", "silu"])
+def test_gradcheck(activation: Activation) -> None:
+    chosen = torch.tensor([[0, 1], [1, 2], [1, 0]], device=DEVICE)
+    inputs = _inputs(chosen, 2, 2, 2, torch.float64, parts=activation.parts)
+    own = [one.requires_grad_() for one in inputs]
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        tokens, gates, up, down = given
+        return experts(tokens, chosen, gates, up, down, activation=activation, kernels=True)
+
+    assert torch.autograd.gradcheck(run, own)
+
+
+def test_bits_are_the_same_in_each_run() -> None:
+    chosen = _choice(70, 4, 2)
+    inputs = _inputs(chosen, 4, 40, 40)
+    for one, other in zip(_check(chosen, inputs), _check(chosen, inputs), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_the_inputs_that_need_it_have_gradients() -> None:
+    chosen = _choice(20, 3, 2)
+    tokens, gates, up, down = _inputs(chosen, 3, 8, 8)
+    down.requires_grad_()
+    out = experts(tokens, chosen, gates, up, down, kernels=True)
+    out.sum().backward()
+    assert down.grad is not None
+    assert out.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's numpy
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_token_that_is_not_finite_leaves_others_as_they_are(value: float) -> None:
+    chosen = _choice(20, 3, 2)
+    tokens, gates, up, down = _inputs(chosen, 3, 8, 8)
+    wanted = experts(tokens, chosen, gates, up, down, kernels=True)
+    tokens[7, 3] = value
+    found = experts(tokens, chosen, gates, up, down, kernels=True)
+    others = torch.arange(20, device=DEVICE) != 7
+    assert torch.equal(found[others], wanted[others])
+    assert found[7].isnan().all()
+
+
+class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+    """The sizes of all tensors of numbers that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = call(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(made):
+            if isinstance(one, torch.Tensor) and one.is_floating_point():
+                self.seen.append(one.numel())
+        return made
+
+
+def test_no_tensor_is_as_large_as_routed_tokens() -> None:
+    chosen = _choice(128, 4, 4)
+    tokens, gates, up, down = (one.requires_grad_() for one in _inputs(chosen, 4, 96, 4))
+    with _Sizes() as sizes:
+        experts(tokens, chosen, gates, up, down, kernels=True).sum().backward()
+    assert max(sizes.seen) == 128 * 96
+
+
+def test_autocast_and_the_dtype_of_tokens() -> None:
+    chosen = _choice(20, 3, 2)
+    tokens, gates, up, down = (one.requires_grad_() for one in _inputs(chosen, 3, 16, 16))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        out = experts(tokens, chosen, gates, up, down, kernels=True)
+    out.sum().backward()
+    assert out.dtype == torch.float32
+    assert up.grad is not None
+    assert up.grad.dtype == torch.float32
+    _close(out, _reference(chosen, [tokens, gates, up, down], True, False), torch.bfloat16)
+
+
+def test_what_kernels_cannot_take_is_refused_with_a_reason() -> None:
+    chosen = _choice(10, 3, 2)
+    tokens, gates, up, down = _inputs(chosen, 3, 8, 8)
+    cases = [
+        ({"activation": Traced(torch.tanh, 1)}, "neither SwiGLU nor SiLU"),
+        ({"up_bias": up.new_zeros(3, 16)}, "biases"),
+        ({"activation": SiLU()}, "matrices are"),
+        ({"transposed": True}, "matrices are"),
+    ]
+    for given, said in cases:
+        with pytest.raises(ConfigError, match=said):
+            experts(tokens, chosen, gates, up, down, kernels=True, **given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no tensors"):
+        experts(tokens, chosen, gates, list(up), list(down), kernels=True, count=3)
+
+
+def test_only_plain_tensors_on_a_gpu_that_no_mode_watches_are_taken_unasked() -> None:
+    given = torch.zeros(3, device=DEVICE)
+    assert kernels.suits(given, torch.nn.Parameter(given)) == CUDA
+    assert not kernels.suits(torch.zeros(3))
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert kernels.watched()
+        assert not kernels.suits(given)
+    assert not kernels.watched()
+
+
+def test_the_package_and_a_layer_on_the_host_import_no_triton() -> None:
+    code = """
+        import sys, torch, dynoffload.moe as moe
+        moe.MoE(4, 4, 3)(torch.zeros(5, 4)).hidden.sum().backward()
+        assert not [name for name in sys.modules if name.split(".")[0] == "triton"]
+    """
+    subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+def test_that_triton_is_missing_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    kernels.available.cache_clear()
+    try:
+        chosen = _choice(10, 3, 2)
+        tokens, gates, up, down = _inputs(chosen, 3, 8, 8)
+        for _ in range(2):
+            assert not kernels.available()
+            with pytest.raises(ConfigError, match="triton is not installed"):
+                experts(tokens, route(chosen, 3, kernels=False), gates, up, down, kernels=True)
+    finally:
+        kernels.available.cache_clear()
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
