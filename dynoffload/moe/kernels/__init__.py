@@ -1,6 +1,6 @@
 """Experts on a GPU, by Triton.
 
-What it is: whether the kernels can take a call (`refusal`), and the two ways in (`routed`, `fused`).
+What it is: whether the kernels can take a call (`refusal`), and the ways in (`routed`, `fused`).
 What it is not: the kernels (`indexing`, `products`) or their node of autograd (`function`). Triton
 is imported at the first call that is taken. Where it is missing, experts go one by one, which is
 logged once.
@@ -123,7 +123,7 @@ def fused(
     activation: Activation,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the sum of each token's experts; see `dynoffload.moe.experts.experts`.
+    """Return the sum of each token's experts; see `dynoffload.moe.computation.experts`.
 
     Args:
         tokens: (L, d), of the dtype in which products are made.

@@ -122,7 +122,7 @@ def _weights(
 
 
 class Fused(torch.autograd.Function):
-    """The sum of each token's experts by their gates; see `dynoffload.moe.experts.experts`."""
+    """The sum of each token's experts by their gates; see `dynoffload.moe.computation.experts`."""
 
     @staticmethod
     def forward(
