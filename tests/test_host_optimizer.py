@@ -342,6 +342,47 @@ def test_parameters_without_a_master(parameter: torch.Tensor, told: str) -> None
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_the_optimizer_that_was_made_last_takes_the_gradients(place: str) -> None:
+    pair = Pair(place=place)
+    first = pair.ours
+    pair.train(words(2))
+    pair.ours = HostOptimizer(
+        pair.model.parameters(), torch.optim.AdamW, lr=1e-2, place=place, threads=1
+    )
+    pair.ours.load_state_dict(first.state_dict())
+    pair.train(words(3, seed=1))
+    pair.assert_same()
+    with pytest.raises(ConfigError, match="another HostOptimizer was made over parameter 0 of"):
+        first.step()
+    first.close()
+    pair.train(words(1, seed=2))
+    pair.assert_same()
+
+
+def test_an_optimizer_whose_gradients_have_left_is_refused() -> None:
+    model = odd(torch.float32)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.out.weight.detach().clone()
+    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW, place="host", threads=1)
+    model(words(1)[0]).backward()
+    with pytest.raises(ConfigError, match="this SGD would train nothing of parameter 0 of group 0"):
+        plain.step()
+    assert torch.equal(model.out.weight, before)
+    optimizer.close()
+    model(words(1)[0]).backward()
+    plain.step()
+    assert not torch.equal(model.out.weight, before)
+    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW, place="host", threads=1)
+    model(words(1)[0]).backward()
+    del optimizer  # without close(): it is gone
+    before = model.out.weight.detach().clone()
+    plain.zero_grad()
+    model(words(1)[0]).backward()
+    plain.step()
+    assert not torch.equal(model.out.weight, before)
+
+
 def test_an_accelerator_without_room_for_slots() -> None:
     """Nothing is changed by that: the step can be made with less beside it."""
     with emulated(memory=10**6) as queues:

@@ -70,13 +70,28 @@ def test_clipping_of_two_dtypes() -> None:
     pair.assert_same()
 
 
-def test_clipping_twice_and_without_a_finite_norm() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_clipping_twice(place: str, dtype: torch.dtype) -> None:
+    """First without a bound, to see the norm, and before there is any gradient."""
+    pair = Pair(dtype=dtype, place=place)
+    for sample in words(3):
+        assert pair.ours.clip_grad_norm_(0.1) == 0.0
+        pair.backward(sample, scale=30.0)
+        for bound in (torch.inf, 1.0, 0.1):
+            ours = pair.ours.clip_grad_norm_(bound)
+            theirs = torch.nn.utils.clip_grad_norm_(
+                pair.reference.parameters(), bound, foreach=False
+            )
+            assert_same(ours, theirs, "norm")
+            assert float(theirs) > 0.09, "nothing is clipped: this shows nothing"
+        pair.step()
+        pair.zero_grad()
+    pair.assert_same()
+
+
+def test_clipping_without_a_finite_norm() -> None:
     pair = Pair()
-    pair.backward(words(1)[0])
-    pair.ours.clip_grad_norm_(1.0)
-    with pytest.raises(ConfigError, match="clipped already"):
-        pair.ours.clip_grad_norm_(1.0)
-    pair.ours.zero_grad()
     (pair.model(words(1)[0]) * float("nan")).backward()
     with pytest.raises(RuntimeError, match="is nan"):
         pair.ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
@@ -154,6 +169,14 @@ def test_a_scaler(place: str, clip: float | None) -> None:
         assert (scaler.get_scale() < scale) == (not made[-1])
         pair.assert_same()
     assert set(made) == {True, False}
+
+
+def test_a_scaler_is_of_the_device_at_hand() -> None:
+    here = torch.accelerator.current_accelerator(check_available=True)
+    scaler = GradScaler(init_scale=4.0)
+    assert scaler.is_enabled()
+    assert scaler._device == (here.type if here else "cpu")
+    assert scaler.get_scale() == 4.0
 
 
 def test_a_scaler_serves_others_as_they_are() -> None:

@@ -79,7 +79,11 @@ def test_large_weights_are_split_in_place() -> None:
         assert one.weight.untyped_storage().nbytes() == one.weight.nbytes <= 32 << 10
     model(tokens())
     assert len(seen) == 1
-    assert dynoffload.tile(model, 1 << 10, skip=["hidden"]) == []  # what is tiled stays
+    assert dynoffload.tile(model, "64KiB", skip=["hidden"]) == []  # what is tiled stays
+    tiled = r"is tiled already, by tiles of .* KiB, and max_bytes is 1\.00 KiB: call .*untile"
+    with pytest.raises(ConfigError, match=tiled):
+        dynoffload.tile(model, 1 << 10, skip=["hidden"])
+    assert dynoffload.tile(model, 1 << 10, skip=["embedding", "head", "hidden"]) == []
 
 
 @given(features=st.integers(1, 5000), row=st.integers(0, 4096), most=st.integers(1, 1 << 20))

@@ -140,6 +140,12 @@ def run(
         on_end=note,
     )
     code: object = 1
+    asked = any(one is not None for one in (budget, device, pilot, policy, report))
+    if asked and not wrap and "dynoffload" not in script.read_text(errors="replace"):
+        say_note(
+            f"{script} does not mention dynoffload: unless something that it imports enters an "
+            "offload() block, nothing will be offloaded; --wrap puts one around its training"
+        )
     try:
         with log_lines(), _wrapped(script, model, wanted=wrap):
             run_script(script, arguments or [])

@@ -24,6 +24,7 @@ import torch
 
 from dynoffload.errors import ConfigError
 from dynoffload.memory.accelerator.queues import Moment, Queues
+from dynoffload.optim.reading import Reading
 from dynoffload.optim.shelves import Entry, flat, shaped
 
 _SLOTS = 3  # through which gradients pass that are added to others
@@ -222,28 +223,24 @@ class Departures:
                     return False
         return True
 
-    def norms(
-        self, entries: Sequence[Entry], order: float, inverse: torch.Tensor | None
-    ) -> list[torch.Tensor]:
+    def norms(self, entries: Sequence[Entry], order: float, reading: Reading) -> list[torch.Tensor]:
         """Return the norm of each gradient, where it was made or on the host; see [Note: figures].
 
         Args:
             entries: in the order of the result; those without a gradient are passed over.
             order: of the norm.
-            inverse: of the loss scale: gradients are float32 then, and unscaled.
+            reading: what was made of gradients so far: unscaled, and clipped.
         """
         found = []
         for entry in entries:
             arrived = self._arrived.get(entry)
             if arrived is None:
                 continue
-            if inverse is None and order == 2.0 and arrived.norm is not None:
+            if reading.is_plain and order == 2.0 and arrived.norm is not None:
                 found.append(arrived.norm)
                 continue
             arrived.wait()
-            memory = shaped(arrived.memory, entry.parameter)
-            if inverse is not None:
-                memory = memory.float() * inverse.to(memory.device)
+            memory = reading.seen(shaped(arrived.memory, entry.parameter))
             found.append(torch.linalg.vector_norm(memory, order).to(self._queues.device))
         return found
 

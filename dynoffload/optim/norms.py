@@ -7,26 +7,23 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from dynoffload.optim.reading import Reading
 from dynoffload.optim.shelves import Entry
 
 
-def norms_in_place(
-    entries: Iterable[Entry], order: float, inverse: torch.Tensor | None
-) -> list[torch.Tensor]:
+def norms_in_place(entries: Iterable[Entry], order: float, reading: Reading) -> list[torch.Tensor]:
     """Return the norms of the gradients that parameters have.
 
     Args:
         entries: in the order of the result; those without a gradient are passed over.
         order: of the norm.
-        inverse: of the loss scale: gradients are read as float32 then, and unscaled.
+        reading: what was made of gradients so far: unscaled, and clipped.
     """
     found = []
     for entry in entries:
         gradient = entry.parameter.grad
         if gradient is not None:
-            if inverse is not None:
-                gradient = gradient.float() * inverse.to(gradient.device)
-            found.append(torch.linalg.vector_norm(gradient, order))
+            found.append(torch.linalg.vector_norm(reading.seen(gradient), order))
     return found
 
 

@@ -42,6 +42,7 @@ from dynoffload.errors import ConfigError, StepLostError
 from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.optim.agreeing import agree, catch_up
 from dynoffload.optim.choosing import Plan, measure, plan_by
+from dynoffload.optim.claims import Claims
 from dynoffload.optim.cores import address_of, cores_for
 from dynoffload.optim.crew import Crew
 from dynoffload.optim.delaying import Delay
@@ -79,6 +80,9 @@ class HostOptimizer(Optimizer):
     see nothing and change nothing: call `clip_grad_norm_` of this optimizer, and take
     `dynoffload.optim.GradScaler`. To discard a batch call `zero_grad` of this optimizer;
     ``model.zero_grad()`` does not reach gradients that have left.
+
+    The optimizer that was made last over a parameter takes its gradients: another's `step`, of this
+    type or of torch's, is refused until this one is closed.
 
     It has run on CPUs, and on an accelerator made of threads; it has not run on a GPU. It is for
     one process: under `DistributedDataParallel` gradients would leave before they are reduced.
@@ -144,6 +148,7 @@ class HostOptimizer(Optimizer):
         self.warmup_steps = warmup_steps
         self.skip_nonfinite, self.overflowed = skip_nonfinite, False
         self._entries: dict[torch.Tensor, Entry] = {}
+        self._claims = Claims(self, _leaving(weakref.ref(self)))
         self._handles: dict[Entry, Any] = {}
         self._stores: Stores | None = None
         self._lost: BaseException | None = None
@@ -243,6 +248,7 @@ class HostOptimizer(Optimizer):
 
     def _show(self, entries: Sequence[Entry]) -> None:
         """Show entries as ``state``, and take their gradients from now on."""
+        self._claims.add(entries)
         for entry in entries:
             self._entries[entry.parameter] = entry
             self.state[entry.parameter] = entry.state()
@@ -307,8 +313,9 @@ class HostOptimizer(Optimizer):
 
         The bits are those of `torch.nn.utils.clip_grad_norm_` with ``foreach=False``; after a
         `GradScaler` has unscaled, of that on float32 gradients. The 2-norm of a gradient is
-        computed where it was made; of one that was added up over several backwards, and any other
-        norm, on the host. Gradients are multiplied as the step reads them.
+        computed where it was made; of one that was added up over several backwards, or is clipped
+        already, and any other norm, on the host. Gradients are multiplied as the step reads them;
+        clipping again clips what the call before has left, as torch's does.
 
         Args:
             max_norm: of all gradients together.
@@ -320,29 +327,25 @@ class HostOptimizer(Optimizer):
 
         Raises:
             RuntimeError: the norm is not finite, and was to be.
-            ConfigError: they have been clipped since the last step.
         """
         stores = self._held()
-        if self._reading.coefficient is not None:
-            raise ConfigError(
-                "the gradients of this step are clipped already: call clip_grad_norm_() once "
-                "before step()"
-            )
         self._gather()
         entries = [self._entries[p] for group in self.param_groups for p in group["params"]]
-        inverse, order = self._reading.inverse, float(norm_type)
+        order = float(norm_type)
         if self.place == "host":
-            norms = stores.departures.norms(entries, order, inverse)
+            norms = stores.departures.norms(entries, order, self._reading)
         else:
-            norms = norms_in_place(entries, order, inverse)
+            norms = norms_in_place(entries, order, self._reading)
         total = total_norm(norms, order)
+        if not norms:  # what comes later is not clipped
+            return total
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}: pass "
                 "error_if_nonfinite=False to scale them by it"
             )
         coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        self._reading = Reading(inverse, coefficient)
+        self._reading = self._reading.clipped(coefficient)
         return total
 
     @torch.no_grad()
@@ -358,7 +361,7 @@ class HostOptimizer(Optimizer):
         departures = self._held().departures
         self._gather()
         departures.checks = True
-        self._reading = Reading(inverse, self._reading.coefficient)
+        self._reading = Reading(inverse, self._reading.coefficients)
         return self._are_finite()
 
     def _are_finite(self) -> bool:
@@ -410,9 +413,11 @@ class HostOptimizer(Optimizer):
         Raises:
             StepLostError: it was cut off, as by a file that cannot be read: some parameters have it
                 and others not, until a state is loaded.
-            ConfigError: an option was switched on that needs state which there is none of.
+            ConfigError: an option was switched on that needs state which there is none of; or
+                another optimizer of this type was made over a parameter since.
         """
         self._held()
+        self._claims.check(self._entries.values())
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -592,6 +597,7 @@ class HostOptimizer(Optimizer):
             for handle in self._handles.values():
                 handle.remove()
             self._handles.clear()
+            self._claims.release(self._entries.values())
             self.state.clear()
             self._finalizer()
 
@@ -623,10 +629,25 @@ class HostOptimizer(Optimizer):
             raise ConfigError("this HostOptimizer is closed: make another one")
 
 
+def _leaving(optimizer: weakref.ref[HostOptimizer]) -> Callable[[Entry], bool]:
+    def taken(entry: Entry) -> bool:
+        alive = optimizer()
+        return (
+            alive is not None
+            and alive._stores is not None
+            and not alive._closed
+            and entry in alive._stores.departures.arrived
+        )
+
+    return taken
+
+
 def _leaver(optimizer: weakref.ref[HostOptimizer], entry: Entry) -> Callable[[torch.Tensor], None]:
     def leave(parameter: torch.Tensor) -> None:
         alive = optimizer()
-        if alive is not None and alive._stores is not None and not alive._closed:
+        if alive is None or alive._stores is None or alive._closed:
+            return
+        if alive._claims.has(entry):
             alive._stores.departures.leave(entry)
 
     return leave

@@ -19,8 +19,13 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a `HostOptimizer`, and for any other optimizer as it is.
 
     Gradients may be float16, which torch's own refuses to unscale: they are read as float32 first,
-    so that nothing is lost.
+    so that nothing is lost. ``device`` is the accelerator of this machine where there is one, and
+    else the CPU.
     """
+
+    def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
+        here = torch.accelerator.current_accelerator(check_available=True)
+        super().__init__(device or (here.type if here is not None else "cpu"), *args, **kwargs)
 
     def _unscale_grads_(
         self,

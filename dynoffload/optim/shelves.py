@@ -232,7 +232,7 @@ def padded(nbytes: int, align: int = _SECTOR) -> int:
 def divide(
     entries: Sequence[Entry], host_budget: int | None, *, has_file: bool
 ) -> tuple[list[Entry], list[Entry]]:
-    """Return which entries lie in memory and which in the file.
+    """Return which entries lie in memory, as many as fit whole, and which in the file.
 
     Args:
         entries: in the order of steps.
@@ -246,7 +246,7 @@ def divide(
     outside: list[Entry] = []
     for entry in entries:
         need = len(entry.keys) * padded(entry.numel * _ELEMENT, _LINE)
-        if need <= room and not outside:
+        if need <= room:
             room -= need
             inside.append(entry)
         else:

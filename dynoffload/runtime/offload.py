@@ -503,7 +503,8 @@ def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if theirs and not any(id(parameter) in mine for parameter in theirs):
         raise ConfigError(
             f"none of the optimizer's parameters belong to this {type(model).__name__}: make the "
-            "optimizer from model.parameters()"
+            "optimizer from model.parameters(), and after dynoffload.tile() or untile(), which "
+            "make other parameters"
         )
     known = {id(parameter) for parameter in theirs}
     strange = sum(id(parameter) not in mine for parameter in theirs)

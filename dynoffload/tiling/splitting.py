@@ -24,7 +24,7 @@ from dynoffload.tiling.modules import (
     lengths_of,
     pieces_of,
 )
-from dynoffload.units import parse_bytes
+from dynoffload.units import format_bytes, parse_bytes
 
 _TILED: dict[type[nn.Module], type[Tiled]] = {nn.Linear: TiledLinear, nn.Embedding: TiledEmbedding}
 
@@ -37,9 +37,9 @@ def tile(
     Modules stay the same objects, with their hooks; weights become parameters of tiles, with the
     values, dtype, device (also meta), ``requires_grad`` and attributes that they had. So call it
     before the optimizer is made, and before ``offload()``. Exactly those two types are split; what
-    is tiled already stays as it is. Linear layers and embeddings with one weight, as heads are tied
-    to tables, have their tiles together, and the table is split by rows. While a module is split
-    its weight is in memory twice, unless it is on the meta device.
+    is tiled already, by tiles no larger, stays as it is. Linear layers and embeddings with one
+    weight, as heads are tied to tables, have their tiles together, and the table is split by rows.
+    While a module is split its weight is in memory twice, unless it is on the meta device.
 
     Args:
         model: root, or a single layer.
@@ -53,8 +53,8 @@ def tile(
     Raises:
         ConfigError: a weight is too large but cannot be split: it is something else's too, has a
             gradient, is of an embedding with ``max_norm`` or of another type than `nn.Parameter`,
-            or one row or column passes ``max_bytes``; ``skip`` names no module; or a session
-            manages the model. Nothing was split then.
+            one row or column passes ``max_bytes``, or it is tiled already by larger tiles; ``skip``
+            names no module; or a session manages the model. Nothing was split then.
     """
     most = parse_bytes(max_bytes)
     _check_free(model, "tile")
@@ -66,6 +66,15 @@ def tile(
         raise ConfigError(f"skip names {unknown[0]!r}, but this model has no module of that path")
     inside = {part for one in modules.values() if isinstance(one, Tiled) for part in one.modules()}
     left = {modules[path] for path in skip} | inside
+    for path, module in model.named_modules():
+        if isinstance(module, Tiled) and module not in (modules[path] for path in skip):
+            largest = max(_weight_bytes(part) for part in module.tiles)
+            if largest > most:
+                raise ConfigError(
+                    f"{_named(path)} is tiled already, by tiles of {format_bytes(largest)}, and "
+                    f"max_bytes is {format_bytes(most)}: call dynoffload.untile(model) first, or "
+                    f"pass skip=[{path!r}] to leave it so"
+                )
     large = {
         path: module
         for path, module in model.named_modules()
