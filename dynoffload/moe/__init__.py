@@ -7,9 +7,21 @@ it has. transformers is imported only when `register` is called.
 
 from __future__ import annotations
 
+from dynoffload.moe.activations import Activation, SiLU, SwiGLU, Traced
 from dynoffload.moe.computation import experts
 from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.layer import MoE, MoEOutput
 from dynoffload.moe.registered import register
 
-__all__ = ["MoE", "MoEOutput", "Routing", "experts", "register", "route"]
+__all__ = [
+    "Activation",
+    "MoE",
+    "MoEOutput",
+    "Routing",
+    "SiLU",
+    "SwiGLU",
+    "Traced",
+    "experts",
+    "register",
+    "route",
+]

@@ -8,12 +8,10 @@ products.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
-
-_silu_backward = torch.ops.aten.silu_backward
 
 
 class Activation(Protocol):
@@ -28,8 +26,11 @@ class Activation(Protocol):
     def forward(self, first: torch.Tensor, out: torch.Tensor) -> None:
         """Fill ``out``, (n, h), from ``first``, (n, parts·h)."""
 
-    def backward(self, first: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of ``first`` from that of the result, (n, h)."""
+    def again(self, first: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the result, (n, h), made again, and what `backward` has of making it."""
+
+    def backward(self, first: torch.Tensor, gradient: torch.Tensor, made: Any) -> torch.Tensor:
+        """Return the gradient of ``first`` from that of the result, (n, h), which may be lost."""
 
 
 class SwiGLU:
@@ -42,14 +43,20 @@ class SwiGLU:
         a, b = first.chunk(2, -1)
         torch.mul(F.silu(a), b, out=out)
 
-    def backward(self, first: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """See `Activation.backward`; ``silu(a)`` is made again."""
+    def again(self, first: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `Activation.again`."""
         a, b = first.chunk(2, -1)
-        made = torch.empty_like(first)
-        left, right = made.chunk(2, -1)
-        torch.mul(gradient, F.silu(a), out=right)
-        left.copy_(_silu_backward(gradient * b, a))
-        return made
+        silu = F.silu(a)
+        return silu * b, silu
+
+    def backward(self, first: torch.Tensor, gradient: torch.Tensor, made: Any) -> torch.Tensor:
+        """See `Activation.backward`."""
+        a, b = first.chunk(2, -1)
+        found = torch.empty_like(first)
+        left, right = found.chunk(2, -1)
+        torch.mul(gradient, made, out=right)
+        torch.ops.aten.silu_backward.grad_input(gradient.mul_(b), a, grad_input=left)
+        return found
 
 
 class SiLU:
@@ -61,10 +68,14 @@ class SiLU:
         """See `Activation.forward`."""
         out.copy_(F.silu(first))
 
-    def backward(self, first: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def again(self, first: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `Activation.again`."""
+        return F.silu(first), None
+
+    def backward(self, first: torch.Tensor, gradient: torch.Tensor, made: Any) -> torch.Tensor:
         """See `Activation.backward`."""
-        made: torch.Tensor = _silu_backward(gradient, first)
-        return made
+        found: torch.Tensor = torch.ops.aten.silu_backward(gradient, first)
+        return found
 
 
 class Traced:
@@ -83,10 +94,16 @@ class Traced:
         with torch.no_grad():
             out.copy_(self._function(first))
 
-    def backward(self, first: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """See `Activation.backward`."""
+    def again(self, first: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `Activation.again`."""
         with torch.enable_grad():
             given = first.detach().requires_grad_()
-            made = self._function(given)
-        (found,) = torch.autograd.grad(made, given, gradient.to(made.dtype))
+            result = self._function(given)
+        return result.detach(), (result, given)
+
+    def backward(self, first: torch.Tensor, gradient: torch.Tensor, made: Any) -> torch.Tensor:
+        """See `Activation.backward`."""
+        result, given = made
+        found: torch.Tensor
+        (found,) = torch.autograd.grad(result, given, gradient.to(result.dtype))
         return found

@@ -4,9 +4,10 @@ What it is: `experts`, forward and backward. What it is not: the router, or the 
 
 Source: MoEBlaze (arXiv 2601.05296), section 3. Tokens are gathered by index as the first product
 reads them, and results are added to their tokens as the second makes them, so no tensor of
-(L·k, d) exists in forward or backward. Saved are the first product and the activation's result;
-``silu`` is made again. With gate g of a token's choice, dY·W3ᵀ is made once: its product with the
-saved result is dg, and g times it goes on.
+(L·k, d) exists in forward or backward. Saved is the first product, A and B of SwiGLU; the paper
+saves the activation's result too, which is one multiplication more where ``silu`` is made again
+anyway. With gate g of a token's choice, dY·W3ᵀ is made once: its product with that result is dg,
+and g times it goes on.
 
 [Note: chain]  Each expert that is hit is one node of autograd, which adds its part to the result in
 place. So backward goes through the experts one after the other, from the last to the first, the
@@ -72,11 +73,11 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
 
 
 def _add_product(
-    into: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, transposed: bool
+    into: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, transposed: bool, is_first: bool
 ) -> None:
-    """Add a matrix's gradient, in the matrix's own form."""
+    """Add a matrix's gradient, in the matrix's own form; the first fills what holds nothing."""
     left, right = (rows, gradient) if transposed else (gradient, rows)
-    into.addmm_(left.t(), right)
+    torch.addmm(into, left.t(), right, beta=0 if is_first else 1, out=into)
 
 
 class _Expert(torch.autograd.Function):
@@ -99,19 +100,19 @@ class _Expert(torch.autograd.Function):
         own = call.routing.of(expert)
         w_up, w_down = (up, down) if call.transposed else (up.t(), down.t())
         first = tokens.new_empty(own.stop - own.start, w_up.shape[1])
-        between = tokens.new_empty(len(first), w_down.shape[0])
         for rows, index in tiles:
             given = tokens.index_select(0, index)
             if up_bias is None:
                 torch.mm(given, w_up, out=first[rows])
             else:
                 torch.addmm(up_bias, given, w_up, out=first[rows])
-            call.activation.forward(first[rows], between[rows])
-            made = _product(between[rows], w_down, down_bias)
+            between = tokens.new_empty(len(index), w_down.shape[0])
+            call.activation.forward(first[rows], between)
+            made = _product(between, w_down, down_bias)
             made *= gates[own][rows].unsqueeze(1)
             out.index_add_(0, index, made.to(out.dtype))
         ctx.call, ctx.expert = call, expert
-        ctx.save_for_backward(tokens, gates, up, down, down_bias, first, between)
+        ctx.save_for_backward(tokens, gates, up, down, down_bias, first)
         ctx.has_up_bias = up_bias is not None
         ctx.mark_dirty(out)
         return out
@@ -120,7 +121,7 @@ class _Expert(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         (d_out,) = gradients
-        tokens, gates, up, down, down_bias, first, between = ctx.saved_tensors
+        tokens, gates, up, down, down_bias, first = ctx.saved_tensors
         call, expert = ctx.call, ctx.expert
         needs = dict(
             zip(("out", "tokens", "gates", "up", "down"), ctx.needs_input_grad, strict=False)
@@ -133,28 +134,32 @@ class _Expert(torch.autograd.Function):
                 torch.zeros_like(gates) if needs["gates"] else None,
             ]
         d_tokens, d_gates = call.sums
-        d_up = torch.zeros_like(up) if needs["up"] else None
-        d_down = torch.zeros_like(down) if needs["down"] else None
+        d_up = torch.empty_like(up) if needs["up"] else None
+        d_down = torch.empty_like(down) if needs["down"] else None
         d_up_bias = up.new_zeros(w_up.shape[1]) if ctx.has_up_bias else None
         d_down_bias = None if down_bias is None else torch.zeros_like(down_bias)
         for rows, index in call.rows(expert):
             d_made = d_out.index_select(0, index).to(tokens.dtype)
             g = gates[own][rows].unsqueeze(1)
             back = torch.mm(d_made, w_down.t())
+            between, made = call.activation.again(first[rows])
             if d_gates is not None:
-                d_g = (back * between[rows]).sum(1)
+                d_g = (back * between).sum(1)
                 if down_bias is not None:
                     d_g += d_made @ down_bias
                 d_gates[own][rows] = d_g.to(gates.dtype)
             d_made *= g
             back *= g
             if d_down is not None:
-                _add_product(d_down, between[rows], d_made, call.transposed)
+                _add_product(d_down, between, d_made, call.transposed, is_first=not rows.start)
             if d_down_bias is not None:
                 d_down_bias += d_made.sum(0)
-            d_first = call.activation.backward(first[rows], back)
+            del between
+            d_first = call.activation.backward(first[rows], back, made)
+            del back, made
             if d_up is not None:
-                _add_product(d_up, tokens.index_select(0, index), d_first, call.transposed)
+                given = tokens.index_select(0, index)
+                _add_product(d_up, given, d_first, call.transposed, is_first=not rows.start)
             if d_up_bias is not None:
                 d_up_bias += d_first.sum(0)
             if d_tokens is not None:

@@ -1,0 +1,170 @@
+"""The ways in which the experts of one layer are computed, to be compared.
+
+What it is: transformers' own loop and its ``grouped_mm``, a reference with routed buffers written
+with torch alone, MegaBlocks where it is installed, and `dynoffload.moe`, over the same matrices.
+What it is not: a measurement of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import dynoffload.moe
+from dynoffload.errors import ConfigError
+
+OURS, ROUTED = "dynoffload", "routed buffers"
+ACTIVATIONS = ("swiglu", "silu")
+
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The matrices of a layer.
+
+    Attributes:
+        up: (E, p·h, d), p = 2 for SwiGLU.
+        down: (E, d, h).
+        activation: ``"swiglu"`` or ``"silu"``.
+    """
+
+    up: torch.nn.Parameter
+    down: torch.nn.Parameter
+    activation: str
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """Both."""
+        return self.up, self.down
+
+
+def make_layer(
+    experts: int, width: int, activation: str, dtype: torch.dtype, device: torch.device
+) -> Layer:
+    """Return matrices drawn as `torch.nn.Linear` draws its own, h = 4·d."""
+    parts, hidden = (2 if activation == "swiglu" else 1), 4 * width
+
+    def drawn(rows: int, columns: int) -> torch.nn.Parameter:
+        whole = torch.empty(experts, rows, columns, dtype=dtype, device=device)
+        return torch.nn.Parameter(whole.uniform_(-(columns**-0.5), columns**-0.5))
+
+    return Layer(drawn(parts * hidden, width), drawn(width, hidden), activation)
+
+
+def ways_of(layer: Layer) -> dict[str, Way]:
+    """Return each way's function of tokens, (L, d), choices and gates, (L, k).
+
+    Raises:
+        ConfigError: there is no transformers to compare with.
+    """
+    found: dict[str, Way] = {
+        "eager": _transformers(layer, "eager"),
+        "grouped_mm": _transformers(layer, "grouped_mm"),
+        ROUTED: lambda tokens, chosen, gates: routed(layer, tokens, chosen, gates),
+        OURS: lambda tokens, chosen, gates: _ours(layer, tokens, chosen, gates),
+    }
+    if importlib.util.find_spec("megablocks") is not None and layer.up.is_cuda:
+        found["MegaBlocks"] = _MegaBlocks(layer)
+    return found
+
+
+def _ours(
+    layer: Layer, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    activation = dynoffload.moe.SiLU() if layer.activation == "silu" else dynoffload.moe.SwiGLU()
+    return dynoffload.moe.experts(
+        tokens, chosen, gates, layer.up, layer.down, activation=activation
+    )
+
+
+def routed(
+    layer: Layer, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    """Return what experts make of (L·k, d) routed copies, sorted by expert, under autograd."""
+    count, k = len(layer.up), chosen.shape[1]
+    order = chosen.reshape(-1).argsort(stable=True)
+    sizes = torch.bincount(chosen.reshape(-1), minlength=count).tolist()
+    rows = tokens[order // k]
+    up, down = layer.up.unbind(0), layer.down.unbind(0)
+    first = torch.cat([F.linear(r, w) for r, w in zip(torch.split(rows, sizes), up, strict=True)])
+    if layer.activation == "swiglu":
+        a, b = first.chunk(2, -1)
+        made = F.silu(a) * b
+    else:
+        made = F.silu(first)
+    last = torch.cat([F.linear(r, w) for r, w in zip(torch.split(made, sizes), down, strict=True)])
+    weighted = last * gates.reshape(-1)[order].unsqueeze(1)
+    return torch.zeros_like(tokens).index_add(0, order // k, weighted)
+
+
+def _transformers(layer: Layer, implementation: str) -> Way:
+    try:
+        from transformers import MixtralConfig, NemotronHConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+    except ImportError as error:
+        raise ConfigError(
+            f"transformers' experts cannot be compared with ({error}): "
+            "pip install 'dynoffload[transformers]'"
+        ) from error
+    count, width, hidden = layer.down.shape
+    module: Any
+    with torch.device("meta"):
+        if layer.activation == "swiglu":
+            config: Any = MixtralConfig(
+                hidden_size=width, intermediate_size=hidden, num_local_experts=count
+            )
+            module = MixtralExperts(config)
+            module.gate_up_proj = layer.up
+        else:
+            config = NemotronHConfig(
+                hidden_size=width,
+                moe_intermediate_size=hidden,
+                n_routed_experts=count,
+                mlp_hidden_act="silu",
+            )
+            module = NemotronHExperts(config)
+            module.up_proj = layer.up
+    module.down_proj = layer.down
+    config._experts_implementation = implementation
+    return module  # type: ignore[no-any-return]
+
+
+class _MegaBlocks:
+    """MegaBlocks' dropless experts, with weights of its own; it has not been run here."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self._module: Any = None
+
+    def __call__(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
+    ) -> torch.Tensor:
+        count, width, hidden = self._layer.down.shape
+        if self._module is None:
+            from megablocks.layers.arguments import Arguments
+            from megablocks.layers.dmoe import ParallelDroplessMLP
+
+            arguments = Arguments(
+                hidden_size=width,
+                ffn_hidden_size=hidden,
+                moe_num_experts=count,
+                moe_top_k=chosen.shape[1],
+                mlp_type="glu" if self._layer.activation == "swiglu" else "mlp",
+                mlp_impl="grouped",
+                activation_fn=F.silu,
+                bias=False,
+                bf16=self._layer.up.dtype == torch.bfloat16,
+                device=self._layer.up.device,
+            )
+            self._module = ParallelDroplessMLP(arguments)
+        scores = torch.zeros(len(tokens), count, dtype=gates.dtype, device=gates.device)
+        made = self._module(tokens.unsqueeze(0), scores.scatter(1, chosen, gates), gates, chosen)
+        out: torch.Tensor = made[0] if isinstance(made, tuple) else made
+        return out.squeeze(0)
