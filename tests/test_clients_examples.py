@@ -31,6 +31,7 @@ TINY = {
     "accelerate": ("--preset tiny --steps 2 --tokens 32", "1500KB", ("accelerate",)),
     "lightning": ("--preset tiny --steps 2 --tokens 32", "1500KB", ("lightning",)),
     "trainer": ("--hidden 32 --steps 2 --tokens 32", "1MB", ("transformers", "accelerate")),
+    "experts": ("--hidden 32 --steps 2 --tokens 32", "1MB", ("transformers",)),
 }
 
 

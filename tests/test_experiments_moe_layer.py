@@ -1,0 +1,67 @@
+"""The experiment on the experts of one layer: what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import moe_layer
+from dynoffload.experiments.moe_layer_ways import OURS, ROUTED, ways_of
+
+SMALL = {"configurations": "conf3", "fewer_tokens": 256, "narrower": 16, "rounds": 5}
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, object]:
+    return moe_layer.run(**SMALL)  # type: ignore[arg-type]
+
+
+def test_less_than_half_is_saved(result: dict[str, object]) -> None:
+    layers = result["layers"]
+    assert isinstance(layers, list)
+    assert [row["activation"] for row in layers] == ["swiglu", "silu"]
+    for row in layers:
+        elements = row["tokens"] * row["k"] * row["width"] * 4  # bytes of (L·k, d) in float32
+        parts = {"swiglu": (8, 18), "silu": (4, 10)}[row["activation"]]  # h = 4·d
+        for name, part in zip((OURS, ROUTED), parts, strict=True):
+            saved = row["ways"][name]["saved"]
+            assert part * elements <= saved <= (part + 1) * elements, (name, saved / elements)
+        assert row["saved"] < 0.46
+        assert all(way["peak"] > way["saved"] > 0 for way in row["ways"].values())
+
+
+def test_the_best_of_the_others_is_compared_with(result: dict[str, object]) -> None:
+    for row in result["layers"]:  # type: ignore[attr-defined]
+        seconds = {name: way["seconds"] for name, way in row["ways"].items() if name != OURS}
+        assert row["best"] == min(seconds, key=lambda name: seconds[name])
+        assert set(seconds) == {"eager", "grouped_mm", ROUTED}
+        assert len(row["ways"][OURS]["all_seconds"]) == 5
+
+
+def test_a_way_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(layer: object) -> object:
+        ways = ways_of(layer)  # type: ignore[arg-type]
+        right = ways["grouped_mm"]
+        ways["grouped_mm"] = lambda tokens, chosen, gates: right(tokens, chosen, gates) * 1.01
+        return ways
+
+    monkeypatch.setattr(moe_layer, "ways_of", wrong)
+    with pytest.raises(ConfigError, match="grouped_mm differs from eager by 1"):
+        moe_layer.run(**SMALL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"configurations": "conf9"}, "configurations='conf9' is unknown; there are conf1"),
+        ({"activations": "gelu"}, "activations='gelu' is unknown"),
+        ({"dtype": "float64"}, "dtype='float64' is unknown"),
+        ({"rounds": 3}, "medians are of five at least"),
+        ({"fewer_tokens": 7}, "do not divide 65536 tokens of 512"),
+    ],
+)
+def test_what_cannot_be_measured(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        moe_layer.run(**options)  # type: ignore[arg-type]
