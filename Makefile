@@ -90,6 +90,8 @@ bench: $(STAMP)
 	$(BIN)/dynoffload experiment idioms --json docs/results/idioms.json
 	$(BIN)/dynoffload experiment costs --json docs/results/costs.json
 	OMP_NUM_THREADS=1 $(BIN)/dynoffload experiment tiling --json docs/results/tiling.json
+	$(BIN)/dynoffload experiment host-optimizer --steps 200 --warmup 40 --seeds 2 --json docs/results/host-optimizer.json
+	$(BIN)/dynoffload experiment moe-layer --json docs/results/moe-layer.json
 	$(BIN)/dynoffload experiment planner-optimality --json docs/results/planner-optimality.json
 	$(BIN)/dynoffload experiment capacity --json docs/results/capacity.json --page docs/results/capacity.md
 	$(BIN)/dynoffload experiment max-batch --json docs/results/max-batch.json --page docs/results/max-batch.md
