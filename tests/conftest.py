@@ -1,8 +1,8 @@
 """Which dynoffload the tests meet: the installed one, or this checkout where none is installed.
 
 What it is: the paths, put right before the first test is imported, the rule that a test marked
-``alone`` never runs beside another, which cases are left to ``make slow``, and what the garbage
-collector need not look at. What it is not: a home for fixtures; each test file makes what it needs.
+``alone`` never runs beside another, which cases are left to ``make slow``, what the garbage
+collector need not look at, and what no test may leave behind. What it is not: a home for fixtures; each test file makes what it needs.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in
@@ -108,6 +108,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Fail the test that leaves a dispatch mode behind, and not one that runs after it."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+
+    left = []
+    while (mode := _get_current_dispatch_mode()) is not None:
+        left.append(mode)
+        _pop_mode()
+    assert not left, f"dispatch modes were left behind: {left}"
 
 
 def pytest_report_header() -> str:

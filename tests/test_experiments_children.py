@@ -9,6 +9,7 @@ from dynoffload.experiments.simulated_run import BUDGETED, TIMED, Task
 from dynoffload.experiments.workers import WorkerError
 
 
+@pytest.mark.alone
 def test_the_answer_is_the_last_line() -> None:
     found = answer_of("simulated_run", Task("tree (fit)", TIMED, 2), "a task")
     assert len(found["times"]) == 2
