@@ -2,7 +2,8 @@
 
 What it is: the paths, put right before the first test is imported, the rule that a test marked
 ``alone`` never runs beside another, which cases are left to ``make slow``, what the garbage
-collector need not look at, and what no test may leave behind. What it is not: a home for fixtures; each test file makes what it needs.
+collector need not look at, and what no test may leave behind. What it is not: a home for fixtures;
+each test file makes what it needs.
 
 The repository's top level holds a folder named ``datasets``. With the root on ``sys.path``,
 transformers would take it for Hugging Face's package, so the root leaves the path, here and in
