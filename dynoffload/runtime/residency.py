@@ -88,6 +88,11 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._over_rows = OverRows(device, self)
         self._process = os.getpid()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the session has."""
+        return self._life.ended
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -154,6 +159,19 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _fit(self, regions: Sequence[int]) -> bool:
         return sum(map(self._device.size, regions)) <= self._device.capacity // 2
+
+
+def _leave_ended() -> None:
+    """Take off what is on top of this thread's modes and belongs to sessions that have ended: one
+    that ended before another, which began within it, is on below."""
+    while isinstance(mode := _get_current_dispatch_mode(), Residency) and mode.ended:
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def _above(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
+    """Return the modes that this thread entered after ``mode``."""
+    stack = _get_current_dispatch_mode_stack()
+    return stack[stack.index(mode) + 1 :] if mode in stack else []
 
 
 class _Leaving:
@@ -223,9 +241,9 @@ class Residence:
             threading.setprofile(self._profile)
         mine: Residency | None = getattr(self._of_thread, "mode", None)
         self._life.ended = True
-        if mine is not None and _get_current_dispatch_mode() is mine:
-            mine.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        elif mine is not None:
+        _leave_ended()
+        above = [] if mine is None else _above(mine)
+        if not all(isinstance(mode, Residency) for mode in above):  # else it goes with them
             logger.warning(
                 "a dispatch mode was entered inside the offload() block and is still on: leave it "
                 "before the block ends"
