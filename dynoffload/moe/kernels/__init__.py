@@ -51,6 +51,19 @@ def suits(*tensors: torch.Tensor) -> bool:
     return plain and all(one.is_cuda for one in tensors) and not watched() and available()
 
 
+def missing(tensor: torch.Tensor) -> str | None:
+    """Return what kernels lack to run where a tensor is, in words, or None."""
+    if not available():
+        return "triton is not installed"
+    if tensor.is_cuda:
+        return None
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return None
+    return f"tensors are on {tensor.device} and Triton's interpreter, which runs there, is off"
+
+
 def refusal(
     tokens: torch.Tensor,
     up: torch.Tensor,
@@ -70,8 +83,8 @@ def refusal(
         transposed: the form of matrices.
         activation: between the products.
     """
-    if not available():
-        return "triton is not installed"
+    if why := missing(tokens):
+        return why
     if type(activation) not in (SwiGLU, SiLU):
         return "the activation is neither SwiGLU nor SiLU"
     if biases:
