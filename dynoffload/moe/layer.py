@@ -13,7 +13,8 @@ bias on the choice alone, which balances without a loss (Wang et al., arXiv 2408
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -53,7 +54,8 @@ class MoE(nn.Module):
         activation: ``"swiglu"`` or ``"silu"``.
         shared: hidden width of the expert that every token takes beside; 0 for none.
         bias: experts have biases.
-        normalize: gates of a token are scaled to a sum of 1.
+        normalize: gates of a token are scaled to a sum of 1; by default where k > 1, as with one
+            expert the gate would be 1 and the router would learn nothing from the result.
         device: where parameters are made.
         dtype: of parameters; the router computes in float32 at least.
 
@@ -84,7 +86,7 @@ class MoE(nn.Module):
         activation: str = "swiglu",
         shared: int = 0,
         bias: bool = False,
-        normalize: bool = True,
+        normalize: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -96,7 +98,8 @@ class MoE(nn.Module):
             raise ConfigError(f"k={k} is not from 1 to experts={experts}")
         if min(width, hidden) < 1 or shared < 0:
             raise ConfigError(f"width={width}, hidden={hidden} and shared={shared} must be sizes")
-        self.width, self.hidden, self.k, self.normalize = width, hidden, k, normalize
+        self.width, self.hidden, self.k = width, hidden, k
+        self.normalize = k > 1 if normalize is None else normalize
         self.activation: Activation = _ACTIVATIONS[activation]()
         parts = self.activation.parts
 
@@ -109,7 +112,8 @@ class MoE(nn.Module):
         self.down_bias = made(experts, width) if bias else None
         self.shared_up = made(1, parts * shared, width) if shared else None
         self.shared_down = made(1, width, shared) if shared else None
-        self.register_buffer("choice_bias", torch.empty(experts, device=device))
+        bias_on_choice = torch.empty(experts, device=device, dtype=torch.float32)
+        self.register_buffer("choice_bias", bias_on_choice)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -123,6 +127,15 @@ class MoE(nn.Module):
                 nn.init.zeros_(bias)
         nn.init.zeros_(self.choice_bias)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Convert and move as modules do; the bias on the choice stays float32, as its steps are
+        lost in fewer bits."""
+        kept = self.choice_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.choice_bias.dtype != kept.dtype:
+            self.choice_bias = kept.to(self.choice_bias.device)
+        return self
+
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
         kind = type(self.activation).__name__
@@ -135,11 +148,15 @@ class MoE(nn.Module):
             hidden: (..., d).
 
         Raises:
-            ConfigError: another width.
+            ConfigError: another width, or tokens on the meta device.
         """
         if hidden.shape[-1] != self.width:
             raise ConfigError(
                 f"tokens are {hidden.shape[-1]} wide, and this layer takes {self.width}"
+            )
+        if hidden.is_meta:
+            raise ConfigError(
+                "tokens on the meta device choose no experts: give this layer real ones"
             )
         tokens = hidden.reshape(-1, self.width)
         exact = torch.promote_types(tokens.dtype, torch.float32)
@@ -168,8 +185,9 @@ class MoE(nn.Module):
                 tokens, everyone, ones, self.shared_up, self.shared_down, activation=self.activation
             )
         share = torch.bincount(chosen.reshape(-1), minlength=len(self.up)) / max(chosen.numel(), 1)
-        balance = len(self.up) * (share * scores.mean(0)).sum()
-        z = logits.logsumexp(-1).square().mean()
+        length = max(len(tokens), 1)  # losses of no token are 0
+        balance = len(self.up) * (share * (scores.sum(0) / length)).sum()
+        z = logits.logsumexp(-1).square().sum() / length
         return MoEOutput(out.view_as(hidden), balance, z, routing)
 
     @torch.no_grad()
