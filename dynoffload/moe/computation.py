@@ -298,9 +298,7 @@ def _experts(
     if isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor):
         wanted = gpu.suits(tokens, gates, up, down) if kernels is None else kernels
         biases = up_bias is not None or down_bias is not None
-        why = wanted and gpu.refusal(
-            tokens, up, down, biases=biases, transposed=transposed, activation=activation
-        )
+        why = wanted and gpu.refusal(tokens, up, down, biases=biases, activation=activation)
         if wanted and not why:
             return gpu.fused(tokens, gates, up, down, chosen, transposed, activation, out.dtype)
     else:

@@ -70,17 +70,15 @@ def refusal(
     down: torch.Tensor,
     *,
     biases: bool,
-    transposed: bool,
     activation: Activation,
 ) -> str | None:
     """Return why the kernels cannot compute these experts, in words, or None.
 
     Args:
         tokens: (L, d).
-        up: the first matrices.
-        down: the second matrices.
+        up: the first matrices, of the right shape.
+        down: the second matrices, too.
         biases: there are any.
-        transposed: the form of matrices.
         activation: between the products.
     """
     if why := missing(tokens):
@@ -93,13 +91,6 @@ def refusal(
         return "matrices are not where tokens are"
     if tokens.dtype not in _DTYPES and (tokens.is_cuda or tokens.dtype != torch.float64):
         return f"tokens are {tokens.dtype}"
-    if transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    count, width, hidden = down.shape
-    if tokens.shape[1] != width or up.shape != (count, activation.parts * hidden, width):
-        return (
-            f"matrices are {tuple(up.shape)} and {tuple(down.shape)}, not (E, p·h, d) and (E, d, h)"
-        )
     return None
 
 
