@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dynoffload.errors import ConfigError
 from dynoffload.moe import MoE, experts, indices, route
 from dynoffload.moe.activations import SiLU, SwiGLU, Traced
+from dynoffload.moe.slices import slices_of
 
 
 def choice(length: int, count: int, k: int, seed: int = 0) -> Tensor:
@@ -548,6 +550,43 @@ def test_it_trains_under_a_budget_to_the_bits_that_it_has_without() -> None:
                 optimizer.zero_grad()
         assert session.stats["bytes_in"].sum() > 0
     twin.assert_same()
+
+
+def test_in_a_session_no_gradient_of_all_experts_is_made_at_once() -> None:
+    """The layer's matrices are larger than the whole budget, as their gradients would be."""
+    from exactness import Twin, footprint_of
+
+    torch.manual_seed(0)
+    twin = Twin(MoE(32, 64, 16, 1), lambda p: AdamW(p, lr=1e-2))
+    budget = footprint_of(twin.model) // 8
+    assert budget < twin.model.up.nbytes  # type: ignore[operator]
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    with twin.paged(budget, config=config):
+        for step in range(4):
+            x = torch.randn(2, 32, generator=torch.Generator().manual_seed(step))
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+                twin.model(x).hidden.square().sum().backward()
+            events = recorded.profiler.kineto_results.events()
+            sizes = [one.nbytes() for one in events if one.name() == "[memory]"]
+            assert sizes
+            assert max(sizes) < twin.model.down.nbytes  # type: ignore[operator]
+            twin.reference(x).hidden.square().sum().backward()
+            for optimizer in (twin.optimizer, twin.its):
+                optimizer.step()
+                optimizer.zero_grad()
+    twin.assert_same()
+
+
+def test_zeros_have_the_sign_that_torchs_have() -> None:
+    for hit in ([1], [2, 0]):
+        own, plain = (torch.zeros(4, 3, requires_grad=True) for _ in range(2))
+        slices = slices_of(own)
+        assert slices is not None
+        sum((slices[e] * -0.0).sum() for e in hit).backward()  # type: ignore[union-attr]
+        sum((plain[e] * -0.0).sum() for e in hit).backward()  # type: ignore[union-attr]
+        assert own.grad is not None
+        assert plain.grad is not None
+        assert torch.equal(own.grad.signbit(), plain.grad.signbit())
 
 
 def test_checkpointed() -> None:

@@ -23,6 +23,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU
 from dynoffload.moe.computation import experts as run_experts
 from dynoffload.moe.indices import Routing, route
+from dynoffload.runtime.experts.calls import stand_ins
 
 _ACTIVATIONS: dict[str, type[Activation]] = {"swiglu": SwiGLU, "silu": SiLU}
 
@@ -75,6 +76,8 @@ class MoE(nn.Module):
     shared_down: nn.Parameter | None
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
+
+    asks_for_parts = True  # of matrices that a session pages by expert
 
     def __init__(
         self,
@@ -168,12 +171,13 @@ class MoE(nn.Module):
         if self.normalize:
             gates = gates / gates.sum(-1, keepdim=True)
         routing = route(chosen, len(self.up))
+        paged = stand_ins(self)
         out = run_experts(
             tokens,
             routing,
             gates,
-            self.up,
-            self.down,
+            paged.get("up", self.up),
+            paged.get("down", self.down),
             up_bias=self.up_bias,
             down_bias=self.down_bias,
             activation=self.activation,
