@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import dynoffload
 from dynoffload.errors import ConfigError
 from dynoffload.moe import MoE, experts, indices, route
 from dynoffload.moe.activations import SiLU, SwiGLU, Traced
@@ -575,6 +576,21 @@ def test_in_a_session_no_gradient_of_all_experts_is_made_at_once() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     twin.assert_same()
+
+
+def test_the_layer_comes_from_the_meta_device() -> None:
+    torch.manual_seed(3)
+    plain = MoE(32, 64, 8, 2, shared=8, bias=True)
+    layer = MoE(32, 64, 8, 2, shared=8, bias=True, device="meta")
+    dynoffload.materialize(layer)
+    torch.manual_seed(3)
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    with dynoffload.offload(layer, None, budget=2**18, config=config):
+        found = layer(x).hidden
+    assert torch.equal(found, plain(x).hidden)
+    for name, one in layer.state_dict().items():
+        assert torch.equal(one, plain.state_dict()[name]), name
 
 
 def test_zeros_have_the_sign_that_torchs_have() -> None:
