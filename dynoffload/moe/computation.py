@@ -34,10 +34,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.moe import kernels as gpu
 from dynoffload.moe.activations import Activation, SwiGLU
 from dynoffload.moe.indices import Routing, route
+from dynoffload.moe.shapes import Weights, check_shapes
 from dynoffload.moe.slices import Sliced, slices_of
-
-_Weight = torch.Tensor | Sliced
-_Weights = tuple[_Weight, _Weight, _Weight | None, _Weight | None]
 
 TILE = 1024
 """Rows of an expert that are gathered at one time."""
@@ -267,7 +265,7 @@ def _experts(
     tokens: torch.Tensor,
     chosen: torch.Tensor | Routing,
     gates: torch.Tensor,
-    weights: _Weights,
+    weights: Weights,
     activation: Activation,
     transposed: bool,
     count: int | None,
@@ -286,7 +284,7 @@ def _experts(
             f"tokens are (L, d) and gates (L, k): not {tuple(tokens.shape)} and "
             f"{tuple(gates.shape)}, for choices of {tuple(shape)}"
         )
-    _check_shapes(tokens, chosen, weights, activation, transposed)
+    check_shapes(tokens, chosen, weights, activation, transposed)
     hit = chosen.hit()
     if not hit:
         nothing: torch.Tensor = _Nothing.apply(tokens, gates)  # type: ignore[no-untyped-call]
@@ -319,37 +317,3 @@ def _experts(
 
 
 _uncompiled = torch._disable_dynamo(_experts)  # type: ignore[attr-defined]
-
-
-def _check_shapes(
-    tokens: torch.Tensor,
-    routing: Routing,
-    weights: _Weights,
-    activation: Activation,
-    transposed: bool,
-) -> None:
-    """Refuse tensors that do not fit each other; what is no tensor is its maker's.
-
-    Raises:
-        ConfigError: naming the one that does not.
-    """
-    down = weights[1]
-    if not isinstance(down, torch.Tensor):
-        return
-    count, width = routing.experts, tokens.shape[1]
-    hidden = down.shape[1 if transposed else 2] if down.dim() == 3 else 0
-    first = activation.parts * hidden
-    matrices = (
-        ((width, first), (hidden, width)) if transposed else ((first, width), (width, hidden))
-    )
-    for name, one, wanted in zip(
-        ("up", "down", "up_bias", "down_bias"),
-        weights,
-        (*matrices, (first,), (width,)),
-        strict=True,
-    ):
-        if isinstance(one, torch.Tensor) and one.shape != (count, *wanted):
-            raise ConfigError(
-                f"{name} is {tuple(one.shape)} and not {(count, *wanted)}, for {count} experts of "
-                f"tokens {width} wide, with {hidden} columns between the products"
-            )
