@@ -6,6 +6,7 @@ The reference is the loop over experts that everybody writes, under autograd, in
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import dynoffload
 from dynoffload.errors import ConfigError
 from dynoffload.moe import MoE, experts, indices, route
-from dynoffload.moe.activations import SiLU, Traced
+from dynoffload.moe.activations import SiLU, SwiGLU, Traced
+from dynoffload.moe.slices import slices_of
 
 
 def choice(length: int, count: int, k: int, seed: int = 0) -> Tensor:
@@ -205,6 +209,91 @@ def test_no_token_and_no_expert() -> None:
     assert empty.shape == (0, 12)
 
 
+def test_no_expert_that_is_hit_is_no_end_of_the_graph() -> None:
+    given = inputs()
+    out = experts(given[0], torch.full((40, 2), 5), *given[1:])
+    for one in torch.autograd.grad(out.sum(), given[:2]):
+        assert not one.any()
+    layer = MoE(12, 8, 4, 2)
+    found = layer(torch.zeros(0, 12))
+    assert found.balance == 0
+    assert found.z == 0
+    (found.hidden.sum() + found.balance + found.z).backward()
+    assert layer.router.grad is not None
+    assert not layer.router.grad.any()
+
+
+def test_an_exception_in_backward_leaves_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs()
+    out = experts(given[0], choice(40, 5, 2), *given[1:])
+    call = out.grad_fn.call  # type: ignore[union-attr]
+    wanted = torch.autograd.grad(out.sum(), given, retain_graph=True)
+
+    def fail(*args: Any) -> None:
+        raise ValueError("on purpose")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SwiGLU, "backward", fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            out.sum().backward(retain_graph=True)
+    assert not call.sums
+    again = torch.autograd.grad(out.sum(), given)
+    assert all(torch.equal(one, two) for one, two in zip(again, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("up", (4, 40, 12)),
+        ("up", (5, 2, 12)),
+        ("down", (4, 12, 20)),
+        ("down", (5, 12, 10)),
+        ("up_bias", (5, 1)),
+        ("down_bias", (1, 12)),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    x, gates, up, down = inputs()
+    weights: dict[str, Any] = {"up": up, "down": down, name: torch.zeros(shape, dtype=x.dtype)}
+    wrong = "up" if name == "down" and shape[0] == 5 else name  # hidden is what down says
+    with pytest.raises(ConfigError, match=rf"^{wrong} is \("):
+        experts(x, route(choice(40, 5, 2), 5), gates, **weights)
+    with pytest.raises(ConfigError, match="for choices of"):
+        experts(x, route(choice(30, 5, 2), 5), gates, up, down)
+
+
+def test_an_activation_that_is_trained_or_of_another_shape_is_refused() -> None:
+    given = inputs(parts=1)
+    chosen = choice(40, 5, 2)
+    slope = nn.PReLU(dtype=torch.float64)
+    loss = experts(given[0], chosen, *given[1:], activation=Traced(slope, 1)).sum()
+    with pytest.raises(ConfigError, match="PReLU computes with a tensor that is trained"):
+        loss.backward()
+    slope.requires_grad_(False)
+    experts(given[0], chosen, *given[1:], activation=Traced(slope, 1)).sum().backward()
+    shorter = Traced(lambda first: first.mean(1, keepdim=True), 1)
+    with pytest.raises(ConfigError, match="second product takes"):
+        experts(given[0], chosen, *given[1:], activation=shorter)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_have_all_gradients() -> None:
+    given = inputs()
+    routing = route(choice(40, 5, 2), 5)
+    wanted = torch.autograd.grad(experts(given[0], routing, *given[1:]).square().sum(), given)
+
+    def run(x: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return experts(2 * x / 2, routing, gates, up, down).square().sum()
+
+    try:
+        torch.compile(run, backend="eager")(*given).backward()
+    finally:
+        torch.compiler.reset()
+    for one, other in zip(given, wanted, strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other)
+
+
 def test_a_write_into_what_backward_needs_is_refused() -> None:
     x, gates, up, down = inputs()
     loss = experts(x, choice(40, 5, 2), gates, up, down).sum()
@@ -226,6 +315,42 @@ def test_lower_precision(dtype: torch.dtype) -> None:
     assert float((found.double() - wanted.detach()).norm() / wanted.detach().norm()) < bound
 
 
+def test_gates_count_in_their_own_precision() -> None:
+    """Results are the loop's bits where no sum has another order; gradients are of gates' dtype."""
+    x, gates, up, down = (one.detach().bfloat16() for one in inputs())
+    gates = inputs()[1].detach().float().requires_grad_()
+    chosen = choice(40, 5, 1)
+    found, out = experts(x, chosen, gates[:, :1], up, down), torch.zeros_like(x)
+    for expert in range(5):
+        token, _ = torch.where(chosen == expert)
+        a, b = F.linear(x[token], up[expert]).chunk(2, -1)
+        last = F.linear(F.silu(a) * b, down[expert]) * gates[token, 0, None]
+        out[token] = last.detach().bfloat16()
+    assert torch.equal(found, out)
+    (slope,) = torch.autograd.grad(found.sum(), gates)
+    assert slope.dtype == torch.float32
+    assert not torch.equal(slope, slope.bfloat16().float()), "it went through bfloat16"
+
+
+def test_backward_within_autocast_is_that_of_its_forward() -> None:
+    given = [one.detach().float().requires_grad_() for one in inputs(parts=1)]
+    chosen = choice(40, 5, 2)
+    for activation in (SiLU(), Traced(F.gelu, 1)):
+        loss = experts(given[0], chosen, *given[1:], activation=activation).square().sum()
+        wanted = torch.autograd.grad(loss, given, retain_graph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad(loss, given)
+        assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+
+
+def test_autocast_leaves_float64_as_torch_does() -> None:
+    x, gates, up, down = inputs()
+    chosen = choice(40, 5, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = experts(x, chosen, gates, up, down)
+    assert torch.equal(found, experts(x, chosen, gates, up, down))
+
+
 def test_autocast() -> None:
     x, gates, up, down = (one.detach().float().requires_grad_() for one in inputs())
     chosen = choice(40, 5, 2)
@@ -243,17 +368,20 @@ def test_autocast() -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes the elements of every tensor that has as many columns as tokens have."""
+    """Notes the rows of every matrix that has as many columns as tokens have, and the most
+    elements of any tensor of numbers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.width, self.most = width, 0
+        self.width, self.most, self.elements = width, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] == self.width:
                 self.most = max(self.most, len(one))
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self.elements = max(self.elements, one.numel())
         return result
 
 
@@ -262,11 +390,12 @@ def test_no_tensor_is_as_long_as_all_choices(skewed: bool, monkeypatch: pytest.M
     """In forward and backward; of 600 tokens with 4 experts each, also where one has them all."""
     monkeypatch.setattr("dynoffload.moe.computation.TILE", 128)
     length, k, d = 600, 4, 12
-    given = inputs(length, d, count=8, k=k)
+    given = inputs(length, d, h=4, count=8, k=k)
     chosen = torch.arange(k).expand(length, k) if skewed else choice(length, 8, k)
     with _Allocations(d) as seen:
         experts(given[0], chosen, *given[1:]).square().sum().backward()
     assert seen.most == length
+    assert seen.elements == length * d, "in whatever form"
     with _Allocations(d) as plain:
         token = chosen.reshape(-1).argsort() // k
         given[0][token].sum()
@@ -292,15 +421,20 @@ def test_what_is_saved_is_two_parts_of_each_choice() -> None:
 
 
 def test_a_graph_leaves_nothing_behind() -> None:
+    """Nothing waits for the collector of cycles either."""
     given = inputs()
     chosen = choice(40, 5, 2)
-    experts(given[0], chosen, *given[1:]).sum().backward()
     gc.collect()
-    before = sum(isinstance(one, Tensor) for one in gc.get_objects())
-    for _ in range(5):
-        experts(given[0], chosen, *given[1:]).sum().backward()
-    gc.collect()
-    assert sum(isinstance(one, Tensor) for one in gc.get_objects()) <= before
+    gc.disable()
+    try:
+        out = experts(given[0], chosen, *given[1:])
+        call = weakref.ref(out.grad_fn.call)  # type: ignore[union-attr]
+        out.sum().backward()
+        assert call() is not None
+        del out
+        assert call() is None
+    finally:
+        gc.enable()
 
 
 # The layer
@@ -347,6 +481,31 @@ def test_the_bias_on_the_choice_balances() -> None:
     assert spread() < 1.3
 
 
+def test_the_bias_on_the_choice_stays_float32() -> None:
+    """A step of 1e-3 from 0.5 is none in bfloat16."""
+    layer = MoE(16, 8, 4, 2)
+    layer.choice_bias.fill_(0.5001)
+    layer.bfloat16()
+    assert layer.up.dtype == torch.bfloat16
+    assert layer.choice_bias.dtype == torch.float32
+    assert (layer.choice_bias == torch.tensor(0.5001)).all()
+    layer.balance(layer(torch.randn(3, 16, dtype=torch.bfloat16)).routing)
+    assert (layer.choice_bias != torch.tensor(0.5001)).any()
+    assert MoE(16, 8, 4, 2, device="meta").to_empty(device="cpu").choice_bias.dtype == torch.float32
+
+
+def test_the_router_of_one_expert_learns_from_the_result() -> None:
+    layer = MoE(12, 8, 4, 1)
+    layer(torch.randn(5, 12)).hidden.square().sum().backward()
+    assert layer.router.grad is not None
+    assert layer.router.grad.any()
+
+
+def test_tokens_on_the_meta_device_are_refused() -> None:
+    with pytest.raises(ConfigError, match="meta device"):
+        MoE(12, 8, 4, device="meta")(torch.zeros(3, 12, device="meta"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -391,6 +550,58 @@ def test_it_trains_under_a_budget_to_the_bits_that_it_has_without() -> None:
                 optimizer.zero_grad()
         assert session.stats["bytes_in"].sum() > 0
     twin.assert_same()
+
+
+def test_in_a_session_no_gradient_of_all_experts_is_made_at_once() -> None:
+    """The layer's matrices are larger than the whole budget, as their gradients would be."""
+    from exactness import Twin, footprint_of
+
+    torch.manual_seed(0)
+    twin = Twin(MoE(32, 64, 16, 1), lambda p: AdamW(p, lr=1e-2))
+    budget = footprint_of(twin.model) // 8
+    assert budget < twin.model.up.nbytes  # type: ignore[operator]
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    with twin.paged(budget, config=config):
+        for step in range(4):
+            x = torch.randn(2, 32, generator=torch.Generator().manual_seed(step))
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+                twin.model(x).hidden.square().sum().backward()
+            events = recorded.profiler.kineto_results.events()
+            sizes = [one.nbytes() for one in events if one.name() == "[memory]"]
+            assert sizes
+            assert max(sizes) < twin.model.down.nbytes  # type: ignore[operator]
+            twin.reference(x).hidden.square().sum().backward()
+            for optimizer in (twin.optimizer, twin.its):
+                optimizer.step()
+                optimizer.zero_grad()
+    twin.assert_same()
+
+
+def test_the_layer_comes_from_the_meta_device() -> None:
+    torch.manual_seed(3)
+    plain = MoE(32, 64, 8, 2, shared=8, bias=True)
+    layer = MoE(32, 64, 8, 2, shared=8, bias=True, device="meta")
+    dynoffload.materialize(layer)
+    torch.manual_seed(3)
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    with dynoffload.offload(layer, None, budget=2**18, config=config):
+        found = layer(x).hidden
+    assert torch.equal(found, plain(x).hidden)
+    for name, one in layer.state_dict().items():
+        assert torch.equal(one, plain.state_dict()[name]), name
+
+
+def test_zeros_have_the_sign_that_torchs_have() -> None:
+    for hit in ([1], [2, 0]):
+        own, plain = (torch.zeros(4, 3, requires_grad=True) for _ in range(2))
+        slices = slices_of(own)
+        assert slices is not None
+        sum((slices[e] * -0.0).sum() for e in hit).backward()  # type: ignore[union-attr]
+        sum((plain[e] * -0.0).sum() for e in hit).backward()  # type: ignore[union-attr]
+        assert own.grad is not None
+        assert plain.grad is not None
+        assert torch.equal(own.grad.signbit(), plain.grad.signbit())
 
 
 def test_checkpointed() -> None:

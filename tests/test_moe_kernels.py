@@ -289,16 +289,31 @@ def test_what_kernels_cannot_take_is_refused_with_a_reason() -> None:
     chosen = _choice(10, 3, 2)
     tokens, gates, up, down = _inputs(chosen, 3, 8, 8)
     cases = [
-        ({"activation": Traced(torch.tanh, 1)}, "neither SwiGLU nor SiLU"),
+        ({"activation": Traced(torch.nn.functional.glu, 2)}, "neither SwiGLU nor SiLU"),
         ({"up_bias": up.new_zeros(3, 16)}, "biases"),
-        ({"activation": SiLU()}, "matrices are"),
-        ({"transposed": True}, "matrices are"),
+        ({"activation": SiLU()}, "up is"),
+        ({"transposed": True}, "up is"),
     ]
     for given, said in cases:
         with pytest.raises(ConfigError, match=said):
             experts(tokens, chosen, gates, up, down, kernels=True, **given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no tensors"):
         experts(tokens, chosen, gates, list(up), list(down), kernels=True, count=3)
+
+
+@pytest.mark.skipif(CUDA, reason="kernels run")
+def test_kernels_asked_for_on_the_host_without_an_interpreter_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import triton
+
+    chosen = _choice(10, 3, 2)
+    tokens, gates, up, down = _inputs(chosen, 3, 8, 8)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ConfigError, match=r"cannot route this choice: .*interpreter"):
+        route(chosen, 3, kernels=True)
+    with pytest.raises(ConfigError, match=r"cannot compute these experts: .*interpreter"):
+        experts(tokens, route(chosen, 3), gates, up, down, kernels=True)
 
 
 def test_only_plain_tensors_on_a_gpu_that_no_mode_watches_are_taken_unasked() -> None:

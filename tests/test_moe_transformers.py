@@ -117,3 +117,15 @@ def test_it_trains_under_a_budget_to_the_bits_that_it_has_without(family: str) -
                 optimizer.zero_grad()
         assert session.stats["bytes_in"].sum() > 0
     twin.assert_same()
+
+
+def test_an_activation_that_is_trained_goes_by_the_own_loop() -> None:
+    models = [built("mixtral", how) for how in ("eager", "dynoffload")]
+    for model in models:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            layer.mlp.experts.act_fn = nn.PReLU()
+        loss_of(model, 1).backward()
+    for (name, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert one.grad is not None, name
+        assert two.grad is not None, name
+        assert torch.equal(one.grad, two.grad), name

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
+from dynoffload.errors import ConfigError
+
 
 class Activation(Protocol):
     """Maps the result of the first product to what the second takes, row by row.
@@ -82,8 +84,13 @@ class Traced:
     """Any function of rows; its derivative is autograd's, of one tile at a time.
 
     Args:
-        function: of (n, parts·h), returns (n, h); it has no parameters that are trained.
+        function: of (n, parts·h), returns (n, h), the same each time; it has no parameters that
+            are trained.
         parts: see `Activation`.
+
+    Raises:
+        ConfigError: in forward, of a result of another shape; in backward, of something else that
+            is trained.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], parts: int) -> None:
@@ -92,13 +99,25 @@ class Traced:
     def forward(self, first: torch.Tensor, out: torch.Tensor) -> None:
         """See `Activation.forward`."""
         with torch.no_grad():
-            out.copy_(self._function(first))
+            made = self._function(first)
+        if made.shape != out.shape:
+            raise ConfigError(
+                f"{self._name()} makes {tuple(made.shape)} of {tuple(first.shape)}, and experts' "
+                f"second product takes {tuple(out.shape)}"
+            )
+        out.copy_(made)
 
     def again(self, first: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """See `Activation.again`."""
         with torch.enable_grad():
             given = first.detach().requires_grad_()
             result = self._function(given)
+        if trains(result, given):
+            raise ConfigError(
+                f"{self._name()} computes with a tensor that is trained, whose gradient would be "
+                "lost: make it one that requires none, or compute these experts by another "
+                "implementation"
+            )
         return result.detach(), (result, given)
 
     def backward(self, first: torch.Tensor, gradient: torch.Tensor, made: Any) -> torch.Tensor:
@@ -107,3 +126,21 @@ class Traced:
         found: torch.Tensor
         (found,) = torch.autograd.grad(result, given, gradient.to(result.dtype))
         return found
+
+    def _name(self) -> str:
+        return str(getattr(self._function, "__qualname__", type(self._function).__name__))
+
+
+def trains(result: torch.Tensor, given: torch.Tensor) -> bool:
+    """Return whether ``result`` has a gradient of any leaf but ``given``."""
+    ahead, seen = [result.grad_fn], set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf is not given:
+            return True
+        ahead += [one for one, _ in node.next_functions]
+    return False

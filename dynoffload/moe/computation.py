@@ -17,10 +17,14 @@ tokens' sums go through the experts in order, so bits do not depend on what is r
 
 [Note: tiles]  An expert's tokens are taken `TILE` at a time, so that what is gathered stays small
 beside (L·k, d) even where all tokens go to one expert.
+
+[Note: compiled]  torch.compile, which traces custom nodes of autograd one by one, loses the
+gradients of slices. So what follows is left out of what it compiles.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +34,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.moe import kernels as gpu
 from dynoffload.moe.activations import Activation, SwiGLU
 from dynoffload.moe.indices import Routing, route
+from dynoffload.moe.shapes import Weights, check_shapes
 from dynoffload.moe.slices import Sliced, slices_of
 
 TILE = 1024
@@ -80,6 +85,24 @@ def _add_product(
     torch.addmm(into, left.t(), right, beta=0 if is_first else 1, out=into)
 
 
+class _Nothing(torch.autograd.Function):
+    """The result where no expert is hit: zeros, of which tokens and gates have zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(tokens, gates)
+        return torch.zeros_like(tokens)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            torch.zeros_like(one) if need else None
+            for one, need in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        )
+
+
 class _Expert(torch.autograd.Function):
     """Adds one expert's part to the result; see [Note: chain]."""
 
@@ -109,7 +132,7 @@ class _Expert(torch.autograd.Function):
             between = tokens.new_empty(len(index), w_down.shape[0])
             call.activation.forward(first[rows], between)
             made = _product(between, w_down, down_bias)
-            made *= gates[own][rows].unsqueeze(1)
+            made *= gates[own][rows].unsqueeze(1)  # by gates as they are, rounded once
             out.index_add_(0, index, made.to(out.dtype))
         ctx.call, ctx.expert = call, expert
         ctx.save_for_backward(tokens, gates, up, down, down_bias, first)
@@ -120,7 +143,15 @@ class _Expert(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        (d_out,) = gradients
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            try:
+                return _Expert._backward(ctx, *gradients)
+            except BaseException:
+                ctx.call.sums = []
+                raise
+
+    @staticmethod
+    def _backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
         tokens, gates, up, down, down_bias, first = ctx.saved_tensors
         call, expert = ctx.call, ctx.expert
         needs = dict(
@@ -144,10 +175,10 @@ class _Expert(torch.autograd.Function):
             back = torch.mm(d_made, w_down.t())
             between, made = call.activation.again(first[rows])
             if d_gates is not None:
-                d_g = (back * between).sum(1)
+                d_g = (back * between).sum(1, dtype=gates.dtype)
                 if down_bias is not None:
                     d_g += d_made @ down_bias
-                d_gates[own][rows] = d_g.to(gates.dtype)
+                d_gates[own][rows] = d_g
             d_made *= g
             back *= g
             if d_down is not None:
@@ -217,31 +248,55 @@ def experts(
     Raises:
         ConfigError: shapes that do not fit each other, or kernels asked for what they cannot take.
     """
+    compiles = "torch._dynamo" in sys.modules  # see [Note: compiled]
+    return (_uncompiled if compiles else _experts)(
+        tokens,
+        chosen,
+        gates,
+        (up, down, up_bias, down_bias),
+        activation or SwiGLU(),
+        transposed,
+        count,
+        kernels,
+    )
+
+
+def _experts(
+    tokens: torch.Tensor,
+    chosen: torch.Tensor | Routing,
+    gates: torch.Tensor,
+    weights: Weights,
+    activation: Activation,
+    transposed: bool,
+    count: int | None,
+    kernels: bool | None,
+) -> torch.Tensor:
+    up, down, up_bias, down_bias = weights
     if not isinstance(chosen, Routing):
         if count is None:
             if not isinstance(up, torch.Tensor):
                 raise ConfigError("experts() needs count= where matrices are no tensors")
             count = len(up)
         chosen = route(chosen, count, kernels=kernels)
-    if tokens.dim() != 2 or gates.shape != (len(tokens), chosen.token_expert_indices.shape[1]):
+    shape = chosen.token_expert_indices.shape
+    if tokens.dim() != 2 or len(tokens) != shape[0] or gates.shape != shape:
         raise ConfigError(
             f"tokens are (L, d) and gates (L, k): not {tuple(tokens.shape)} and "
-            f"{tuple(gates.shape)}, for choices of {tuple(chosen.token_expert_indices.shape)}"
+            f"{tuple(gates.shape)}, for choices of {tuple(shape)}"
         )
-    out = torch.zeros_like(tokens)
+    check_shapes(tokens, chosen, weights, activation, transposed)
     hit = chosen.hit()
     if not hit:
-        return out
+        nothing: torch.Tensor = _Nothing.apply(tokens, gates)  # type: ignore[no-untyped-call]
+        return nothing
+    out = torch.zeros_like(tokens)
     kind = tokens.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64:  # as torch's products
         tokens = tokens.to(torch.get_autocast_dtype(kind))
-    activation = activation or SwiGLU()
     if isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor):
         wanted = gpu.suits(tokens, gates, up, down) if kernels is None else kernels
         biases = up_bias is not None or down_bias is not None
-        why = wanted and gpu.refusal(
-            tokens, up, down, biases=biases, transposed=transposed, activation=activation
-        )
+        why = wanted and gpu.refusal(tokens, up, down, biases=biases, activation=activation)
         if wanted and not why:
             return gpu.fused(tokens, gates, up, down, chosen, transposed, activation, out.dtype)
     else:
@@ -249,13 +304,16 @@ def experts(
     if kernels:
         raise ConfigError(f"kernels cannot compute these experts: {why}")
     call = _Call(chosen, activation, transposed, hit[0], hit[-1])
-    sliced = [slices_of(one) for one in (up, down, up_bias, down_bias)]
+    sliced = [slices_of(one) for one in weights]
     own = torch.empty_like(gates.reshape(-1)).index_copy(
         0, chosen.token_index_map.reshape(-1), gates.reshape(-1)
     )
-    own = own.to(tokens.dtype)
+    own = own.to(torch.promote_types(own.dtype, tokens.dtype))
     for expert in hit:
         parts = [None if one is None else one[expert].to(tokens.dtype) for one in sliced]
         with torch.autocast(kind, enabled=False):
             out = _Expert.apply(out, tokens, own, *parts, call, expert)  # type: ignore[no-untyped-call]
     return out
+
+
+_uncompiled = torch._disable_dynamo(_experts)  # type: ignore[attr-defined]

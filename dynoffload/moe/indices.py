@@ -80,7 +80,8 @@ def route(chosen: torch.Tensor, experts: int, *, kernels: bool | None = None) ->
         kernels: made by Triton's kernels; by default where the choice is on a GPU.
 
     Raises:
-        ConfigError: the choice has another shape or dtype, or numbers beyond the experts.
+        ConfigError: the choice has another shape or dtype, or numbers beyond the experts;
+            or kernels that were asked for cannot run where it is.
     """
     if chosen.dim() != 2 or chosen.is_floating_point() or chosen.is_complex():
         raise ConfigError(
@@ -94,6 +95,8 @@ def route(chosen: torch.Tensor, experts: int, *, kernels: bool | None = None) ->
         zeros = (0,) * (experts + 1)
         return Routing(empty, chosen.new_zeros(experts + 1), chosen, chosen.clone(), zeros)
     if gpu.suits(chosen) if kernels is None else kernels:
+        if why := gpu.missing(chosen):
+            raise ConfigError(f"kernels cannot route this choice: {why}")
         order, offsets, places, wrong = gpu.routed(chosen, experts)
         *starts, found = torch.cat((offsets, wrong.view(1))).tolist()
         if found == 2:

@@ -13,7 +13,8 @@ bias on the choice alone, which balances without a loss (Wang et al., arXiv 2408
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU
 from dynoffload.moe.computation import experts as run_experts
 from dynoffload.moe.indices import Routing, route
+from dynoffload.runtime.experts.calls import stand_ins
 
 _ACTIVATIONS: dict[str, type[Activation]] = {"swiglu": SwiGLU, "silu": SiLU}
 
@@ -53,7 +55,8 @@ class MoE(nn.Module):
         activation: ``"swiglu"`` or ``"silu"``.
         shared: hidden width of the expert that every token takes beside; 0 for none.
         bias: experts have biases.
-        normalize: gates of a token are scaled to a sum of 1.
+        normalize: gates of a token are scaled to a sum of 1; by default where k > 1, as with one
+            expert the gate would be 1 and the router would learn nothing from the result.
         device: where parameters are made.
         dtype: of parameters; the router computes in float32 at least.
 
@@ -74,6 +77,8 @@ class MoE(nn.Module):
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
 
+    asks_for_parts = True  # of matrices that a session pages by expert
+
     def __init__(
         self,
         width: int,
@@ -84,7 +89,7 @@ class MoE(nn.Module):
         activation: str = "swiglu",
         shared: int = 0,
         bias: bool = False,
-        normalize: bool = True,
+        normalize: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -96,7 +101,8 @@ class MoE(nn.Module):
             raise ConfigError(f"k={k} is not from 1 to experts={experts}")
         if min(width, hidden) < 1 or shared < 0:
             raise ConfigError(f"width={width}, hidden={hidden} and shared={shared} must be sizes")
-        self.width, self.hidden, self.k, self.normalize = width, hidden, k, normalize
+        self.width, self.hidden, self.k = width, hidden, k
+        self.normalize = k > 1 if normalize is None else normalize
         self.activation: Activation = _ACTIVATIONS[activation]()
         parts = self.activation.parts
 
@@ -109,7 +115,8 @@ class MoE(nn.Module):
         self.down_bias = made(experts, width) if bias else None
         self.shared_up = made(1, parts * shared, width) if shared else None
         self.shared_down = made(1, width, shared) if shared else None
-        self.register_buffer("choice_bias", torch.empty(experts, device=device))
+        bias_on_choice = torch.empty(experts, device=device, dtype=torch.float32)
+        self.register_buffer("choice_bias", bias_on_choice)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -123,6 +130,15 @@ class MoE(nn.Module):
                 nn.init.zeros_(bias)
         nn.init.zeros_(self.choice_bias)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Convert and move as modules do; the bias on the choice stays float32, as its steps are
+        lost in fewer bits."""
+        kept = self.choice_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.choice_bias.dtype != kept.dtype:
+            self.choice_bias = kept.to(self.choice_bias.device)
+        return self
+
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
         kind = type(self.activation).__name__
@@ -135,11 +151,15 @@ class MoE(nn.Module):
             hidden: (..., d).
 
         Raises:
-            ConfigError: another width.
+            ConfigError: another width, or tokens on the meta device.
         """
         if hidden.shape[-1] != self.width:
             raise ConfigError(
                 f"tokens are {hidden.shape[-1]} wide, and this layer takes {self.width}"
+            )
+        if hidden.is_meta:
+            raise ConfigError(
+                "tokens on the meta device choose no experts: give this layer real ones"
             )
         tokens = hidden.reshape(-1, self.width)
         exact = torch.promote_types(tokens.dtype, torch.float32)
@@ -151,12 +171,13 @@ class MoE(nn.Module):
         if self.normalize:
             gates = gates / gates.sum(-1, keepdim=True)
         routing = route(chosen, len(self.up))
+        paged = stand_ins(self)
         out = run_experts(
             tokens,
             routing,
             gates,
-            self.up,
-            self.down,
+            paged.get("up", self.up),
+            paged.get("down", self.down),
             up_bias=self.up_bias,
             down_bias=self.down_bias,
             activation=self.activation,
@@ -168,8 +189,9 @@ class MoE(nn.Module):
                 tokens, everyone, ones, self.shared_up, self.shared_down, activation=self.activation
             )
         share = torch.bincount(chosen.reshape(-1), minlength=len(self.up)) / max(chosen.numel(), 1)
-        balance = len(self.up) * (share * scores.mean(0)).sum()
-        z = logits.logsumexp(-1).square().mean()
+        length = max(len(tokens), 1)  # losses of no token are 0
+        balance = len(self.up) * (share * (scores.sum(0) / length)).sum()
+        z = logits.logsumexp(-1).square().sum() / length
         return MoEOutput(out.view_as(hidden), balance, z, routing)
 
     @torch.no_grad()

@@ -6,8 +6,8 @@ pages the parameters by slices, it takes those. What it is not: a model of its o
 losses and all else are the model's.
 
 Results are those of transformers' own loop but for rounding: sums go in another order in backward.
-Of a class whose experts cannot be computed here, such as one with a norm after each expert, the own
-loop runs, by slices where they are paged so.
+Of a class whose experts cannot be computed here, such as one with a norm after each expert or an
+activation that is trained, the own loop runs, by slices where they are paged so.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _is_known(module: nn.Module) -> bool:
     """Return whether a class says of its experts what has to be known."""
     said = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
-    plain = not getattr(module, "has_post_expert_norm", False)
+    plain = not getattr(module, "has_post_expert_norm", False) and not any(
+        one.requires_grad for child in module.children() for one in child.parameters()
+    )  # such as an activation that is trained
     return plain and all(hasattr(module, name) for name in said)
 
 

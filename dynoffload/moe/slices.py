@@ -2,7 +2,8 @@
 
 ``weight[e]`` of torch has a gradient of the whole parameter's form for each expert that was hit.
 Here the gradient of each slice goes to its place in one tensor of that form, as soon as it is made.
-What a session pages slice by slice brings its own (`dynoffload.runtime.experts.parts`).
+What a session pages slice by slice brings its own (`dynoffload.runtime.experts.parts`). Zeros have
+the sign that they have there and in torch, whose sums of several experts turn -0 into 0.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ class _Gathering:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like, self._whole = like, None  # type: tuple[torch.Tensor, torch.Tensor | None]
+        self._only: torch.Tensor | None = None  # the first slice, until there is another
 
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         if self._whole is None:
             self._whole = torch.zeros_like(self._like)
-        return self._whole[number].copy_(gradient)
+            self._only = self._whole[number]
+            return self._only.copy_(gradient)
+        if self._only is not None:
+            self._only.add_(0.0)
+            self._only = None
+        return torch.add(gradient, 0.0, out=self._whole[number])
 
     def finish(self) -> torch.Tensor | None:
-        whole, self._whole = self._whole, None
+        whole, self._whole, self._only = self._whole, None, None
         return whole
 
 

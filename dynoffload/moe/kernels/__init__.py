@@ -51,27 +51,38 @@ def suits(*tensors: torch.Tensor) -> bool:
     return plain and all(one.is_cuda for one in tensors) and not watched() and available()
 
 
+def missing(tensor: torch.Tensor) -> str | None:
+    """Return what kernels lack to run where a tensor is, in words, or None."""
+    if not available():
+        return "triton is not installed"
+    if tensor.is_cuda:
+        return None
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return None
+    return f"tensors are on {tensor.device} and Triton's interpreter, which runs there, is off"
+
+
 def refusal(
     tokens: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
     *,
     biases: bool,
-    transposed: bool,
     activation: Activation,
 ) -> str | None:
     """Return why the kernels cannot compute these experts, in words, or None.
 
     Args:
         tokens: (L, d).
-        up: the first matrices.
-        down: the second matrices.
+        up: the first matrices, of the right shape.
+        down: the second matrices, too.
         biases: there are any.
-        transposed: the form of matrices.
         activation: between the products.
     """
-    if not available():
-        return "triton is not installed"
+    if why := missing(tokens):
+        return why
     if type(activation) not in (SwiGLU, SiLU):
         return "the activation is neither SwiGLU nor SiLU"
     if biases:
@@ -80,13 +91,6 @@ def refusal(
         return "matrices are not where tokens are"
     if tokens.dtype not in _DTYPES and (tokens.is_cuda or tokens.dtype != torch.float64):
         return f"tokens are {tokens.dtype}"
-    if transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    count, width, hidden = down.shape
-    if tokens.shape[1] != width or up.shape != (count, activation.parts * hidden, width):
-        return (
-            f"matrices are {tuple(up.shape)} and {tuple(down.shape)}, not (E, p·h, d) and (E, d, h)"
-        )
     return None
 
 

@@ -59,14 +59,17 @@ def watch(module: nn.Module, make: MakeParts) -> Callable[[], None]:
     """Run the experts of ``module`` by slices from now on.
 
     Args:
-        module: owns fused parameters; if it is no experts' class of transformers, nothing changes.
+        module: owns fused parameters; if it is no experts' class of transformers, nothing changes,
+            unless its class says by ``asks_for_parts`` that it takes its `stand_ins` itself.
         make: returns what stands for them in one call, by name.
 
     Returns:
         Ends it.
     """
     registry = getattr(sys.modules.get(_MODULE), "ALL_EXPERTS_FUNCTIONS", None)
-    if registry is None or not hasattr(type(module).forward, "__wrapped__"):
+    if getattr(type(module), "asks_for_parts", False):
+        registry = {}
+    elif registry is None or not hasattr(type(module).forward, "__wrapped__"):
         return lambda: None
     _sliced[id(module)] = make
     if "eager" not in registry:
