@@ -16,11 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dynoffload.simulation.cluster import Cluster
 from dynoffload.simulation.hardware import Accelerator
 from dynoffload.simulation.moe_cluster import MoeShard
-from dynoffload.simulation.pipeline import Cost, Elements, Layer, Restore, costs, elements
+from dynoffload.simulation.pipeline import (
+    Cost,
+    Elements,
+    Layer,
+    Part,
+    Restore,
+    costs_of,
+    elements,
+    part_of,
+)
 from dynoffload.simulation.roofline import Operator, work
 from dynoffload.simulation.routing import Routing, Spread
 from dynoffload.simulation.speeds import Speeds
@@ -101,21 +111,31 @@ class MoeSteps:
             parts: of the batch, in expert layers.
             restore: how what parts overwrite is restored.
         """
-        shard, cut = self.shard, self.shard.division
-        held = shard.model.experts / cut.expert
-        layer = self.layer
-        speeds = self.speeds or Speeds.of(
-            self.device, layer.width, layer.inner, held, layer.element
-        )
-        count = shard.model.moe_layers
-        each = [
-            sum(costs(layer, routing, self.spread, speeds, parts, restore, self.cluster), _NOTHING)
+        return self.made_of(self.split(routings, parts), parts, restore)
+
+    def split(self, routings: Sequence[Routing], parts: int) -> list[Part]:
+        """Return one of ``parts`` parts of each of ``routings``."""
+        shard, layer = self.shard, self.layer
+        held = shard.model.experts / shard.division.expert
+        speeds = self._speeds_of(layer, held)
+        return [
+            part_of(layer, routing.part(parts), self.spread, speeds, self.cluster)
             for routing in routings
         ]
+
+    def made_of(self, split: Sequence[Part], parts: int, restore: Restore) -> StepCost:
+        """Return what a step costs whose expert layers consist of such parts; see `step`."""
+        slowdown = None if self.speeds is None else self.speeds.slowdown
+        each = [sum(costs_of(part, parts, restore, slowdown), _NOTHING) for part in split]
         experts = sum(each, _NOTHING)
         if len(each) == 1:
-            experts = sum(each * count, _NOTHING)
-        return StepCost(experts, self._even(), self._collectives())
+            experts = sum(each * self.shard.model.moe_layers, _NOTHING)
+        return StepCost(experts, self._even, self._collectives)
+
+    def _speeds_of(self, layer: Layer, held: float) -> Speeds:
+        if self.speeds is not None:
+            return self.speeds
+        return Speeds.of(self.device, layer.width, layer.inner, held, layer.element)
 
     def kept(self, routings: Sequence[Routing], parts: int, restore: Restore) -> Elements:
         """Return what the rank with most rows holds of all expert layers, in elements.
@@ -128,6 +148,7 @@ class MoeSteps:
         one = elements(most, layer.width, layer.inner, 0, parts, shared=shared)
         return Elements(0.0, count * one.activations, one.buffers)
 
+    @cached_property
     def _even(self) -> float:
         """Return the seconds of what all ranks do alike."""
         shard = self.shard
@@ -145,6 +166,7 @@ class MoeSteps:
         model = self.shard.model
         return model.layers, model.layers - model.moe_layers, model.moe_layers
 
+    @cached_property
     def _collectives(self) -> float:
         """Return the seconds of gathers and sums outside of expert layers."""
         shard, cut, element = self.shard, self.shard.division, self.shard.precision.element

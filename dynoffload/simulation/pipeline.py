@@ -32,7 +32,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.simulation.cluster import Cluster
 from dynoffload.simulation.routing import Routing, Spread
 from dynoffload.simulation.speeds import Speeds
-from dynoffload.simulation.streams import Floats, Program, Resource, Timeline
+from dynoffload.simulation.streams import Floats, Program, Resource, Slowdown, Timeline
 
 COMPUTE, LINK, COPY = Resource.COMPUTE, Resource.LINK, Resource.COPY
 
@@ -315,7 +315,14 @@ def costs(
 ) -> tuple[Cost, Cost]:
     """Return what forward and backward of a layer cost; the arguments are those of `part_of`."""
     part = part_of(layer, routing.part(parts), spread, speeds, cluster)
-    passes = (make(part, parts, restore).run(speeds.slowdown) for make in (forward, backward))
+    return costs_of(part, parts, restore, speeds.slowdown)
+
+
+def costs_of(
+    part: Part, parts: int, restore: Restore = Restore.NONE, slowdown: Slowdown | None = None
+) -> tuple[Cost, Cost]:
+    """Return what forward and backward of ``parts`` such parts cost."""
+    passes = (make(part, parts, restore).run(slowdown) for make in (forward, backward))
     first, second = (Cost.of(timeline) for timeline in passes)
     return first, second
 
