@@ -301,7 +301,8 @@ def _measured(options: Options, speeds: Speeds) -> list[dict[str, Any]]:
             for parts in PARTS:
                 first, second = costs(layer, routing, spread, speeds, parts, restore)
                 times[f"{parts} {restore.value}"] = first.seconds + second.seconds
-        found.append({"layer": name, "seconds": times, "best": min(times, key=times.__getitem__)})
+        best = min(times, key=times.__getitem__)
+        found.append({"layer": name, "seconds": times, "best": best})
     return found
 
 
