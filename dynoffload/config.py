@@ -27,6 +27,7 @@ UNPAGED = ("dtr", "os-paging")
 BASELINES = ("replay", "on-demand", *UNPAGED)
 """Policies to compare with."""
 DEFERRALS = ("auto", "never")
+BINDINGS = ("auto", "off")
 LEAST_PAGE = 4 * KiB
 
 
@@ -103,6 +104,9 @@ class OffloadConfig:
         io_threads: threads that read and write the spill file, 1 to 16.
         gpudirect: on CUDA, read the file that ``host_budget`` leaves bytes for into the
             accelerator past host memory, by GPUDirect Storage; needs the extra of that name.
+        numa: on a host with several memory nodes, ``"auto"`` binds a rank that torchrun started, as
+            long as the block lasts, to the node of its accelerator, or without one to its share of
+            the nodes; never to cores that it did not have. ``"off"`` binds nothing.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
             which the C library is asked to hand its free pages back.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
@@ -127,6 +131,7 @@ class OffloadConfig:
     step_aside: bool = True
     io_threads: int = 4
     gpudirect: bool = False
+    numa: str = "auto"
     heap_slack_bytes: int = 512 * MiB
     features: Callable[..., Any] | None = None
     record_events: bool = True
@@ -137,6 +142,7 @@ class OffloadConfig:
             ("backend", BACKENDS),
             ("policy", POLICIES),
             ("defer_updates", DEFERRALS),
+            ("numa", BINDINGS),
         ):
             value = getattr(self, name)
             if value not in known:

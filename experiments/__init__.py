@@ -32,6 +32,7 @@ EXPERIMENTS: dict[str, str] = {
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:run",
     "pilot-benefit": "dynoffload.experiments.pilot_benefit:run",
     "memory-expansion": "dynoffload.experiments.memory_expansion:run",
+    "cluster": "dynoffload.experiments.cluster:run",
     "simulation": "dynoffload.experiments.simulation:run",
     "step-time": "dynoffload.experiments.step_time:run",
     "estimates": "dynoffload.experiments.estimates:run",

@@ -12,9 +12,9 @@ from emulated import emulated
 from host_reference import Pair, odd, words
 from torch.optim import SGD, AdamW
 
+from dynoffload.memory.cores import Cores, cores_for, cores_of_list, node_of, nodes
 from dynoffload.optim import HostOptimizer
 from dynoffload.optim.choosing import Rates, plan_by
-from dynoffload.optim.cores import Cores, cores_for, cores_of_list, node_of, nodes
 from dynoffload.optim.crew import Crew
 
 CPU = torch.device("cpu")

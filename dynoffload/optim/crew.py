@@ -1,7 +1,7 @@
 """The threads that update parameters on the host: one that leads, and torch's own beside it.
 
-What it is: an executor of one thread, bound to the cores that `dynoffload.optim.cores` names, whose
-parallel regions take as many threads as there are. What it is not: who decides what they do.
+What it is: an executor of one thread, bound to the cores that `dynoffload.memory.cores` names,
+whose parallel regions take as many threads as there are. What it is not: who decides what they do.
 
 The number of threads is OpenMP's for the leading thread alone: that of torch for the process, and
 of other threads, stays as it is. The others are made by its first parallel region and inherit its
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.optim.cores import Cores
+from dynoffload.memory.cores import Cores
 
 _Result = TypeVar("_Result")
 

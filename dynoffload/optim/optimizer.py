@@ -40,10 +40,10 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError, StepLostError
 from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.cores import address_of, cores_for
 from dynoffload.optim.agreeing import agree, catch_up
 from dynoffload.optim.choosing import Plan, measure, plan_by
 from dynoffload.optim.claims import Claims
-from dynoffload.optim.cores import address_of, cores_for
 from dynoffload.optim.crew import Crew
 from dynoffload.optim.delaying import Delay
 from dynoffload.optim.departures import check_gradient

@@ -11,8 +11,8 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.memory.accelerator.streams import open_queues
+from dynoffload.memory.cores import address_of
 from dynoffload.memory.pieces import is_dense
-from dynoffload.optim.cores import address_of
 from dynoffload.optim.immediate import Immediate
 from dynoffload.optim.shelves import Entry
 

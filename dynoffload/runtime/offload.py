@@ -24,10 +24,12 @@ from torch.optim import Optimizer
 from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
+from dynoffload.memory.cores import address_of
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
+from dynoffload.runtime.binding import Binding, binding_for, bound
 from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.host import within
@@ -326,18 +328,20 @@ def _plan(
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
-    block = _paged(model, optimizer, sizing, options, directory, target, predictor, reason)
+    binding = binding_for(address_of(target.device)) if options.numa == "auto" else None
+    block = _paged(binding, model, optimizer, sizing, options, directory, target, predictor, reason)
     return _Planned(block, functools.partial(_report, given))
 
 
 @contextlib.contextmanager
-def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
-    session = _open[id(model)] = Session(model, *arguments)
-    try:
-        yield session
-    finally:
-        _open.pop(id(model), None)
-        session.close()
+def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterator[Session]:
+    with bound(binding) as words:
+        session = _open[id(model)] = Session(model, *arguments, bound=words)
+        try:
+            yield session
+        finally:
+            _open.pop(id(model), None)
+            session.close()
 
 
 @contextlib.contextmanager

@@ -78,10 +78,12 @@ class Session:
         target: Target,
         pilot: Predictor | str | None,
         spill_reason: str = "",
+        *,
+        bound: str = "",
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
-        self._target = target
+        self._target, self._bound = target, bound
         self._homes = Homes(model, optimizer, target, spill_dir)
         # It asks a predictor of the user's.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
@@ -184,7 +186,7 @@ class Session:
             return
         logger.info(
             "%s: %s of parameters, gradients%s under %s on the %s (pool %s in "
-            "pages of %s, reserve %s), %s, policy %s",
+            "pages of %s, reserve %s), %s, policy %s%s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
@@ -195,6 +197,7 @@ class Session:
             format_bytes(sizing.reserve_bytes),
             self._beside(spill_reason),
             self._config.policy,
+            self._bound and f", {self._bound}",
         )
 
     def _beside(self, spill_reason: str) -> str:

@@ -153,8 +153,8 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Half a layer: operators, and bytes."""
+class Block:
+    """Half a layer: operators; bytes saved, and bytes received in both passes."""
 
     forward: list[Operator]
     backward: list[Operator]
@@ -260,7 +260,7 @@ class MoeShard:
 
     def _layer(self, *, moe: bool) -> Layer:
         model, cut = self.model, self.division
-        attention, feed = self._attention(), self._experts() if moe else self._feed_forward()
+        attention, feed = self.attention, self._experts() if moe else self.feed_forward
         square = model.hidden**2
         pair = 2 * model.inner * square
         held = model.experts / cut.expert / cut.slices
@@ -278,7 +278,9 @@ class MoeShard:
             reduced=reduced,
         )
 
-    def _attention(self) -> _Block:
+    @cached_property
+    def attention(self) -> Block:
+        """The first half of each layer."""
         model, tokens, tensor = self.model, self.batch.tokens, self.division.tensor
         length, width = self.batch.length, model.hidden / model.heads
         maps = self.batch.sequences * model.heads / tensor
@@ -297,7 +299,9 @@ class MoeShard:
         saved = 5 * self.own + self._mask + (2 * element + mask) * scores
         return self._divided(products, between, saved)
 
-    def _feed_forward(self) -> _Block:
+    @cached_property
+    def feed_forward(self) -> Block:
+        """The second half of a layer without experts."""
         model, tokens, tensor = self.model, self.batch.tokens, self.division.tensor
         columns = model.inner * model.hidden / tensor
         products = [
@@ -311,7 +315,19 @@ class MoeShard:
         )
         return self._divided(products, between, self.own + 2 * inner + self._mask)
 
-    def _experts(self) -> _Block:
+    @cached_property
+    def around_experts(self) -> Block:
+        """What of the second half of a layer with experts is neither theirs nor on the network."""
+        nothing = elementwise("", 0.0)
+        block = self._block([], (nothing, nothing), 0.0)
+        forward, backward = ([*part, self._travel] for part in (block.forward, block.backward))
+        return Block(forward, backward, block.saved, 0.0, 0.0)
+
+    @property
+    def _travel(self) -> Operator:
+        return elementwise("dispatch, combine", 2 * (self.own + self.sent))
+
+    def _experts(self) -> Block:
         model, cut = self.model, self.division
         held = model.experts / cut.expert
         rows, columns = self.routed_rows / held, model.inner * model.hidden / cut.slices
@@ -325,12 +341,11 @@ class MoeShard:
             elementwise("activation backward", 3 * inner),
         )
         block = self._block(products, between, self.routed + 2 * inner + self.own + self._mask)
-        travel = [elementwise("dispatch, combine", 2 * (self.own + self.sent))]
         # Dispatch and combine, there and back: what a device sends it also receives.
         exchanged = 2 * self.sent * (1 - 1 / cut.expert)
-        return _Block(
-            [*block.forward, *travel],
-            [*block.backward, *travel],
+        return Block(
+            [*block.forward, self._travel],
+            [*block.backward, self._travel],
             block.saved,
             exchanged,
             exchanged,
@@ -338,15 +353,15 @@ class MoeShard:
 
     def _divided(
         self, products: list[Matmul], between: tuple[Operator, Operator], saved: float
-    ) -> _Block:
+    ) -> Block:
         """Return a block whose input is gathered and whose output is scattered."""
         block = self._block(products, between, saved)
         ring = self._ring(self.gathered)
-        return _Block(block.forward, block.backward, block.saved, 2 * ring, 3 * ring)
+        return Block(block.forward, block.backward, block.saved, 2 * ring, 3 * ring)
 
     def _block(
         self, products: list[Matmul], between: tuple[Operator, Operator], saved: float
-    ) -> _Block:
+    ) -> Block:
         """Return a norm, ``products`` with an operator ``between``, dropout and residual."""
         element = self.precision.element
         norm, norm_back = elementwise("norm", 2 * self.own), elementwise("norm dx", 3 * self.own)
@@ -355,7 +370,7 @@ class MoeShard:
         forward = [norm, *(p.forward(element) for p in products), between[0], dropout]
         gradients = [g for product in products for g in product.backward(element)]
         backward = [dropout_back, *gradients, between[1], norm_back]
-        return _Block(forward, backward, self.own + saved, 0.0, 0.0)
+        return Block(forward, backward, self.own + saved, 0.0, 0.0)
 
     @property
     def _mask(self) -> float:

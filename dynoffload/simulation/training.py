@@ -82,6 +82,8 @@ class Training:
         reference: the string that is followed.
         strings: all that were planned, if ``record`` was asked for.
         phases: of the last step: forward, backward, and the optimizer.
+        completions: of the last step, parameters and when, from the begin of backward, their
+            gradients were complete.
         chunks: of what is saved for backward.
 
     Raises:
@@ -140,6 +142,7 @@ class Training:
         self._in_backward = False
         self._update_rate = 0.0  # seconds per byte of a parameter
         self.phases: list[Phase] = []
+        self.completions: list[tuple[int, float]] = []
         self._counts = Counts()
 
     def _adopt(self, number: int, nbytes: int, *, trained: bool) -> None:
@@ -168,8 +171,10 @@ class Training:
             self._forward(step, piece)
         self._end_forward()
         self._end_phase("forward", began, result)
+        turned, self.completions = self.pager.now, []
         for piece in step.backward:
             self._backward(step, piece)
+            self.completions += [(number, self.pager.now - turned) for number in piece.completes]
         self._end_phase("backward", began, result)
         self._end_backward(step)
         self._end_phase("optimizer", began, result)

@@ -1,0 +1,373 @@
+"""An expert-parallel layer in parts: exchanges of one part beside the products of another.
+
+What it is: what MPipeMoE (Zhang et al., IPDPS 2023) does with a layer, as tasks of `streams`: the
+batch in n parts, each dispatched (S), computed (C) and combined (R), and four ways to restore in
+backward what the parts overwrite in buffers that they share; its formula of memory. What it is not:
+the layer itself, or which way is best; nor a formula of time: a pipeline takes time to fill and to
+drain, which `Cost.bound`, the published max(compute, communication, copies), leaves out.
+
+[Note: the tasks of a part]  Products are counted in units of rows x width x inner multiply-adds.
+Forward: S, first product, second product, R; a strategy that offloads copies the dispatched input
+once it is there, and the middle once the first product has made it. Backward: the exchange of the
+output's gradient; the input comes back by a copy or by one more S, the middle by a copy or by one
+more first product; then two products make the gradients of the second matrix and of the middle, two
+those of the first matrix and of the input, and R takes that to its ranks. Per part these are the
+published volumes [products, exchanges, copies], with an inner width of four times the width.
+
+[Note: shared buffers]  Under S1 to S4 parts take turns on two buffers for inputs, two for outputs
+and one for the middle. What writes one waits for what used it last: two parts before, or one.
+Every part's input and middle are restored, also those that are still in their buffers, as the
+published volumes have it. Without a strategy every part has buffers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from dynoffload.errors import ConfigError
+from dynoffload.simulation.cluster import Cluster
+from dynoffload.simulation.routing import Routing, Spread
+from dynoffload.simulation.speeds import Speeds
+from dynoffload.simulation.streams import Floats, Program, Resource, Slowdown, Timeline
+
+COMPUTE, LINK, COPY = Resource.COMPUTE, Resource.LINK, Resource.COPY
+
+
+class Restore(Enum):
+    """How backward gets what was overwritten: the dispatched input, and the middle."""
+
+    NONE = "none"
+    S1 = "S1"
+    S2 = "S2"
+    S3 = "S3"
+    S4 = "S4"
+
+    @property
+    def shares(self) -> bool:
+        """Whether parts share buffers at all."""
+        return self is not Restore.NONE
+
+    @property
+    def copies_input(self) -> bool:
+        """Whether inputs are offloaded; else they are dispatched once more."""
+        return self in (Restore.S1, Restore.S3)
+
+    @property
+    def copies_middle(self) -> bool:
+        """Whether middles are offloaded; else they are computed once more."""
+        return self in (Restore.S1, Restore.S2)
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Units of work of a part: products of bHM, exchanges of bM, copied bM."""
+
+    products: float
+    exchanges: float
+    copies: float
+
+
+def volumes(restore: Restore, *, backward: bool, ratio: float = 4.0) -> Volumes:
+    """Return what a part takes; ``ratio`` is the inner width over the width."""
+    copies = restore.copies_input * 1.0 + restore.copies_middle * ratio
+    if not backward:
+        return Volumes(2, 2, copies)
+    again = restore.shares and not restore.copies_middle
+    resent = restore.shares and not restore.copies_input
+    return Volumes(4 + again, 2 + resent, copies)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Dimensions of an expert-parallel layer, as one rank holds it.
+
+    Attributes:
+        width: of a row.
+        inner: of an expert, or of the slice of one.
+        element: bytes of one.
+        activation, activation_backward: seconds of a row between the products, if they count.
+    """
+
+    width: int
+    inner: int
+    element: int = 2
+    activation: float = 0.0
+    activation_backward: float = 0.0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on its way."""
+        return self.width * self.element
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of one part's units, alone.
+
+    Attributes:
+        product: one matrix product, on each rank.
+        dispatch, combine: one all-to-all, to the experts and back.
+        copy_input, copy_middle: one copy, on each rank.
+        activation, activation_backward: between the products, on each rank.
+    """
+
+    product: Floats
+    dispatch: float
+    combine: float
+    copy_input: Floats
+    copy_middle: Floats
+    activation: Floats
+    activation_backward: Floats
+
+
+def part_of(
+    layer: Layer,
+    routing: Routing,
+    spread: Spread,
+    speeds: Speeds,
+    cluster: Cluster | None = None,
+) -> Part:
+    """Return what a part takes.
+
+    Args:
+        layer: its dimensions.
+        routing: of the part.
+        spread: where experts lie.
+        speeds: of every rank.
+        cluster: computes exchanges from who sends what to whom; None: ``speeds`` say it by the
+            bytes of the busiest rank.
+    """
+    received = routing.received(spread)
+    sent = routing.sent(spread, layer.row_bytes)
+    if cluster is not None:
+        dispatch, combine = cluster.all_to_all(sent), cluster.all_to_all(sent.T)
+    else:
+        moving = np.where(np.eye(spread.ranks, dtype=bool), 0.0, sent)
+        busiest = max(moving.sum(axis=0).max(), moving.sum(axis=1).max())
+        dispatch = combine = speeds.exchange(float(busiest))
+
+    def each(seconds: Callable[[float], float], per_row: float) -> Floats:
+        # Many ranks have the same rows, and a table is looked up one by one.
+        different, which = np.unique(received, return_inverse=True)
+        return np.array([seconds(float(rows) * per_row) for rows in different])[which]
+
+    return Part(
+        product=each(speeds.gemm, layer.width * layer.inner),
+        dispatch=dispatch,
+        combine=combine,
+        copy_input=each(speeds.copy, layer.width * layer.element),
+        copy_middle=each(speeds.copy, layer.inner * layer.element),
+        activation=received * layer.activation,
+        activation_backward=received * layer.activation_backward,
+    )
+
+
+def forward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program:
+    """Return forward's tasks for ``parts`` parts; see [Note: the tasks of a part]."""
+    tasks = _Tasks(part, parts)
+    program, shares = tasks.program, restore.shares
+    dispatched: list[int] = []
+    offloaded: list[list[int]] = [[] for _ in range(parts)]  # inputs
+    first: list[int] = []
+    second: list[int] = []
+    combined: list[int] = []
+    emptied: list[int] = []  # what frees the middle's buffer
+
+    def dispatch(k: int) -> None:
+        free = [first[k - 2], *offloaded[k - 2]] if shares and k >= 2 else []
+        dispatched.append(program.add(f"S{k}", LINK, part.dispatch, free))
+
+    def offload_input(k: int) -> None:
+        if restore.copies_input:
+            offloaded[k] = [program.add(f"input {k} out", COPY, part.copy_input, [dispatched[k]])]
+
+    dispatch(0)
+    offload_input(0)
+    for k in range(parts):
+        if k + 1 < parts:
+            dispatch(k + 1)
+        seconds = part.product + part.activation
+        waits = [dispatched[k], *(emptied[-1:] if shares else [])]
+        first.append(program.add(f"first {k}", COMPUTE, seconds, waits))
+        if restore.copies_middle:
+            emptied.append(program.add(f"middle {k} out", COPY, part.copy_middle, [first[k]]))
+        waits = [first[k], *(combined[k - 2 : k - 1] if shares and k >= 2 else [])]
+        second.append(program.add(f"second {k}", COMPUTE, part.product, waits))
+        combined.append(program.add(f"R{k}", LINK, part.combine, [second[k]]))
+        if k + 1 < parts:
+            offload_input(k + 1)
+    return program
+
+
+def backward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program:
+    """Return backward's tasks for ``parts`` parts; see [Note: the tasks of a part]."""
+    tasks = _Tasks(part, parts)
+    program, shares = tasks.program, restore.shares
+    inputs: list[list[int]] = []
+    middles: list[list[int]] = []
+    gradients: list[int] = []
+    outer: list[int] = []
+    inner: list[int] = []
+    returned: list[int] = []
+
+    def arrive(k: int) -> None:
+        if shares:
+            free = inner[k - 2 : k - 1] if k >= 2 else []
+            if restore.copies_input:
+                inputs.append([program.add(f"input {k} in", COPY, part.copy_input, free)])
+            else:
+                inputs.append([program.add(f"S{k} again", LINK, part.dispatch, free)])
+        else:
+            inputs.append([])
+        free = outer[k - 2 : k - 1] if shares and k >= 2 else []
+        gradients.append(program.add(f"dR{k}", LINK, part.dispatch, free))
+
+    def copy_middle(k: int) -> None:
+        if restore.copies_middle:
+            free = outer[k - 1 : k] if k else []
+            middles.append([program.add(f"middle {k} in", COPY, part.copy_middle, free)])
+
+    arrive(0)
+    copy_middle(0)
+    for k in range(parts):
+        if k + 1 < parts:
+            arrive(k + 1)
+        if shares and not restore.copies_middle:
+            again = part.product + part.activation
+            middles.append([program.add(f"first {k} again", COMPUTE, again, inputs[k])])
+        elif not shares:
+            middles.append([])
+        seconds = 2 * part.product + part.activation_backward
+        waits = [gradients[k], *middles[k]]
+        outer.append(program.add(f"second {k} backward", COMPUTE, seconds, waits))
+        if k + 1 < parts:
+            copy_middle(k + 1)
+        waits = [outer[k], *inputs[k], *(returned[k - 2 : k - 1] if shares and k >= 2 else [])]
+        inner.append(program.add(f"first {k} backward", COMPUTE, 2 * part.product, waits))
+        returned.append(program.add(f"dS{k}", LINK, part.combine, [inner[k]]))
+    return program
+
+
+class _Tasks:
+    def __init__(self, part: Part, parts: int) -> None:
+        if parts < 1:
+            raise ConfigError(f"a batch in {parts} parts has none: take 1 or more")
+        self.program = Program(len(part.product))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One pass of a layer.
+
+    Attributes:
+        seconds: of it.
+        compute_s: of the rank that computes longest.
+        even_s: of compute, the mean over ranks.
+        link_s: that exchanges run.
+        copy_s: of the rank that copies longest.
+    """
+
+    seconds: float
+    compute_s: float
+    even_s: float
+    link_s: float
+    copy_s: float
+
+    @staticmethod
+    def of(timeline: Timeline) -> Cost:
+        """Return what ``timeline`` shows."""
+        compute = timeline.busy(COMPUTE)
+        return Cost(
+            timeline.seconds,
+            float(compute.max()),
+            float(compute.mean()),
+            float(timeline.busy(LINK).max()),
+            float(timeline.busy(COPY).max()),
+        )
+
+    @property
+    def bound(self) -> float:
+        """The published cost: the longest of compute, exchanges and copies."""
+        return max(self.compute_s, self.link_s, self.copy_s)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.seconds + other.seconds,
+            self.compute_s + other.compute_s,
+            self.even_s + other.even_s,
+            self.link_s + other.link_s,
+            self.copy_s + other.copy_s,
+        )
+
+
+def costs(
+    layer: Layer,
+    routing: Routing,
+    spread: Spread,
+    speeds: Speeds,
+    parts: int,
+    restore: Restore = Restore.NONE,
+    cluster: Cluster | None = None,
+) -> tuple[Cost, Cost]:
+    """Return what forward and backward of a layer cost; the arguments are those of `part_of`."""
+    part = part_of(layer, routing.part(parts), spread, speeds, cluster)
+    return costs_of(part, parts, restore, speeds.slowdown)
+
+
+def costs_of(
+    part: Part, parts: int, restore: Restore = Restore.NONE, slowdown: Slowdown | None = None
+) -> tuple[Cost, Cost]:
+    """Return what forward and backward of ``parts`` such parts cost."""
+    passes = (make(part, parts, restore).run(slowdown) for make in (forward, backward))
+    first, second = (Cost.of(timeline) for timeline in passes)
+    return first, second
+
+
+@dataclass(frozen=True)
+class Elements:
+    """What a rank holds of a layer, in elements; the published formula.
+
+    Attributes:
+        states: parameters of the gate and of one expert, gradients and two moments.
+        activations: from forward to backward.
+        buffers: of backward.
+    """
+
+    states: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.states + self.activations + self.buffers
+
+
+def elements(
+    rows: float, width: int, inner: int, experts: int, parts: int = 1, *, shared: bool = True
+) -> Elements:
+    """Return what a rank holds of a layer with one expert on each rank.
+
+    Args:
+        rows: of the batch.
+        width: of a row.
+        inner: of an expert.
+        experts: that the gate chooses from.
+        parts: of the batch.
+        shared: parts share buffers; see [Note: shared buffers].
+
+    What sharing saves is printed once for activations and buffers both, and passes the buffers
+    themselves beyond 8 parts with an inner width of four times the width: they are 0 there.
+    """
+    saved = 0.0
+    if shared and parts > 1:
+        saved = rows * (2 * width * (parts - 2) / parts + inner * (parts - 1) / parts)
+    return Elements(
+        4.0 * (experts * width + 2 * inner * width),
+        rows * (4 * width + inner) - saved,
+        max(0.0, rows * (width + inner) - saved),
+    )

@@ -1,0 +1,330 @@
+"""A 1T-parameter mixture of experts on 256 ranks: all-to-alls, uneven experts, layers in parts.
+
+What it is: steps of `dynoffload.simulation.moe_steps` under even and skewed routing, in parts and
+under each strategy; single layers over the share that communication takes of them; the published
+formula of memory; and, with ``--speeds``, layers on a machine whose speeds were measured. What it
+is not: a measurement. Networks and devices are written down, not found.
+
+With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments.comparing import check_page, write_between
+from dynoffload.experiments.memory_expansion import SETTING
+from dynoffload.simulation.cluster import Cluster, Wire
+from dynoffload.simulation.designs import DESIGNS, DEVICES_PER_NODE
+from dynoffload.simulation.hardware import Accelerator, SharedLink
+from dynoffload.simulation.moe_steps import MoeSteps, StepCost
+from dynoffload.simulation.pipeline import Cost, Layer, Restore, costs, elements
+from dynoffload.simulation.routing import Routing, Spread
+from dynoffload.simulation.speeds import Speeds
+
+GB = 1e9
+PARTS = (1, 2, 4, 8)
+LAYERS: dict[str, tuple[int, int]] = {
+    "GPT-S": (768, 3072),
+    "BERT-L": (1024, 4096),
+    "GPT-XL": (2048, 8192),
+}
+"""Published layers: width and inner width of an expert."""
+PUBLISHED_SPEEDUP = (1.55, 1.66)
+"""Means against FasterMoE (Zhang et al., 2023)."""
+PUBLISHED_MEMORY: dict[str, float] = {"2": 0.23, "4": 0.34, "8": 0.38}
+"""Share of memory that n parts save (ibid.)."""
+SHARES = tuple(n / 10 for n in range(1, 10))
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+MEMORY_TOKENS = (4096, 8192, 16384, 32768)
+DEVICE = Accelerator("assumed", 312e12, 2039e9, SharedLink(25 * GB), SharedLink(25 * GB))
+"""Of single layers; ours, as the paper's machine is not described to us. Half precision."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `run` was asked for."""
+
+    sequences: tuple[int, ...]
+    skew: float
+    seed: int
+    between_gb: float
+    latency_us: float
+    ranks: int
+    experts: int
+    tokens: int
+
+
+def run(
+    json_path: Path | None = None,
+    *,
+    sequences: tuple[int, ...] = (2, 32),
+    skew: float = 0.25,
+    seed: int = 0,
+    between_gb: float = 50.0,
+    latency_us: float = 5.0,
+    ranks: int = 64,
+    experts: int = 64,
+    tokens: int = 16384,
+    speeds: Path | None = None,
+    page: Path | None = None,
+    figure: bool = True,
+) -> dict[str, Any]:
+    """Simulate everything, print it, and draw it beside ``json_path``.
+
+    Args:
+        json_path: where the caller will write the numbers.
+        sequences: of each data-parallel group of the 1T network, one step for each.
+        skew: of skewed routing: the k-th expert in favour is chosen k ** -skew times as often.
+        seed: of the draws.
+        between_gb: GB/s of a node's wire for each of its GPUs, where nodes have one.
+        latency_us: microseconds of a message on every wire of nodes and of single layers.
+        ranks: of a single layer, all on one flat network.
+        experts: of a single layer.
+        tokens: of each rank of a single layer.
+        speeds: a JSON file of measured speeds, for single layers on that machine.
+        page: a Markdown file whose tables are written anew, between the lines that say
+            <!-- table --> and <!-- end of table -->.
+        figure: whether to draw.
+    """
+    check_page(page)
+    from dynoffload.experiments.cluster_views import draw, lines, show
+
+    options = Options(sequences, skew, seed, between_gb, latency_us, ranks, experts, tokens)
+    _check(options)
+    measured = None if speeds is None else Speeds.load(speeds)
+    result = computed(options, measured)
+    show(result)
+    if json_path is not None and figure:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        draw(result, json_path.with_suffix(".svg"))
+    if page is not None:
+        write_between(page, lines(result))
+    return result
+
+
+def _check(options: Options) -> None:
+    counts = {name: getattr(options, name) for name in ("ranks", "experts", "tokens")}
+    for name, value in [*counts.items(), *(("sequences", n) for n in options.sequences)]:
+        if value < 1:
+            raise ConfigError(f"--{name} {value} is too few: take at least 1")
+    if not options.sequences:
+        raise ConfigError("--sequences names none: give numbers, such as 2,32")
+    if not (options.between_gb > 0 and 0 <= options.skew < math.inf and options.latency_us >= 0):
+        raise ConfigError(
+            f"--between-gb {options.between_gb} must be above 0, --skew {options.skew} and "
+            f"--latency-us {options.latency_us} 0 or more"
+        )
+
+
+def computed(options: Options, measured: Speeds | None = None) -> dict[str, Any]:
+    """Return all numbers."""
+    result = {
+        "options": {**asdict(options), "sequences": list(options.sequences)},
+        "device": {
+            "flops_per_s": DEVICE.flops_per_s,
+            "local_bytes_per_s": DEVICE.local_bytes_per_s,
+            "copy_bytes_per_s": DEVICE.remote.share,
+        },
+        "steps": [
+            case
+            for network in ("flat", "nodes")
+            for count in options.sequences
+            for case in _cases(options, network, count)
+        ],
+        "layers": {name: _layer(options, name) for name in LAYERS},
+        "best_parts": _best_parts(options),
+        "memory": _memory(options),
+        "measured": None if measured is None else _measured(options, measured),
+    }
+    return {**result, "published": _published(result)}
+
+
+def _cases(options: Options, network: str, sequences: int) -> list[dict[str, Any]]:
+    """Return the steps of one network and batch, by even and by skewed routing."""
+    shard = replace(SETTING, batch=replace(SETTING.batch, sequences=sequences))
+    device, count = DESIGNS[4], shard.division.devices
+    rate = device.network.share
+    cluster = Cluster.flat(count, rate)
+    if network == "nodes":
+        latency = options.latency_us * 1e-6
+        between = DEVICES_PER_NODE * options.between_gb * GB
+        cluster = Cluster(count, DEVICES_PER_NODE, Wire(rate, latency), Wire(between, latency))
+    steps = MoeSteps(shard, device, cluster)
+    experts, rows = shard.model.experts, shard.batch.tokens // shard.division.tensor
+    generator = np.random.default_rng(options.seed)
+    routings = {
+        "even": [Routing.even(count, experts, rows)],
+        "skewed": [
+            Routing.drawn(count, experts, rows, options.skew, generator)
+            for _ in range(shard.model.moe_layers)
+        ],
+    }
+    return [
+        {
+            "network": network,
+            "sequences": sequences,
+            "routing": name,
+            "busiest": max(_busiest(one, steps.spread) for one in drawn),
+            "rows": [row for parts in PARTS for row in _steps(steps, drawn, parts)],
+        }
+        for name, drawn in routings.items()
+    ]
+
+
+def _busiest(routing: Routing, spread: Spread) -> float:
+    """Return the rows of the rank that gets most, over the mean."""
+    received = routing.received(spread)
+    return float(received.max() / received.mean())
+
+
+def _steps(steps: MoeSteps, routings: Sequence[Routing], parts: int) -> list[dict[str, Any]]:
+    """Return the steps of all strategies."""
+    split = steps.split(routings, parts)
+    return [
+        _step(
+            steps.made_of(split, parts, restore),
+            parts,
+            restore,
+            steps.layer.element * steps.kept(routings, parts, restore).total,
+        )
+        for restore in Restore
+    ]
+
+
+def _step(cost: StepCost, parts: int, restore: Restore, kept: float) -> dict[str, Any]:
+    return {
+        "parts": parts,
+        "restore": restore.value,
+        "seconds": cost.seconds,
+        "even_s": cost.even_s,
+        "experts_s": cost.experts.compute_s,
+        "exposed_s": cost.exposed_s,
+        "link_share": cost.link_s / cost.seconds,
+        "exposed_share": cost.exposed_s / cost.seconds,
+        "expert_layers_s": cost.experts.seconds,
+        "bound_s": cost.experts.bound,
+        "waiting_s": max(0.0, cost.experts.compute_s - cost.experts.even_s),
+        "kept_gb": kept / GB,
+    }
+
+
+def _spread(options: Options) -> Spread:
+    return Spread(options.ranks, math.gcd(options.ranks, options.experts))
+
+
+def _of_layer(
+    name: str, options: Options, network: float, tokens: int, parts: int, restore: Restore
+) -> Cost:
+    """Return both passes of a layer whose ranks send ``network`` bytes a second."""
+    width, inner = LAYERS[name]
+    spread = _spread(options)
+    layer = Layer(width, inner)
+    held = options.experts / spread.groups
+    speeds = Speeds.of(DEVICE, width, inner, held, layer.element)
+    routing = Routing.even(options.ranks, options.experts, tokens)
+    cluster = Cluster.flat(options.ranks, network, options.latency_us * 1e-6)
+    first, second = costs(layer, routing, spread, speeds, parts, restore, cluster)
+    return first + second
+
+
+def _layer(options: Options, name: str) -> list[dict[str, Any]]:
+    """Return speeds of a layer in parts, by the share of it that the link takes in one part."""
+    rows = []
+    free = _of_layer(name, replace(options, latency_us=0), 1e30, options.tokens, 1, Restore.NONE)
+    unit = _of_layer(name, replace(options, latency_us=0), GB, options.tokens, 1, Restore.NONE)
+    idle = 4 * options.latency_us * 1e-6  # of the exchanges of both passes
+    for share in SHARES:
+        seconds = free.compute_s * share / (1 - share) - idle
+        if seconds <= 0:
+            continue  # latency alone takes more
+        rate = GB * unit.link_s / seconds
+        plain = _of_layer(name, options, rate, options.tokens, 1, Restore.NONE)
+        found: dict[str, dict[str, float]] = {}
+        for restore in Restore:
+            found[restore.value] = {
+                str(parts): plain.seconds
+                / _of_layer(name, options, rate, options.tokens, parts, restore).seconds
+                for parts in PARTS
+            }
+        rows.append({"share": share, "network_gb": rate / GB, "speedup": found})
+    return rows
+
+
+def _best_parts(options: Options) -> list[dict[str, Any]]:
+    """Return the best n of the largest layer by its batch, at half of it on the link."""
+    half = next(row for row in _layer(options, "GPT-XL") if row["share"] == 0.5)
+    found = []
+    for tokens in TOKENS:
+        times = {
+            str(parts): _of_layer(
+                "GPT-XL", options, half["network_gb"] * GB, tokens, parts, Restore.NONE
+            ).seconds
+            for parts in PARTS
+        }
+        best = min(times, key=lambda parts: times[parts])
+        found.append({"tokens": tokens, "best": int(best), "seconds": times})
+    return found
+
+
+def _memory(options: Options) -> list[dict[str, Any]]:
+    """Return the share of memory that n parts save, by the formula."""
+    found = []
+    for name, (width, inner) in LAYERS.items():
+        for tokens in MEMORY_TOKENS:
+            whole = elements(tokens, width, inner, options.experts).total
+            saved = {
+                str(parts): 1 - elements(tokens, width, inner, options.experts, parts).total / whole
+                for parts in PARTS[1:]
+            }
+            found.append({"layer": name, "tokens": tokens, "saved": saved})
+    return found
+
+
+def _measured(options: Options, speeds: Speeds) -> list[dict[str, Any]]:
+    """Return what layers take on a machine that was measured, in fp32."""
+    found = []
+    spread = _spread(options)
+    for name, (width, inner) in LAYERS.items():
+        layer = Layer(width, inner, element=4)
+        routing = Routing.even(options.ranks, options.experts, options.tokens)
+        times: dict[str, float] = {}
+        for restore in Restore:
+            for parts in PARTS:
+                first, second = costs(layer, routing, spread, speeds, parts, restore)
+                times[f"{parts} {restore.value}"] = first.seconds + second.seconds
+        best = min(times, key=times.__getitem__)
+        found.append({"layer": name, "seconds": times, "best": best})
+    return found
+
+
+def _published(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what can be set beside the paper's numbers."""
+    shown = [
+        row
+        for rows in result["layers"].values()
+        for row in rows
+        if 0.2 - 1e-9 <= row["share"] <= 0.8 + 1e-9
+    ]
+    best = [max(n for table in row["speedup"].values() for n in table.values()) for row in shown]
+    return {
+        "speedup": list(PUBLISHED_SPEEDUP),
+        "memory": PUBLISHED_MEMORY,
+        "speedup_mean": mean(best) if best else None,
+        "speedup_most": max(best) if best else None,
+        "memory_range": {
+            parts: [
+                min(row["saved"][parts] for row in result["memory"]),
+                max(row["saved"][parts] for row in result["memory"]),
+            ]
+            for parts in PUBLISHED_MEMORY
+        },
+    }
