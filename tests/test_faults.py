@@ -167,9 +167,11 @@ def check(found: dict[str, Any], backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_disk_that_fails(backend: str, shim: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_disk_that_fails(every: int, backend: str, shim: Path, tmp_path: Path) -> None:
     """In each part of a step, for a moment, until it is noticed, and for good."""
-    cases = [OPENING, *possible(PASSING, backend), *REFUSING, *FOR_GOOD]
+    parts = (possible(PASSING, backend), REFUSING, FOR_GOOD)
+    cases = [OPENING, *(case for part in parts for case in part[::every])]
     ended = outcomes(shim, backend, tmp_path, cases, 280)
     for found in ended:
         case = Case(*found["case"])
