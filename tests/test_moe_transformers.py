@@ -129,3 +129,22 @@ def test_an_activation_that_is_trained_goes_by_the_own_loop() -> None:
         assert one.grad is not None, name
         assert two.grad is not None, name
         assert torch.equal(one.grad, two.grad), name
+
+
+@pytest.mark.parametrize(
+    "implementation", ["eager", pytest.param("dynoffload", marks=pytest.mark.slow)]
+)
+def test_a_compiled_mixture_has_the_same_bits_in_a_session(implementation: str) -> None:
+    """The loop on parts, of which pieces would be compiled that are not without a session."""
+    twin = Twin(built("mixtral", implementation), lambda p: AdamW(p, lr=1e-2))
+    sides = ((twin.model, twin.optimizer), (twin.reference, twin.its))
+    compiled = [torch.compile(model, backend="aot_eager") for model, _ in sides]
+    config = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+    with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
+        for step in range(3):
+            for model, (_, optimizer) in zip(compiled, sides, strict=True):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session.stats["bytes_in"].sum() > 0
+    twin.assert_same()

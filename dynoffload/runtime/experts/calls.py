@@ -7,6 +7,9 @@ nothing is paged by slices, the eager code runs as it is. Other implementations 
 [Note: eager]  A model whose configuration says "eager" gets this while a session of it is open:
 transformers' registry has no entry of that name, and takes one. Neither the model nor its
 configuration is changed, so copies and pickles of it are as ever.
+
+[Note: compiled]  torch.compile gives a loop over the experts that were hit up, and runs it as it
+is. On parts it would compile pieces of it, whose bits are others.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
@@ -45,6 +49,8 @@ def run_eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     stand_in = object.__new__(type(module))
     stand_in.__dict__.update(module.__dict__)
     stand_in.__dict__.update(parts)  # attributes of its own are found before parameters
+    if "torch._dynamo" in sys.modules:  # see [Note: compiled]
+        eager = torch._disable_dynamo(eager)  # type: ignore[attr-defined]
     return eager(stand_in, *args, **kwargs)
 
 
