@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,3 +249,29 @@ def test_an_option_that_is_none_is_refused() -> None:
         dynoffload.offload(nn.Linear(4, 4), budget="1MiB", config={"numa": "on"}),
     ):
         pass
+
+
+_RANK = """
+import os, sys
+from pathlib import Path
+from dynoffload.runtime.binding import binding_for, bound
+with bound(binding_for(None, root=Path(sys.argv[1]))) as words:
+    print(f"rank {os.environ['LOCAL_RANK']} {words} {sorted(os.sched_getaffinity(0))}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_have_the_cores_of_their_launcher(
+    cores: list[int], tmp_path: Path
+) -> None:
+    halves = cores[: len(cores) // 2], cores[len(cores) // 2 :]
+    root = machine(tmp_path, {node: list_of_cores(half) for node, half in enumerate(halves)})
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script), str(root)], capture_output=True, text=True, timeout=120, check=True
+    )
+    for node, half in enumerate(halves):
+        words = f"rank {node} bound to memory node {node} (cores {list_of_cores(half)}) {half}"
+        assert words in done.stdout

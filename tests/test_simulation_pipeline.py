@@ -145,8 +145,8 @@ def test_seconds_of_a_part_follow_from_rows() -> None:
     assert found.product == pytest.approx(np.array([4000, 0, 2000, 2000]) * 1024 * 4096 / 1e12)
     assert found.copy_input == pytest.approx(np.array([4000, 0, 2000, 2000]) * 2048 / 20e9)
     assert found.copy_middle == pytest.approx(4 * found.copy_input)
-    # Rank 0 gets 1000 rows of each of three others; the others send at most 1500.
-    assert found.dispatch == pytest.approx(1e-5 + 3000 * 2048 / 50e9)
+    # Rank 0 gets 1000 rows of each rank; a rank sends 2000.
+    assert found.dispatch == pytest.approx(1e-5 + 4000 * 2048 / 50e9)
     cluster = Cluster(4, 2, Wire(100e9), Wire(25e9))
     nodes = part_of(layer, routing, spread, speeds, cluster)
     assert nodes.dispatch == pytest.approx(2000 * 2048 / 25e9)  # half of what a node gets
@@ -195,6 +195,26 @@ def test_speeds_are_the_same_after_a_file(tmp_path: Path) -> None:
     speeds = replace(Speeds.of(DEVICE, 64, 256, 1, 2), slowdown=Slowdown(link_beside_copy=1.25))
     speeds.save(path)
     assert Speeds.load(path) == speeds
+
+
+def test_what_a_layer_has_fitted_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "fitted.json"
+    points = [[1e3, 1e-4], [1e6, 2e-2]]
+    fitted: dict[str, object] = {
+        name: {"points": points} for name in ("compute", "communication", "copy")
+    }
+    factors = {"compute_beside": 1.3, "communication_beside": 1.2, "copy_beside": 1.0}
+    path.write_text(json.dumps({**fitted, **factors}))
+    table = Table(((1e3, 1e-4), (1e6, 2e-2)))
+    slowed = Slowdown(compute_beside_link=1.3, link_beside_compute=1.2)
+    assert Speeds.load(path) == Speeds(table, table, table, slowed)
+    path.write_text(json.dumps({**fitted, "beside": 2}))
+    with pytest.raises(ConfigError, match="'beside' is no part of a cost model"):
+        Speeds.load(path)
+    del fitted["copy"]
+    path.write_text(json.dumps(fitted))
+    with pytest.raises(ConfigError, match="copy is None: give"):
+        Speeds.load(path)
 
 
 @pytest.mark.parametrize(

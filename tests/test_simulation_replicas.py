@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -125,7 +126,8 @@ def test_recorded_steps_of_different_samples() -> None:
     pairs = [made[0:2], made[2:4], made[4:6]]
     free = replicated(pairs, network, Cluster.flat(2, 1e18))
     assert max(sum(pair[rank].alone_s for pair in pairs) for rank in (0, 1)) <= free.total_s
-    assert free.total_s <= free.slowest_s * (1 + 1e-9)
+    # At any moment some rank computes; that ranks wait in turn is more than the slowest of each.
+    assert free.total_s <= sum(one.alone_s for one in made) * (1 + 1e-9)
     slow = replicated(pairs, network, Cluster.flat(2, 1e6))
     nbytes = sum(one.nbytes for one in network.parameters)
     assert slow.link_s == pytest.approx([nbytes / 1e6] * 3)
@@ -156,15 +158,13 @@ def test_recorded_steps_under_a_budget() -> None:
     for pair, number in zip(pairs, range(0, 6, 2), strict=True):
         for one, plain in zip(pair, steps[number : number + 2], strict=True):
             assert {parameter for parameter, _ in one.complete} == plain.completed
-            assert one.complete[-1][1] <= one.backward_s
+            assert one.complete[-1][1] <= one.backward_s + 1e-9
             # Updates wait for the next forward.
             assert one.alone_s >= sum(plain.seconds[:2]) * (1 - 1e-9)
+
+    def passes(steps_made: Iterable[RankStep]) -> float:
+        return sum(one.forward_s + one.backward_s for one in steps_made)
+
+    assert passes(one for pair in pairs for one in pair) > passes(map(RankStep.plain, steps))
     found = replicated(pairs, network, Cluster.flat(2, 1e8))
-    assert (
-        found.total_s
-        > replicated(
-            [[RankStep.plain(one) for one in steps[n : n + 2]] for n in (0, 2, 4)],
-            network,
-            Cluster.flat(2, 1e8),
-        ).total_s
-    )
+    assert found.total_s > max(sum(pair[rank].alone_s for pair in pairs) for rank in (0, 1))

@@ -111,7 +111,8 @@ class Replicated:
 
     @property
     def slowest_s(self) -> float:
-        """All steps, each as long as its slowest rank, with sums that cost nothing."""
+        """All steps, each as long as its slowest rank alone; ranks that are slow in turn, one in
+        forward and one in backward, take longer even if sums cost nothing."""
         return sum(max(ranks) for ranks in self.alone_s)
 
 

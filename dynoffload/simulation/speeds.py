@@ -6,8 +6,14 @@ JSON. What it is not: who measures them.
 The JSON is ``{"gemm": [[volume, seconds], ...], "exchange": [...], "copy": [...],
 "slowdown": {"compute_beside_link": 1.1, ...}}``. Volumes of ``gemm`` are the multiply-adds of one
 matrix product, those of ``exchange`` the bytes that the busiest rank sends or receives in one
-all-to-all, those of ``copy`` bytes. ``slowdown`` has the attributes of `Slowdown`; what it leaves
-out is 1.
+all-to-all, to itself included, those of ``copy`` bytes. ``slowdown`` has the attributes of
+`Slowdown`; what it leaves out is 1.
+
+[Note: cost models]  The cost model that a pipelined layer fits is read too, as its fields are:
+``{"compute": {"points": [[volume, seconds], ...]}, "communication": {...}, "copy": {...},
+"compute_beside": 1.2, "communication_beside": 1.1, "copy_beside": 1}``. Its factors were found with
+computing beside an all-to-all, so they are those of the two beside each other; that of copies is
+theirs beside computing.
 """
 
 from __future__ import annotations
@@ -79,7 +85,7 @@ class Speeds:
 
     Attributes:
         gemm: of one matrix product, by multiply-adds.
-        exchange: of one all-to-all, by bytes of the busiest rank.
+        exchange: of one all-to-all, by bytes of the busiest rank, those to itself included.
         copy: to the host or from it, by bytes.
         slowdown: of each beside the others.
     """
@@ -142,6 +148,8 @@ class Speeds:
         Raises:
             ConfigError: as for `load`.
         """
+        if "communication" in document:
+            document = _of_cost_model(document)
         tables = ("gemm", "exchange", "copy")
         _check("speeds", document, (*tables, "slowdown"))
         lacking = [name for name in tables if name not in document]
@@ -166,6 +174,25 @@ class Speeds:
     def save(self, path: Path) -> None:
         """Write the JSON file."""
         Path(path).write_text(json.dumps(self.document(), indent=2) + "\n", encoding="utf-8")
+
+
+_COST_MODEL = {"gemm": "compute", "exchange": "communication", "copy": "copy"}
+_BESIDE = {
+    "compute_beside_link": "compute_beside",
+    "link_beside_compute": "communication_beside",
+    "copy_beside_compute": "copy_beside",
+}
+
+
+def _of_cost_model(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a cost model as speeds; see [Note: cost models]."""
+    _check("a cost model", document, (*_COST_MODEL.values(), *_BESIDE.values()))
+    made: dict[str, Any] = {
+        ours: table["points"] if isinstance(table, Mapping) and "points" in table else table
+        for ours, table in ((key, document.get(theirs)) for key, theirs in _COST_MODEL.items())
+    }
+    slowed = {ours: document[theirs] for ours, theirs in _BESIDE.items() if theirs in document}
+    return {**made, "slowdown": slowed}
 
 
 def _check(what: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
