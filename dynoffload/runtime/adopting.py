@@ -155,7 +155,7 @@ class Adoption:
             held=held,
             least=sizing.min_paged_bytes,
         )
-        room = sizing.budget - sizing.pool_bytes
+        room = sizing.budget - sizing.pool_bytes - sizing.bucket_bytes
         taken = {parameter for _, parameter, _ in new}
         small = [
             (name, parameter)

@@ -8,16 +8,17 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
+from dynoffload.memory.device import Device
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.access import Access, InMemory, Paged
 from dynoffload.runtime.adoption.held import has_its_own
@@ -39,6 +40,7 @@ from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
+from dynoffload.runtime.replicas import beside, is_known, unknown
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
@@ -78,7 +80,9 @@ class Session:
         target: Target,
         pilot: Predictor | str | None,
         spill_reason: str = "",
+        replicas: tuple[DistributedDataParallel, ...] = (),
     ) -> None:
+        self._replicas = replicas
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
         self._target = target
@@ -134,7 +138,7 @@ class Session:
             baseline,
             config.heap_slack_bytes,
             events=config.record_events,
-            outside=partial(ordinary_bytes, model, optimizer),
+            outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
         )
         self._largest = 0
@@ -161,6 +165,10 @@ class Session:
         paging.begun()
         interruptible(self._owed.give_said)(self._access_to(paging))
 
+    def _outside_bytes(self, device: Device | None) -> int:
+        buckets = beside(self._replicas, device, self.sizing.bucket_bytes)
+        return ordinary_bytes(self.model, self.optimizer, device) + buckets
+
     def _page(self) -> Paging:
         return Paging(
             self.model,
@@ -175,6 +183,7 @@ class Session:
             on_chunk=self._look_at_heap,
             on_phase=lambda name: self._recording.phase(name),
             on_step=self._end_step,
+            replicated=bool(self._replicas),
         )
 
     def _say_plan(self, spill_reason: str) -> None:
@@ -203,7 +212,9 @@ class Session:
         target, paging = self._target, self._paging
         if target.queues is None:
             slack = format_bytes(self._config.heap_slack_bytes)
-            return f"beside it up to {slack} of freed memory, {spills}"
+            buckets = self.sizing.bucket_bytes
+            reduced = f"{format_bytes(buckets)} of buckets of gradients and " if buckets else ""
+            return f"beside it {reduced}up to {slack} of freed memory, {spills}"
         assert paging is not None
         pinned = "pinned" if target.queues.pinned else "not pinned"
         host = f"{format_bytes(paging.device.taken_bytes())} of host memory below it ({pinned})"
@@ -224,6 +235,8 @@ class Session:
             raise refusal(f"this {type(self.model).__name__}")
         if not self._calls.enter():
             return
+        if not is_known(self._replicas):
+            raise unknown(module)
         self._in_sample = False
         if self._paging is not None:
             self._paging.loss.check()
