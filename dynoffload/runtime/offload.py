@@ -342,9 +342,20 @@ def _plan(
 @contextlib.contextmanager
 def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
     session = _open[id(model)] = Session(model, *arguments)
+    beside = None
+    left_by: BaseException | None = None
     try:
+        beside = session._watch_ranks()
         yield session
+    except BaseException as error:
+        left_by = error
+        told = None if beside is None else beside.explain(error)
+        if told is not None:
+            raise told from error
+        raise
     finally:
+        if beside is not None:
+            beside.end(left_by)
         _open.pop(id(model), None)
         session.close()
 

@@ -106,6 +106,7 @@ class Paging:
         self._on_progress, self._on_chunk = on_progress, on_chunk
         self._on_phase, self._on_step = on_phase, on_step
         self._replicated, self._awaits_end = replicated, False
+        self.gradient = ""  # of which parameter it was made last
         self._closing = threading.Event()
         self._where = ""
         self._ends = False
@@ -431,7 +432,7 @@ class Paging:
     def _collect(self, slot: Slot) -> None:
         self.activations.settle()
         self.store.adopt_gradient(slot)
-        self._await_end()
+        self._note_gradient(slot.name)
         if self.updates is not None:
             self.updates.draft(slot)
         else:
@@ -441,11 +442,13 @@ class Paging:
     def _collect_fused(self, fused: Fused) -> None:
         self.activations.settle()
         self.gradients.adopt(fused)
-        self._await_end()
+        self._note_gradient(fused.name)
         if self.updates is None:
             self._say_without_optimizer()
 
-    def _await_end(self) -> None:
+    def _note_gradient(self, name: str) -> None:
+        self.gradient = name
+        self._on_progress()
         if self._replicated and not self._awaits_end:
             self._awaits_end = True
             as_backward_ends(self._adopt_reduced)

@@ -38,6 +38,8 @@ from dynoffload.runtime.owed import Owed
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
+from dynoffload.runtime.ranks.standing import Standing
+from dynoffload.runtime.ranks.watch import Watch, watch
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.replicas import beside, is_known, unknown
@@ -83,6 +85,7 @@ class Session:
         replicas: tuple[DistributedDataParallel, ...] = (),
     ) -> None:
         self._replicas = replicas
+        self._moved = 0  # by all that happens
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
         self._target = target
@@ -226,6 +229,21 @@ class Session:
             f"the {self.backend}, {'paging' if self.paging else 'not paging'}>"
         )
 
+    def _watch_ranks(self) -> Watch | None:
+        groups = [one.process_group for one in self._replicas]
+        return watch(self.standing, self._config.rank_timeout, groups)
+
+    def standing(self) -> Standing:
+        """Return where the session stands. It reads no tensor, and any thread may ask."""
+        paging = self._paging
+        return Standing(
+            step=len(self.log.steps),
+            phase=self._recording.phase_name,
+            site="" if paging is None else paging.migrator.site,
+            gradient="" if paging is None else paging.gradient,
+            progress=self._moved,
+        )
+
     # What happens in a step
 
     def _before_forward(
@@ -235,6 +253,7 @@ class Session:
             raise refusal(f"this {type(self.model).__name__}")
         if not self._calls.enter():
             return
+        self._moved += 1
         if not is_known(self._replicas):
             raise unknown(module)
         self._in_sample = False
@@ -294,6 +313,7 @@ class Session:
             self._outgrown = peak > self.sizing.budget
 
     def _progress(self) -> None:
+        self._moved += 1
         if self._paging is not None:
             paging = self._paging
             self._recording.sample(paging.device, paging.activations.kept_bytes)
@@ -304,6 +324,7 @@ class Session:
             self._recording.look_at_heap(paging.device, paging.activations.kept_bytes)
 
     def _end_step(self) -> None:
+        self._moved += 1
         paging = self._paging
         if paging is None:
             self._stepped = True
