@@ -102,7 +102,8 @@ def layerdrop() -> nn.Module:
         dropout=0.0,
         use_cache=False,
     )
-    return OPTForCausalLM(sizes).train()
+    model: nn.Module = OPTForCausalLM(sizes)
+    return model.train()
 
 
 def mixture() -> nn.Module:
@@ -121,9 +122,10 @@ def mixture() -> nn.Module:
         max_position_embeddings=256,
         use_cache=False,
     )
-    model = MixtralForCausalLM(sizes).train()
+    model = MixtralForCausalLM(sizes)
     model.set_experts_implementation("eager")
-    return model
+    made: nn.Module = model
+    return made.train()
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {"layerdrop": layerdrop, "moe": mixture}

@@ -35,6 +35,7 @@ from dynoffload.runtime.interrupts import admit, hold
 from dynoffload.runtime.materialize import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
+from dynoffload.runtime.ranks.launch import own_file
 from dynoffload.runtime.recompute.session import recomputing
 from dynoffload.runtime.replicas import bucket_bytes, check_replicas, replicas_of, unwrapped
 from dynoffload.runtime.session import Session
@@ -399,7 +400,7 @@ def _check_unpaged(policy: str, pilot: object) -> None:
 
 
 def _report(given: Defaults, session: Session) -> None:
-    files = None if given.report is None else session.report(given.report)
+    files = None if given.report is None else session.report(own_file(given.report))
     if given.on_end is not None:
         given.on_end(session, files)
 
