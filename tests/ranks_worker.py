@@ -1,7 +1,7 @@
 """What one of two processes runs for the tests of `DistributedDataParallel`: no tests here.
 
-Called as ``ranks_worker.py DIRECTORY RANK NAMES``: joins the group, runs the cases named in order,
-and writes for each what differed ("" for nothing) and what the tests ask about the session.
+Called as ``ranks_worker.py DIRECTORY RANK NAMES SIZE``: joins the group, runs the cases named in
+order, and writes for each what differed ("" for nothing) and what the tests ask about the session.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import dynoffload
 from dynoffload.experiments.bits import first_difference, state_of
 from dynoffload.runtime.replicas import bucket_bytes, replicas_of
 
-WORLD = 2
 STEPS = 6
 TIMEOUT_S = 30
 
@@ -114,6 +113,8 @@ class Case:
         looks: compare all state after every step.
         aside: ranks whose budget holds everything, so that paging steps aside.
         hook: a communication hook of the user's.
+        steps: of the first rank.
+        joins: the others run out of samples two steps earlier, under ``join()``.
     """
 
     make: Callable[[], nn.Module]
@@ -129,6 +130,11 @@ class Case:
     aside: tuple[int, ...] = ()
     hook: bool = False
     steps: int = STEPS
+    joins: bool = False
+
+    def steps_of(self, rank: int) -> int:
+        """Return the steps that a rank makes."""
+        return self.steps - 2 * (self.joins and rank > 0)
 
 
 UNUSED = {"find_unused_parameters": True}
@@ -157,20 +163,21 @@ CASES = {
     "fused-views": Case(Chosen, slices, {**VIEWS, **UNUSED}),
     "aside": Case(Dropped, all_layers, config={"step_aside": True}, aside=(0,), steps=8),
     "hooked": Case(Dropped, all_layers, hook=True),
+    "join": Case(Dropped, some_layers, UNUSED, joins=True),
 }
 
 
 def halved(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations: none as text
     """Reduce a bucket as a user might: at half its precision."""
     buffer = bucket.buffer()
-    small = buffer.to(torch.bfloat16) / WORLD
+    small = buffer.to(torch.bfloat16) / dist.get_world_size()
     future = dist.all_reduce(small, async_op=True).get_future()
     return future.then(lambda done: buffer.copy_(done.value()[0]))
 
 
 def trained(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Any:
     """Yield what is to be compared, after every step."""
-    for step in range(case.steps):
+    for step in range(case.steps_of(rank)):
         losses = []
         for part in range(case.accumulate):
             last = part == case.accumulate - 1
@@ -186,6 +193,12 @@ def trained(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, rank
         looked = state_of(model, optimizer) if case.looks else {}
         optimizer.zero_grad(set_to_none=case.to_none)
         yield {"losses": losses, "norm": norm, **looked}
+
+
+def all_of(case: Case, model: DistributedDataParallel, optimizer: Any, rank: int) -> list[Any]:
+    """Train, and return what is to be compared."""
+    with model.join() if case.joins else contextlib.nullcontext():
+        return list(trained(case, model, optimizer, rank))
 
 
 def wrapped(case: Case, model: nn.Module) -> DistributedDataParallel:
@@ -204,7 +217,7 @@ def run(case: Case, rank: int, directory: Path) -> dict[str, Any]:
     plain, ddp = wrapped(case, reference), wrapped(case, model)
     its, optimizer = case.optimizer(plain.parameters()), case.optimizer(ddp.parameters())
     torch.manual_seed(rank)
-    expected = list(trained(case, plain, its, rank))
+    expected = all_of(case, plain, its, rank)
     drawn = torch.get_rng_state()
     torch.manual_seed(rank)
     buckets = bucket_bytes(replicas_of(ddp))
@@ -216,7 +229,7 @@ def run(case: Case, rank: int, directory: Path) -> dict[str, Any]:
     with dynoffload.offload(
         ddp, optimizer, budget=budget, config=config, spill_dir=spill
     ) as session:
-        found = list(trained(case, ddp, optimizer, rank))
+        found = all_of(case, ddp, optimizer, rank)
         stats, pages = session.stats, session.paging
         assert session.model is model
     differs = first_difference(found, expected, "trained")
@@ -233,14 +246,14 @@ def run(case: Case, rank: int, directory: Path) -> dict[str, Any]:
     }
 
 
-def main(directory: Path, rank: int, names: list[str]) -> None:
+def main(directory: Path, rank: int, names: list[str], size: int) -> None:
     """Join the group and run the cases."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         f"file://{directory / 'store'}",
         rank=rank,
-        world_size=WORLD,
+        world_size=size,
         timeout=datetime.timedelta(seconds=TIMEOUT_S),
     )
     found: dict[str, Any] = {}
@@ -251,4 +264,4 @@ def main(directory: Path, rank: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4]))

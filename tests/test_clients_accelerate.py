@@ -182,7 +182,8 @@ def test_one_optimizer_in_two_wrappers_is_one() -> None:
 def test_a_model_that_is_spread_is_refused() -> None:
     wrapped = nn.DataParallel(network())
     with pytest.raises(
-        ConfigError, match=r"Recurrent is wrapped in DataParallel.* for each device"
+        ConfigError,
+        match=r"Recurrent is wrapped in DataParallel.*serves one device in a process; pass",
     ):
         with dynoffload.offload(wrapped, **quarter()):
             pytest.fail("the block must not begin")

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from emulated import DEVICE, Emulated
 from exactness import SMALL_PAGES, assert_same_training, footprint_of, needs_pager
-from ranks_worker import CASES, UNUSED, WORLD, Dropped, all_layers
+from fused_networks import paging_of
+from ranks_worker import CASES, UNUSED, Dropped, all_layers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,27 +34,27 @@ from dynoffload.units import parse_bytes
 
 HERE = Path(__file__).parent
 GROUPS = {
-    "loops": ["adamw", "looks", "sgd", "static", "no-sync", "hooked", "aside"],
+    "loops": ["adamw", "looks", "sgd", "static", "no-sync", "hooked", "aside", "join"],
     "paths": ["unused", "unused-clip", "unused-zeros", "small-buckets", "routed", "routed-clip"],
     "views": ["views", "views-unused", "views-zeros", "mapped", "on-demand", "rollback"],
     "slices": ["fused", "fused-looks", "fused-zeros", "fused-views"],
 }
 
 
-def pair(directory: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Run two processes over some cases, and return what each found."""
+def group_of(directory: Path, names: list[str], size: int = 2) -> list[dict[str, Any]]:
+    """Run a process for each rank over some cases, and return what each found."""
     path = [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, str(HERE / "ranks_worker.py"), str(directory)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), ",".join(names)],
+            [*command, str(rank), ",".join(names), str(size)],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(WORLD)
+        for rank in range(size)
     ]
     try:
         said = [rank.communicate(timeout=240)[1] for rank in ranks]
@@ -63,7 +64,7 @@ def pair(directory: Path, names: list[str]) -> list[dict[str, Any]]:
             rank.wait()
     for rank, text in zip(ranks, said, strict=True):
         assert rank.returncode == 0, text[-3000:]
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(size)]
 
 
 def test_every_case_is_in_a_group() -> None:
@@ -73,16 +74,28 @@ def test_every_case_is_in_a_group() -> None:
 @needs_pager
 @pytest.mark.parametrize("group", GROUPS)
 def test_two_processes_train_to_the_same_bits(group: str, tmp_path: Path) -> None:
-    for rank, found in enumerate(pair(tmp_path, GROUPS[group])):
+    check(group_of(tmp_path, GROUPS[group]), tmp_path)
+
+
+@pytest.mark.slow
+@needs_pager
+def test_three_processes_train_to_the_same_bits(tmp_path: Path) -> None:
+    names = ["adamw", "unused-clip", "routed", "views-unused", "fused", "fused-looks"]
+    check(group_of(tmp_path, names, size=3), tmp_path)
+
+
+def check(answers: list[dict[str, Any]], directory: Path) -> None:
+    """Check what each rank has found."""
+    for rank, found in enumerate(answers):
         for name, answer in found.items():
             where = f"{name}, rank {rank}"
             assert not answer["differs"], f"{where}: {answer['differs']}"
             assert answer["peak"] <= answer["budget"], where
-            assert answer["steps"] == CASES[name].steps, where
+            assert answer["steps"] == CASES[name].steps_of(rank), where
             stays = rank in CASES[name].aside
             assert answer["pages"] != stays, where
             assert (answer["bytes_in"] > 0) != stays, f"{where}: nothing was paged"
-        assert not list((tmp_path / f"spill-{rank}").iterdir()), "a spill file is left"
+        assert not list((directory / f"spill-{rank}").iterdir()), "a spill file is left"
 
 
 # What one process can show
@@ -144,6 +157,32 @@ def test_a_budget_that_cannot_hold_the_buckets_is_refused_and_the_named_one_is_e
     with dynoffload.offload(ddp, optimizer, budget=named[1], config=config):
         all_layers(ddp, 0, 0).backward()
         optimizer.step()
+
+
+class Late(Dropped):
+    """Registers a buffer in its first forward."""
+
+    def forward(self, x: torch.Tensor, runs: list[bool]) -> torch.Tensor:
+        """Return ``[rows, width]`` for the same."""
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(4096.0))
+        return super().forward(x, runs) + self.table[:32]
+
+
+@needs_pager
+@pytest.mark.usefixtures("group")
+def test_buffers_that_go_to_other_ranks_are_never_absent() -> None:
+    """A single one is sent from where it lies, by threads that may not fault."""
+    ddp = DistributedDataParallel(Late())
+    optimizer = adamw(ddp)
+    with dynoffload.offload(ddp, optimizer, **options(ddp)) as session:
+        for step in range(3):
+            all_layers(ddp, step, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        device = paging_of(session).device
+        assert device.owner(ddp.module.layers[0][0].weight) >= 0
+        assert device.owner(ddp.module.table) < 0
 
 
 @pytest.mark.usefixtures("group")
