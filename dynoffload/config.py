@@ -109,6 +109,9 @@ class OffloadConfig:
             the nodes; never to cores that it did not have. ``"off"`` binds nothing.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
             which the C library is asked to hand its free pages back.
+        rank_timeout: of a run of several processes: seconds that a rank may keep the others waiting
+            before they end with a `RankError`; it is set as the timeout of the process groups for
+            the time of the block. ``None``: as long as the groups allow, 30 minutes by default.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
         debug: checksum all bytes of a region on its way out of fast memory and compare them on its
@@ -133,6 +136,7 @@ class OffloadConfig:
     gpudirect: bool = False
     numa: str = "auto"
     heap_slack_bytes: int = 512 * MiB
+    rank_timeout: float | None = None
     features: Callable[..., Any] | None = None
     record_events: bool = True
     debug: bool = dataclasses.field(default_factory=lambda: _flag("DYNOFFLOAD_DEBUG"))
@@ -165,6 +169,11 @@ class OffloadConfig:
         threads = self.io_threads
         if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 16:
             raise ConfigError(f"io_threads={threads!r} must be a whole number from 1 to 16")
+        wait = self.rank_timeout
+        if wait is not None and (
+            isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait < 1e6
+        ):
+            raise ConfigError(f"rank_timeout={wait!r} is not a number of seconds: pass one above 0")
         if self.features is not None and not callable(self.features):
             raise ConfigError(f"features={self.features!r} is not callable")
 

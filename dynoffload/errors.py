@@ -45,6 +45,18 @@ class ThreadError(DynOffloadError, RuntimeError):
     """Two threads are in the model's forward at once."""
 
 
+class RankError(DynOffloadError, RuntimeError):
+    """Another process of the run is gone, has left its block, or keeps this one waiting too long.
+
+    Attributes:
+        rank: this process's; -1 where that is not known.
+        lost: the ranks that were waited for, as far as they are known.
+    """
+
+    rank: int = -1
+    lost: tuple[int, ...] = ()
+
+
 class StepLostError(DynOffloadError, RuntimeError):
     """A step was cut off where it cannot be made up for: go on from the last checkpoint."""
 

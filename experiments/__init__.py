@@ -45,6 +45,7 @@ EXPERIMENTS: dict[str, str] = {
     "host-optimizer": "dynoffload.experiments.host_optimizer:run",
     "tiling": "dynoffload.experiments.tiling:run",
     "moe-layer": "dynoffload.experiments.moe_layer:run",
+    "ranks": "dynoffload.experiments.ranks:run",
     "gpu": "dynoffload.experiments.gpu:run",
 }
 """Name on the command line -> ``module:function``."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dynoffload.errors import DynOffloadError, ProfilingDone
+from dynoffload.runtime.ranks.launch import said_by
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -59,7 +60,7 @@ def log_lines(level: int = logging.INFO) -> Iterator[None]:
 
     logger = logging.getLogger("dynoffload")
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("dynoffload: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"dynoffload: {said_by()}%(message)s"))
     handler.addFilter(Unconfigured())
     before = logger.level
     logger.addHandler(handler)

@@ -21,6 +21,7 @@ from dynoffload.cli.app import app, say_note, say_wrote, stderr, stdout
 from dynoffload.cli.scripts import log_lines, run_script
 from dynoffload.config import BASELINES, POLICIES, clear_defaults, set_defaults
 from dynoffload.errors import ConfigError, ProfilingDone
+from dynoffload.runtime.ranks.launch import own_folder, said_by
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -107,6 +108,9 @@ def run(
     What that call leaves open is taken from these options. They stand before SCRIPT; all that
     follows SCRIPT is the script's own. At the end the steps are summed up in a line.
 
+    Several processes of one run, as torchrun starts them, take the options each for itself; page,
+    trace and log of each have its rank in their names.
+
     With `--wrap` the script is one that knows nothing of dynoffload: the block is entered before
     the first training call of the module whose parameters its optimizer has, and left at the end.
 
@@ -116,6 +120,7 @@ def run(
     $ dynoffload run --budget 8GiB train.py --epochs 3
     $ dynoffload run --budget 8GiB --pilot moe.pilot --report out/run.html train.py
     $ dynoffload run --wrap --budget 8GiB plain.py
+    $ torchrun --nproc-per-node 2 -m dynoffload run --budget 8GiB train.py
     ```
     """
     _check_wrap(wrap, model)
@@ -125,7 +130,7 @@ def run(
     written: list[Path] = []
 
     def note(session: Session, files: ReportFiles | None) -> None:
-        summaries.append(summary_line(session.log))
+        summaries.append(said_by() + summary_line(session.log))
         if files is not None:
             written[:] = files.page, files.perfetto, files.log  # those of the last block stay
 
@@ -207,6 +212,7 @@ def profile(
         raise typer.BadParameter("name a directory for the traces", param_hint="'-o' / '--out'")
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is not a directory", param_hint="'-o' / '--out'")
+    out = own_folder(out)
     wanted = 20 if steps is None else steps
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)

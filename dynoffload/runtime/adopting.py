@@ -5,6 +5,7 @@ changes, given back at the end.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -82,7 +83,9 @@ class Adoption:
 
     def begin_buffers(self) -> None:
         """Take over the model's buffers, those of now and those to come."""
-        least, names = self._sizing.min_paged_bytes, self.store.names
+        # Of replicas they go to other ranks, and the system takes no absent memory everywhere.
+        least = sys.maxsize if self._sizing.bucket_bytes else self._sizing.min_paged_bytes
+        names = self.store.names
         self.buffers = Buffers(self._model, self._device, least, names)
 
     def begun(self) -> None:
@@ -155,7 +158,7 @@ class Adoption:
             held=held,
             least=sizing.min_paged_bytes,
         )
-        room = sizing.budget - sizing.pool_bytes
+        room = sizing.budget - sizing.pool_bytes - sizing.bucket_bytes
         taken = {parameter for _, parameter, _ in new}
         small = [
             (name, parameter)

@@ -16,6 +16,7 @@ from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.recovery import Aftermath
+from dynoffload.runtime.replicas import unwrapped
 from dynoffload.runtime.session import Session
 
 
@@ -43,7 +44,7 @@ def save_checkpoint(
         load_checkpoint(model, optimizer, "run/last", extra={"scheduler": scheduler})
 
     Args:
-        model: the root module.
+        model: the root module; of a `DistributedDataParallel` the module that it wraps is saved.
         optimizer: its optimizer, or None to save none.
         directory: the checkpoint's own; made, or replaced, in a directory that exists.
         extra: by name what else has a state to keep: objects with ``state_dict()`` and
@@ -59,6 +60,7 @@ def save_checkpoint(
         StepLostError: an update was lost before; see `load_checkpoint`.
     """
     session = _session_of(model, optimizer)
+    model = unwrapped(model)
     if session is None:
         Aftermath.check(model, optimizer)
         save(
@@ -98,6 +100,7 @@ def load_checkpoint(
         ConfigError: an argument is wrong.
     """
     session = _session_of(model, optimizer)
+    model = unwrapped(model)
     if session is not None:
         session._load(optimizer, directory, extra)
         return

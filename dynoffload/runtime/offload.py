@@ -37,7 +37,9 @@ from dynoffload.runtime.interrupts import admit, hold
 from dynoffload.runtime.materialize import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
+from dynoffload.runtime.ranks.launch import own_file
 from dynoffload.runtime.recompute.session import recomputing
+from dynoffload.runtime.replicas import bucket_bytes, check_replicas, replicas_of, unwrapped
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.swapping import swapping
@@ -211,7 +213,8 @@ def offload(
     """Train ``model`` within ``budget`` bytes of fast memory; results stay bit for bit the same.
 
     Args:
-        model: the root module; its call marks a sample. It may be on the meta device.
+        model: the root module; its call marks a sample. It may be on the meta device. One that is
+            wrapped in `DistributedDataParallel` is passed as it is; see docs/distributed.md.
         optimizer: any dense optimizer of `torch.optim` with state per parameter; what wraps it, as
             accelerate's ``prepare`` does, is unwrapped.
         budget: bytes, or a text such as ``"8GiB"``; a hard cap on parameters, gradients, optimizer
@@ -264,6 +267,8 @@ def _plan(
             "offload(model, optimizer) takes a torch.nn.Module and a torch.optim.Optimizer or "
             f"None, not {type(model).__name__} and {type(optimizer).__name__}"
         )
+    replicas = replicas_of(model)
+    model = unwrapped(model)
     _check_model(model)
     check_parts(model)
     settle_kernels()
@@ -283,6 +288,9 @@ def _plan(
         given.host_budget if host_budget is None else host_budget,
         options,
     )
+    check_replicas(replicas, optimizer, options, target)
+    if replicas:
+        options = replace(options, draft_share=0.0)  # gradients are not final before step()
     if given.profile_dir is not None:
         return _Planned(_profiled(model, optimizer, given, options), lambda session: None)
     limit = given.budget if budget is None else parse_bytes(budget)
@@ -324,12 +332,14 @@ def _plan(
         options = replace(options, backend=ACCELERATOR)
     with within(target, limit, options.heap_slack_bytes, model, optimizer) as possible:
         options = replace(options, heap_slack_bytes=possible.slack)
-        sizing = sizing_of(model, optimizer, possible.budget, options)
+        buckets = bucket_bytes(replicas)
+        sizing = sizing_of(model, optimizer, possible.budget, options, buckets)
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
     binding = binding_for(address_of(target.device)) if options.numa == "auto" else None
-    block = _paged(binding, model, optimizer, sizing, options, directory, target, predictor, reason)
+    parts = (model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
+    block = _paged(binding, *parts)
     return _Planned(block, functools.partial(_report, given))
 
 
@@ -337,9 +347,20 @@ def _plan(
 def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterator[Session]:
     with bound(binding) as words:
         session = _open[id(model)] = Session(model, *arguments, bound=words)
+        beside = None
+        left_by: BaseException | None = None
         try:
+            beside = session._watch_ranks()
             yield session
+        except BaseException as error:
+            left_by = error
+            told = None if beside is None else beside.explain(error)
+            if told is not None:
+                raise told from error
+            raise
         finally:
+            if beside is not None:
+                beside.end(left_by)
             _open.pop(id(model), None)
             session.close()
 
@@ -383,7 +404,7 @@ def _check_unpaged(policy: str, pilot: object) -> None:
 
 
 def _report(given: Defaults, session: Session) -> None:
-    files = None if given.report is None else session.report(given.report)
+    files = None if given.report is None else session.report(own_file(given.report))
     if given.on_end is not None:
         given.on_end(session, files)
 
@@ -411,9 +432,9 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
         ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a tensor
             without a value, or the file cannot be read or does not fit: this is said at once.
     """
-    session = _open.get(id(model))
+    session = _open.get(id(unwrapped(model)))
     if session is None:
-        remember(model, init)
+        remember(unwrapped(model), init)
     else:
         session.materialize(init)
     return model
@@ -421,7 +442,7 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
 
 def session_of(model: nn.Module) -> Session | None:
     """Return the session of the open block that manages ``model``, if one does."""
-    session = _open.get(id(model))
+    session = _open.get(id(unwrapped(model)))
     return session if isinstance(session, Session) else None
 
 
@@ -464,11 +485,12 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what is spread over processes, or has no shape yet."""
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    """Refuse what is spread over devices, or has no shape yet."""
+    if isinstance(model, nn.DataParallel):
         raise ConfigError(
             f"the {type(model.module).__name__} is wrapped in {type(model).__name__}: offload() "
-            "serves one process; start one process and pass the model itself"
+            "serves one device in a process; pass the model itself, or start a process for each "
+            "device and wrap it in DistributedDataParallel"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):

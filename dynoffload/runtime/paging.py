@@ -48,6 +48,7 @@ from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recovery import Recovery
+from dynoffload.runtime.replicas import as_backward_ends
 from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.target import Target
@@ -77,6 +78,7 @@ class Paging:
         on_chunk: called whenever a chunk's worth of activations was saved or used.
         on_phase: called with the name of a phase that begins.
         on_step: called after each optimizer step.
+        replicated: gradients are changed as backward ends; see `dynoffload.runtime.replicas`.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Paging:
         on_chunk: Callable[[], None],
         on_phase: Callable[[str], None],
         on_step: Callable[[], None],
+        replicated: bool = False,
     ) -> None:
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._forecast = forecast
@@ -102,6 +105,8 @@ class Paging:
         self.spill_dir = spill_dir
         self._on_progress, self._on_chunk = on_progress, on_chunk
         self._on_phase, self._on_step = on_phase, on_step
+        self._replicated, self._awaits_end = replicated, False
+        self.gradient = ""  # of which parameter it was made last
         self._closing = threading.Event()
         self._where = ""
         self._ends = False
@@ -300,6 +305,8 @@ class Paging:
     def _check_step(self) -> None:
         """Refuse a conversion that does not fit, with nothing changed; else follow it."""
         self._hear()
+        if self._replicated:
+            self._adopt_reduced()  # of a backward in which this rank had no gradient of its own
         self.adoption.check_updates()
         if converted := self.adoption.converted():
             self._convert(converted)
@@ -396,6 +403,7 @@ class Paging:
     def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
+        self._awaits_end = False  # of a backward that was cut off
         if self.updates is not None and self.updates.drafts is not None:
             self.updates.drafts.begin_forward()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
@@ -424,6 +432,7 @@ class Paging:
     def _collect(self, slot: Slot) -> None:
         self.activations.settle()
         self.store.adopt_gradient(slot)
+        self._note_gradient(slot.name)
         if self.updates is not None:
             self.updates.draft(slot)
         else:
@@ -433,8 +442,27 @@ class Paging:
     def _collect_fused(self, fused: Fused) -> None:
         self.activations.settle()
         self.gradients.adopt(fused)
+        self._note_gradient(fused.name)
         if self.updates is None:
             self._say_without_optimizer()
+
+    def _note_gradient(self, name: str) -> None:
+        self.gradient = name
+        self._on_progress()
+        if self._replicated and not self._awaits_end:
+            self._awaits_end = True
+            as_backward_ends(self._adopt_reduced)
+
+    @uninterrupted
+    def _adopt_reduced(self) -> None:
+        """Backward has ended: adopt gradients of what other ranks alone have used."""
+        self._awaits_end = False
+        if self._hooks is None:
+            return
+        for slot in self.store.slots.values():
+            self.store.adopt_gradient(slot)
+        for fused in self.rows:
+            self.gradients.adopt(fused)
 
     def _say_without_optimizer(self) -> None:
         if not self._said:

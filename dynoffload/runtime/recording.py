@@ -117,6 +117,11 @@ class Recording:
             self._add(self.log.phases, PhaseSpan(start, now, len(self.log.steps), before))
         self._phase = (name, now)
 
+    @property
+    def phase_name(self) -> str:
+        """The phase that runs; "" before the first."""
+        return "" if self._phase is None else self._phase[0]
+
     def sample(self, device: Device, small: int) -> None:
         """Take a sample of memory, at most twenty in a second.
 

@@ -8,16 +8,17 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
+from dynoffload.memory.device import Device
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.access import Access, InMemory, Paged
 from dynoffload.runtime.adoption.held import has_its_own
@@ -37,8 +38,11 @@ from dynoffload.runtime.owed import Owed
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
+from dynoffload.runtime.ranks.standing import Standing
+from dynoffload.runtime.ranks.watch import Watch, watch
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
+from dynoffload.runtime.replicas import beside, is_known, unknown
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
@@ -78,9 +82,12 @@ class Session:
         target: Target,
         pilot: Predictor | str | None,
         spill_reason: str = "",
+        replicas: tuple[DistributedDataParallel, ...] = (),
         *,
         bound: str = "",
     ) -> None:
+        self._replicas = replicas
+        self._moved = 0  # by all that happens
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
         self._target, self._bound = target, bound
@@ -136,7 +143,7 @@ class Session:
             baseline,
             config.heap_slack_bytes,
             events=config.record_events,
-            outside=partial(ordinary_bytes, model, optimizer),
+            outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
         )
         self._largest = 0
@@ -163,6 +170,10 @@ class Session:
         paging.begun()
         interruptible(self._owed.give_said)(self._access_to(paging))
 
+    def _outside_bytes(self, device: Device | None) -> int:
+        buckets = beside(self._replicas, device, self.sizing.bucket_bytes)
+        return ordinary_bytes(self.model, self.optimizer, device) + buckets
+
     def _page(self) -> Paging:
         return Paging(
             self.model,
@@ -177,6 +188,7 @@ class Session:
             on_chunk=self._look_at_heap,
             on_phase=lambda name: self._recording.phase(name),
             on_step=self._end_step,
+            replicated=bool(self._replicas),
         )
 
     def _say_plan(self, spill_reason: str) -> None:
@@ -206,7 +218,9 @@ class Session:
         target, paging = self._target, self._paging
         if target.queues is None:
             slack = format_bytes(self._config.heap_slack_bytes)
-            return f"beside it up to {slack} of freed memory, {spills}"
+            buckets = self.sizing.bucket_bytes
+            reduced = f"{format_bytes(buckets)} of buckets of gradients and " if buckets else ""
+            return f"beside it {reduced}up to {slack} of freed memory, {spills}"
         assert paging is not None
         pinned = "pinned" if target.queues.pinned else "not pinned"
         host = f"{format_bytes(paging.device.taken_bytes())} of host memory below it ({pinned})"
@@ -218,6 +232,21 @@ class Session:
             f"the {self.backend}, {'paging' if self.paging else 'not paging'}>"
         )
 
+    def _watch_ranks(self) -> Watch | None:
+        groups = [one.process_group for one in self._replicas]
+        return watch(self.standing, self._config.rank_timeout, groups)
+
+    def standing(self) -> Standing:
+        """Return where the session stands. It reads no tensor, and any thread may ask."""
+        paging = self._paging
+        return Standing(
+            step=len(self.log.steps),
+            phase=self._recording.phase_name,
+            site="" if paging is None else paging.migrator.site,
+            gradient="" if paging is None else paging.gradient,
+            progress=self._moved,
+        )
+
     # What happens in a step
 
     def _before_forward(
@@ -227,6 +256,9 @@ class Session:
             raise refusal(f"this {type(self.model).__name__}")
         if not self._calls.enter():
             return
+        self._moved += 1
+        if not is_known(self._replicas):
+            raise unknown(module)
         self._in_sample = False
         if self._paging is not None:
             self._paging.loss.check()
@@ -284,6 +316,7 @@ class Session:
             self._outgrown = peak > self.sizing.budget
 
     def _progress(self) -> None:
+        self._moved += 1
         if self._paging is not None:
             paging = self._paging
             self._recording.sample(paging.device, paging.activations.kept_bytes)
@@ -294,6 +327,7 @@ class Session:
             self._recording.look_at_heap(paging.device, paging.activations.kept_bytes)
 
     def _end_step(self) -> None:
+        self._moved += 1
         paging = self._paging
         if paging is None:
             self._stepped = True

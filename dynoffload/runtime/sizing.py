@@ -25,7 +25,7 @@ step to step: their twins too come on top, and a disk too full for those ends dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import nn
@@ -64,6 +64,7 @@ class Sizing:
         reserve_bytes: part of the pool that plans leave free.
         spill_bytes: what the spill file will take at least; see [Note: the spill file].
         states_bytes: parameters, gradients and optimizer state together.
+        bucket_bytes: of gradients on their way to other ranks, beside the pool.
     """
 
     budget: int
@@ -78,6 +79,7 @@ class Sizing:
     reserve_bytes: int
     spill_bytes: int
     states_bytes: int
+    bucket_bytes: int = 0
 
 
 class _Division(NamedTuple):
@@ -129,34 +131,48 @@ def _padded(nbytes: int, page: int) -> int:
 
 
 def sizing_of(
-    model: nn.Module, optimizer: Optimizer | None, budget: int, config: OffloadConfig
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    budget: int,
+    config: OffloadConfig,
+    buckets: int = 0,
 ) -> Sizing:
-    """Divide ``budget`` for ``model``.
+    """Divide ``budget`` for ``model``, beside whose tensors there are ``buckets`` bytes of buckets.
 
     Raises:
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    division = _divided(model, optimizer, budget, config)
+    division = _divided(model, optimizer, max(1, budget - buckets), config)
     if division.sizing is not None:
-        return division.sizing
-    enough = division.need
+        return replace(division.sizing, budget=budget, bucket_bytes=buckets)
+    enough = division.need + buckets
     while True:  # what a larger budget is divided into is larger too, and so may be its pages
         enough = _readable(enough)
-        division = _divided(model, optimizer, enough, config)
+        division = _divided(model, optimizer, enough - buckets, config)
         if division.sizing is not None:
             break
-        enough = max(division.need, enough + 4 * KiB)
+        enough = max(division.need + buckets, enough + 4 * KiB)
     error = BudgetError(
         f"a budget of {format_bytes(budget)} cannot hold the largest update: "
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
-        f"activations and reserve: raise the budget to at least {format_bytes(enough)}, or make "
+        f"activations and reserve{_beside(buckets)}: raise the budget to at least "
+        f"{format_bytes(enough)}, or make "
         f"that layer smaller{_splits(model, division)}"
         f"{_whole(model, optimizer, division, config)}{_held_too(model)}"
     )
     error.lacking = enough - budget
     raise error
+
+
+def _beside(buckets: int) -> str:
+    if not buckets:
+        return ""
+    return (
+        f", and {format_bytes(buckets)} of buckets in which DistributedDataParallel reduces all "
+        "gradients"
+    )
 
 
 def _splits(model: nn.Module, division: _Division) -> str:

@@ -1,0 +1,245 @@
+"""When a rank is lost, the others say so: who, where it stood, and what they waited for.
+
+What it is: `Watch`, a thread beside a session of several processes. It tells the others where this
+rank stands, once a second, and turns the error of a collective that failed in the block into a
+`RankError` that names the rank that was missed. What it is not: a collective, a barrier, or a judge
+of how ranks ought to run: ranks on different paths stand at different sites, and that is well.
+
+[Note: who ends a wait]  A collective that fails, as another rank's connection has closed or the
+group's own timeout is over, raises in the thread that waits in it, and the block's end explains
+that. Some waits cannot be ended from outside: where one lasts longer than the timeout and a moment
+more, and another rank has done nothing for as long, the process says what it knows and ends itself.
+Its spill file has no name, and is gone with it.
+
+[Note: the group's timeout]  ``rank_timeout`` is set as the timeout of the process groups for the
+time of the block, so that it is the group that ends a wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dynoffload.errors import RankError
+from dynoffload.runtime.ranks.board import Board
+from dynoffload.runtime.ranks.standing import Standing, awaited
+
+logger = logging.getLogger(__name__)
+
+ENDED = 70
+"""With what a process ends that could not get out of a wait; see [Note: who ends a wait]."""
+
+_BEAT_S = 1.0
+_SILENT_BEATS = 4
+_PATIENCE_S = 5.0  # to learn who was lost, once a collective has failed
+_PATIENCE_AFTER_S = 1.5  # the same once it has timed out, by when much is known
+_MOMENT_S = 5.0  # beyond the timeout, for the group to end a wait by itself
+_RANKS_A_SECOND = 16  # that one rank asks after
+_TIMED_OUT = re.compile(r"tim(?:ed|e) ?out", re.IGNORECASE)
+_OF_GROUP = re.compile(r"gloo|nccl|ProcessGroup|process group|c10d|remote worker", re.IGNORECASE)
+
+_blocks = 0  # that this process has entered
+
+
+def watch(
+    standing: Callable[[], Standing], timeout_s: float | None, groups: Iterable[Any]
+) -> Watch | None:
+    """Return a watch that has begun; None where there is one process, or no process group yet.
+
+    Args:
+        standing: says where this rank stands; asked from another thread.
+        timeout_s: how long a rank may keep the others waiting; None: as long as the group allows.
+        groups: process groups of the model's, beside the default one.
+    """
+    global _blocks
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+        return None
+    _blocks += 1
+    return Watch(standing, timeout_s, groups, _blocks)
+
+
+class Watch:
+    """See `watch`."""
+
+    def __init__(
+        self,
+        standing: Callable[[], Standing],
+        timeout_s: float | None,
+        groups: Iterable[Any],
+        block: int,
+    ) -> None:
+        self._standing, self._block = standing, block
+        self._board = Board(block)
+        self._before = _set_timeout(timeout_s, groups)
+        self._timeout_s = timeout_s or _timeout_of_group()
+        self._main = threading.get_ident()
+        self._ends = threading.Event()
+        self._mutex = threading.Lock()
+        self._progress, self._since = -1, time.monotonic()
+        self._board.tell(standing())
+        self._thread = threading.Thread(target=self._run, name="dynoffload-ranks", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        every = max(1.0, self._board.size / _RANKS_A_SECOND)
+        looked = 0.0
+        while not self._ends.wait(_BEAT_S):
+            standing, now = self._standing(), time.monotonic()
+            if standing.progress != self._progress:
+                self._progress, self._since = standing.progress, now
+            with self._mutex:
+                if self._ends.is_set():
+                    return
+                self._board.tell(standing)
+                if now - looked >= every:
+                    looked = now
+                    self._board.look()
+            if now - self._since > self._timeout_s + _MOMENT_S:
+                self._judge(standing, now)
+
+    def _judge(self, standing: Standing, now: float) -> None:
+        """This rank stands still for too long: end the process if it waits for one that does."""
+        waits = awaited(sys._current_frames().get(self._main))
+        late = [r for r in self._others() if self._still(r, now) > self._timeout_s]
+        if not waits or not late or self._ends.is_set():
+            return
+        said = self._message(standing, waits, late, now)
+        logger.error("%s; this wait cannot be ended from outside, so the process ends", said)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError, OSError):
+                stream.flush()
+        os._exit(ENDED)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._board.size) if rank != self._board.rank]
+
+    def _still(self, rank: int, now: float) -> float:
+        """Return for how long a rank has done nothing; since ever, if it has told nothing."""
+        return now - self._board.changed.get(rank, -1e9)
+
+    # The end
+
+    def explain(self, error: BaseException) -> RankError | None:
+        """Return what to raise for an error that left the block; None if no other rank is in it."""
+        if isinstance(error, RankError) or not _is_of_group(error):
+            return None
+        standing = self._standing()
+        waits = awaited(error.__traceback__) or "the others"
+        late = _TIMED_OUT.search(str(error))
+        lost, now = self._lost(_PATIENCE_AFTER_S if late else _PATIENCE_S)
+        if not lost:
+            known = [rank for rank in self._others() if rank in self._board.lines]
+            lost = [r for r in known if self._still(r, now) > _SILENT_BEATS * _BEAT_S] or known
+        found = RankError(self._message(standing, waits, lost, now))
+        found.rank, found.lost = self._board.rank, tuple(lost)
+        return found
+
+    def _lost(self, patience_s: float) -> tuple[list[int], float]:
+        """Return the ranks that are gone, have left or are silent, as soon as there are some."""
+        until = time.monotonic() + patience_s
+        while True:
+            with self._mutex:
+                self._board.look()
+            now = time.monotonic()
+            gone = [rank for rank in self._others() if self._is_lost(rank, now)]
+            if gone or now > until:
+                return gone, now
+            time.sleep(0.05)
+
+    def _is_lost(self, rank: int, now: float) -> bool:
+        line = self._board.lines.get(rank)
+        if line is None:
+            return False
+        silent = now - self._board.heard[rank] > _SILENT_BEATS * _BEAT_S
+        return line.is_gone() or silent or (line.left is not None and line.block >= self._block)
+
+    def _message(self, standing: Standing, waits: str, lost: Iterable[int], now: float) -> str:
+        told = "; ".join(self._of(rank, now) for rank in lost) or "no other has told where it is"
+        return (
+            f"rank {self._board.rank} ({standing.describe()}) waited for {waits}, and in vain: "
+            f"{told}. The step is lost: end all ranks, and go on from the last checkpoint"
+        )
+
+    def _of(self, rank: int, now: float) -> str:
+        line = self._board.lines.get(rank)
+        if line is None:
+            return f"rank {rank} has entered no offload() block"
+        stood = line.standing.describe()
+        if line.left:
+            return f"rank {rank} has left its block by an error ({line.left}) in {stood}"
+        if line.left is not None and line.block >= self._block:
+            return f"rank {rank} has left its block, after {line.standing.step} steps"
+        if line.is_gone():
+            return (
+                f"rank {rank} is gone, its process {line.pid} has ended; last heard of in {stood}"
+            )
+        silent = now - self._board.heard[rank]
+        if silent > _SILENT_BEATS * _BEAT_S:
+            return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {stood}"
+        if line.block < self._block or line.left is not None:
+            return f"rank {rank} has not entered its block"
+        return f"rank {rank} runs, and has been for {self._still(rank, now):.0f} s in {stood}"
+
+    def end(self, error: BaseException | None) -> None:
+        """The block has ended, by ``error`` or not: tell the others."""
+        self._ends.set()
+        left = "" if error is None else f"{type(error).__name__}: {error}"
+        with self._mutex:
+            self._board.tell(self._standing(), left)
+        self._thread.join(_BEAT_S)
+        for group, timeout in self._before:
+            with contextlib.suppress(RuntimeError, ValueError):  # it was destroyed meanwhile
+                _set(group, timeout)
+
+
+def _is_of_group(error: BaseException) -> bool:
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_OF_GROUP.search(str(error)))
+
+
+def _timeout_of_group() -> float:
+    import torch.distributed as dist
+
+    return float(_backend(dist.group.WORLD).options._timeout.total_seconds())
+
+
+def _backend(group: Any) -> Any:
+    import torch
+
+    devices = group._device_types
+    kind = torch.device("cpu") if torch.device("cpu") in devices else devices[0]
+    return group._get_backend(kind)
+
+
+def _set_timeout(
+    timeout_s: float | None, groups: Iterable[Any]
+) -> list[tuple[Any, datetime.timedelta]]:
+    """Set the timeout of the default group and of ``groups``; return what they had before."""
+    if timeout_s is None:
+        return []
+    import torch.distributed as dist
+
+    before = []
+    for group in {id(one): one for one in (dist.group.WORLD, *groups)}.values():
+        before.append((group, _backend(group).options._timeout))
+        _set(group, datetime.timedelta(seconds=timeout_s))
+    return before
+
+
+def _set(group: Any, timeout: datetime.timedelta) -> None:
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)

@@ -1,0 +1,148 @@
+"""Models that `DistributedDataParallel` replicates: what its reducer means for paging.
+
+What it is: who wraps a model, what the reducer's buckets take beside the pool, and what is refused.
+What it is not: communication. The session starts no collective, and moves bytes by what its own
+rank runs, so ranks on different paths never wait for one another because of it.
+
+[Note: reduced gradients]  A gradient is complete for its rank when autograd has accumulated it, and
+for all ranks when backward ends: DDP copies it into a bucket right behind the session's own hook,
+reduces the bucket, and writes the result over the gradient. That lies in a region by then, and
+whoever touches an absent one waits for it, as ever. So gradients are paged as soon as they are
+made, but no update is made of one before ``step()``: none is drafted in backward. A parameter that
+this rank did not use gets a gradient from the others all the same, in new memory, which is adopted
+as backward ends.
+
+[Note: buckets]  The buckets are as large as all gradients that are reduced. They are the reducer's
+own memory, outside of every region, so gloo's threads may hand it to the system; the budget is
+divided without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import ConfigError
+from dynoffload.memory.device import Device
+from dynoffload.optim.optimizer import HostOptimizer
+from dynoffload.runtime.target import Target
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model that is replicated, or ``model`` itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def replicas_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
+    """Return each `DistributedDataParallel` that ``model`` is, or that is a part of it."""
+    return tuple(one for one in model.modules() if isinstance(one, DistributedDataParallel))
+
+
+def check_replicas(
+    replicas: tuple[DistributedDataParallel, ...],
+    optimizer: object,
+    options: OffloadConfig,
+    target: Target,
+) -> None:
+    """Refuse what cannot be right, or was never tried.
+
+    Raises:
+        ConfigError: the place, the policy, the optimizer or an option of the reducer does not suit.
+    """
+    for one in replicas:
+        name = type(one.module).__name__
+        if target.queues is not None or one.device_type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"this {name} is replicated by DistributedDataParallel and is to be trained on an "
+                "accelerator, where nobody is told before the reducer writes a gradient that is "
+                "not there: train it on the CPU, or in one process without DistributedDataParallel"
+            )
+        if options.policy == "dtr":
+            raise ConfigError(
+                "policy='dtr' watches one process, and this "
+                f"{name} is replicated by DistributedDataParallel: choose another policy"
+            )
+        if isinstance(optimizer, HostOptimizer):
+            raise ConfigError(
+                f"HostOptimizer takes gradients before DistributedDataParallel has reduced those "
+                f"of this {name}: use an optimizer of torch.optim, or one process"
+            )
+        if any(parameter.is_meta for parameter in one.module.parameters()):
+            raise ConfigError(
+                f"this {name} was wrapped in DistributedDataParallel on the meta device, so its "
+                "buckets have no memory: give it its weights first, by "
+                "dynoffload.materialize(model), the same on all ranks, then wrap it"
+            )
+        if one.mixed_precision is not None:
+            raise ConfigError(
+                "DistributedDataParallel(mixed_precision=...) gives parameters other memory in "
+                f"every forward of this {name}, which cannot be paged: use torch.autocast"
+            )
+
+
+def bucket_bytes(replicas: tuple[DistributedDataParallel, ...]) -> int:
+    """Return the bytes of the buckets, which are those of all dense gradients that are reduced."""
+    found: dict[int, int] = {}
+    for one in replicas:
+        sparse = _sparse(one.module)
+        reduced = [*one._module_parameters, *one._delay_all_reduce_params]
+        for parameter in reduced:
+            if parameter.requires_grad and id(parameter) not in sparse:
+                found[id(parameter)] = parameter.numel() * parameter.element_size()
+    return sum(found.values())
+
+
+def _sparse(model: nn.Module) -> set[int]:
+    """Return the ids of parameters whose gradients are sparse, and have no bucket."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return {id(one.weight) for one in model.modules() if isinstance(one, tables) and one.sparse}
+
+
+def beside(
+    replicas: tuple[DistributedDataParallel, ...], device: Device | None, nbytes: int
+) -> int:
+    """Return how many of the ``nbytes`` of buckets are not gradients of the model's by now.
+
+    Under ``gradient_as_bucket_view`` gradients outside of ``device`` lie in the buckets, and are
+    counted as gradients.
+    """
+    inside: dict[int, int] = {}
+    for one in replicas:
+        if one.gradient_as_bucket_view:
+            for parameter in one._module_parameters:
+                gradient = parameter.grad
+                if gradient is None or gradient.layout is not torch.strided:
+                    continue
+                if device is None or device.owner(gradient) < 0:
+                    storage = gradient.untyped_storage()
+                    inside[storage._cdata] = storage.nbytes()
+    return max(0, nbytes - sum(inside.values()))
+
+
+def is_known(replicas: tuple[DistributedDataParallel, ...]) -> bool:
+    """Return whether the `DistributedDataParallel` whose forward runs now, if any, is one of these.
+
+    It is asked in the forward of a model that it wraps.
+    """
+    active = DistributedDataParallel._active_ddp_module
+    return active is None or any(active is one for one in replicas)
+
+
+def unknown(model: nn.Module) -> ConfigError:
+    """Return the error for a model that is called by a wrapper of which nobody was told."""
+    return ConfigError(
+        f"this {type(model).__name__} is called by a DistributedDataParallel that offload() was "
+        "not given, so the budget is divided without its buckets: wrap the model before the block, "
+        "and pass the DistributedDataParallel to offload()"
+    )
+
+
+def as_backward_ends(call: Callable[[], None]) -> None:
+    """Have ``call`` run when the backward that runs now has ended, after what others have put off
+    until then, as the reducer puts its last part."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))

@@ -1,0 +1,227 @@
+"""One rank of the experiment ``ranks``: trains a network plainly and in a block, and hashes it all.
+
+What it is: the networks whose ranks take different paths, the ways of spreading a model over ranks
+(`WAYS`), and the loop. What it is not: the judge; the parent compares the hashes of each rank. It
+is run as a program with its `Task` as JSON, and prints its answer as the last line.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import dynoffload
+from dynoffload.numerics import settle_kernels
+from dynoffload.runtime.counting import whole_bytes
+from dynoffload.runtime.replicas import bucket_bytes, replicas_of
+
+_TOKENS = 64
+_LR = 1e-3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank is to do.
+
+    Attributes:
+        way: a key of `WAYS`.
+        network: a key of `NETWORKS`.
+        rank: of this process.
+        size: the number of ranks.
+        store: the file by which they meet.
+        steps: of each training.
+        share: of parameters, gradients and optimizer state, which the budget allows beside what the
+            way keeps in memory.
+        timeout_s: of the block, see `OffloadConfig.rank_timeout`.
+        dies: before which step the last rank kills itself, in the block; -1: it does not.
+        spill_dir: where files lie; "": the system's directory for temporary files.
+    """
+
+    way: str
+    network: str
+    rank: int
+    size: int
+    store: str
+    steps: int
+    share: float
+    timeout_s: float
+    dies: int = -1
+    spill_dir: str = ""
+
+
+class Spread(NamedTuple):
+    """A model spread over ranks.
+
+    Attributes:
+        model: what is called, and passed to `offload`.
+        beside: bytes that the way keeps in memory, whatever is paged.
+    """
+
+    model: nn.Module
+    beside: int
+
+
+def replicated(model: nn.Module) -> Spread:
+    """Return ``model`` on every rank, by `DistributedDataParallel`."""
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    return Spread(ddp, bucket_bytes(replicas_of(ddp)))
+
+
+WAYS: dict[str, Callable[[nn.Module], Spread]] = {"ddp": replicated}
+"""By name, how a model is spread over ranks; each is called in all of them at once."""
+
+
+def layerdrop() -> nn.Module:
+    """Return an OPT of transformers of 8 layers, of which each is left out with chance 0.3."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = OPTConfig(
+        vocab_size=1024,
+        hidden_size=192,
+        word_embed_proj_dim=192,
+        ffn_dim=768,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        layerdrop=0.3,
+        dropout=0.0,
+        use_cache=False,
+    )
+    model: nn.Module = OPTForCausalLM(sizes)
+    return model.train()
+
+
+def mixture() -> nn.Module:
+    """Return a Mixtral of transformers, whose experts are fused and run one by one."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = MixtralConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
+    model = MixtralForCausalLM(sizes)
+    model.set_experts_implementation("eager")
+    made: nn.Module = model
+    return made.train()
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"layerdrop": layerdrop, "moe": mixture}
+"""By name, what is trained: a batch is ``input_ids`` and ``labels``, and the output has a loss."""
+
+
+def samples(rank: int, steps: int) -> Iterator[Tensor]:
+    """Yield tokens of one rank's own, ``[1, 4]`` to ``[1, 64]``."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    for _ in range(steps):
+        length = int(torch.randint(4, _TOKENS + 1, (), generator=generator))
+        yield torch.randint(0, 1024, (1, length), generator=generator)
+
+
+def train(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, *, dies: bool) -> Any:
+    """Train, and return the losses and the seconds that steps took."""
+    torch.manual_seed(task.rank)  # ranks draw layers of their own
+    losses: list[float] = []
+    seconds: list[float] = []
+    for step, tokens in enumerate(samples(task.rank, task.steps)):
+        if dies and step == task.dies and task.rank == task.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.perf_counter()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss.detach()))
+    return losses, median(seconds)
+
+
+def digest(losses: list[float], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a hash of losses, parameters, buffers and optimizer state of this rank."""
+    found = hashlib.sha256(repr(losses).encode())
+    tensors = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():  # their states are in the order of their first updates
+        state = optimizer.state.get(parameter, {})
+        tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        plain = local.detach().cpu().contiguous().reshape(-1)
+        found.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return found.hexdigest()
+
+
+def _prepared(task: Task) -> tuple[Spread, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    spread = WAYS[task.way](NETWORKS[task.network]())
+    return spread, AdamW(spread.model.parameters(), lr=_LR)
+
+
+def carry_out(task: Task) -> dict[str, Any]:
+    """Train twice, plainly and in a block, and return the hashes and what the block took."""
+    settle_kernels()
+    (model, beside), optimizer = _prepared(task)
+    whole = whole_bytes(model, optimizer)
+    answer: dict[str, Any] = {"rank": task.rank, "whole_bytes": whole, "beside_bytes": beside}
+    if task.dies < 0:
+        losses, answer["plain_s"] = train(task, model, optimizer, dies=False)
+        answer["plain"] = digest(losses, model, optimizer)
+        answer["last_loss"] = losses[-1]
+    del model, optimizer
+    (model, beside), optimizer = _prepared(task)
+    budget = beside + int(task.share * whole)
+    config = {"step_aside": False, "rank_timeout": task.timeout_s}
+    with dynoffload.offload(
+        model, optimizer, budget=budget, config=config, spill_dir=task.spill_dir or None
+    ) as session:
+        losses, answer["paged_s"] = train(task, model, optimizer, dies=True)
+        stats = session.stats
+        answer["backend"] = session.backend
+    answer["paged"] = digest(losses, model, optimizer)
+    answer["budget"] = budget
+    for name in ("bytes_in", "bytes_out", "stalls"):
+        answer[name] = int(stats[name].sum())
+    answer["peak_fast_bytes"] = int(stats["peak_fast_bytes"].max())
+    return answer
+
+
+def main(text: str) -> None:
+    """Carry out the task in ``text``, and print the answer."""
+    task = Task(**json.loads(text))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        f"file://{Path(task.store).resolve()}",
+        rank=task.rank,
+        world_size=task.size,
+        timeout=datetime.timedelta(minutes=5),
+    )
+    answer = carry_out(task)
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,283 @@
+"""`DistributedDataParallel`: two processes train to the bits of the same run without a block.
+
+The processes are those of `ranks_worker`, several cases to a pair, as each pair takes seconds to
+start. What one process can show alone is shown here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from emulated import DEVICE, Emulated
+from exactness import SMALL_PAGES, assert_same_training, footprint_of, needs_pager
+from fused_networks import paging_of
+from ranks_worker import CASES, UNUSED, Dropped, all_layers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dynoffload
+from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.runtime import target
+from dynoffload.runtime.replicas import bucket_bytes, replicas_of
+from dynoffload.units import parse_bytes
+
+HERE = Path(__file__).parent
+GROUPS = {
+    "loops": ["adamw", "looks", "sgd", "static", "no-sync", "hooked", "aside", "join"],
+    "paths": ["unused", "unused-clip", "unused-zeros", "small-buckets", "routed", "routed-clip"],
+    "views": ["views", "views-unused", "views-zeros", "mapped", "on-demand", "rollback"],
+    "slices": ["fused", "fused-looks", "fused-zeros", "fused-views"],
+}
+
+
+def group_of(directory: Path, names: list[str], size: int = 2) -> list[dict[str, Any]]:
+    """Run a process for each rank over some cases, and return what each found."""
+    path = [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, str(HERE / "ranks_worker.py"), str(directory)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), ",".join(names), str(size)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank, text in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, text[-3000:]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def test_every_case_is_in_a_group() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(CASES)
+
+
+@needs_pager
+@pytest.mark.parametrize("group", GROUPS)
+def test_two_processes_train_to_the_same_bits(group: str, tmp_path: Path) -> None:
+    check(group_of(tmp_path, GROUPS[group]), tmp_path)
+
+
+@pytest.mark.slow
+@needs_pager
+def test_three_processes_train_to_the_same_bits(tmp_path: Path) -> None:
+    names = ["adamw", "unused-clip", "routed", "views-unused", "fused", "fused-looks"]
+    check(group_of(tmp_path, names, size=3), tmp_path)
+
+
+def check(answers: list[dict[str, Any]], directory: Path) -> None:
+    """Check what each rank has found."""
+    for rank, found in enumerate(answers):
+        for name, answer in found.items():
+            where = f"{name}, rank {rank}"
+            assert not answer["differs"], f"{where}: {answer['differs']}"
+            assert answer["peak"] <= answer["budget"], where
+            assert answer["steps"] == CASES[name].steps_of(rank), where
+            stays = rank in CASES[name].aside
+            assert answer["pages"] != stays, where
+            assert (answer["bytes_in"] > 0) != stays, f"{where}: nothing was paged"
+        assert not list((directory / f"spill-{rank}").iterdir()), "a spill file is left"
+
+
+# What one process can show
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def emulation() -> Any:
+    """An emulated accelerator that no session needs to begin on."""
+    return mock.patch.object(target, "open_queues", return_value=Emulated())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer for ``model``."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def options(model: nn.Module, share: float = 0.3, **config: Any) -> dict[str, Any]:
+    """Return the arguments of a block that pages ``model``, its buckets beside it."""
+    budget = bucket_bytes(replicas_of(model)) + int(share * footprint_of(model))
+    return {"budget": budget, "config": {**SMALL_PAGES, "step_aside": False, **config}}
+
+
+@pytest.mark.usefixtures("group")
+def test_the_buckets_are_what_the_reducer_says_and_are_counted() -> None:
+    ddp = DistributedDataParallel(Dropped())
+    told = ddp._get_ddp_logging_data()["bucket_sizes"]
+    buckets = sum(int(size) for size in str(told).split(","))
+    assert bucket_bytes(replicas_of(ddp)) == buckets > 0
+    optimizer = adamw(ddp)
+    with dynoffload.offload(ddp, optimizer, **options(ddp)) as session:
+        assert session.sizing.bucket_bytes == buckets
+        assert session.sizing.pool_bytes + buckets < session.sizing.budget
+        all_layers(ddp, 0, 0).backward()
+        optimizer.step()
+        assert session.stats["peak_fast_bytes"][0] > buckets
+
+
+@pytest.mark.usefixtures("group")
+def test_a_budget_that_cannot_hold_the_buckets_is_refused_and_the_named_one_is_enough() -> None:
+    ddp = DistributedDataParallel(Dropped())
+    optimizer = adamw(ddp)
+    config = options(ddp)["config"]
+    buckets = bucket_bytes(replicas_of(ddp))
+    with pytest.raises(BudgetError, match="of buckets in which DistributedDataParallel") as caught:
+        with dynoffload.offload(ddp, optimizer, budget=buckets, config=config):
+            pytest.fail("the block must not begin")
+    named = re.search(r"at least ([0-9.]+ [KMG]?i?B)", str(caught.value))
+    assert named
+    assert caught.value.lacking == parse_bytes(named[1]) - buckets
+    with dynoffload.offload(ddp, optimizer, budget=named[1], config=config):
+        all_layers(ddp, 0, 0).backward()
+        optimizer.step()
+
+
+class Late(Dropped):
+    """Registers a buffer in its first forward."""
+
+    def forward(self, x: torch.Tensor, runs: list[bool]) -> torch.Tensor:
+        """Return ``[rows, width]`` for the same."""
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(4096.0))
+        return super().forward(x, runs) + self.table[:32]
+
+
+@needs_pager
+@pytest.mark.usefixtures("group")
+def test_buffers_that_go_to_other_ranks_are_never_absent() -> None:
+    """A single one is sent from where it lies, by threads that may not fault."""
+    ddp = DistributedDataParallel(Late())
+    optimizer = adamw(ddp)
+    with dynoffload.offload(ddp, optimizer, **options(ddp)) as session:
+        for step in range(3):
+            all_layers(ddp, step, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        device = paging_of(session).device
+        assert device.owner(ddp.module.layers[0][0].weight) >= 0
+        assert device.owner(ddp.module.table) < 0
+
+
+@pytest.mark.usefixtures("group")
+def test_sparse_gradients_have_no_bucket() -> None:
+    model = nn.Sequential(nn.Embedding(100, 8, sparse=True), nn.Linear(8, 8, bias=False))
+    ddp = DistributedDataParallel(model)
+    assert bucket_bytes(replicas_of(ddp)) == 8 * 8 * 4
+
+
+@pytest.mark.usefixtures("group")
+def test_a_replica_that_is_a_part_of_the_model() -> None:
+    """A root of the user's around it: no update is drafted, and the buckets count."""
+    torch.manual_seed(0)
+    model, reference = nn.Sequential(Dropped()), nn.Sequential(Dropped())
+    reference.load_state_dict(model.state_dict())
+    optimizer, its = adamw(model), adamw(reference)
+    outer = nn.Module()
+    outer.net = DistributedDataParallel(model[0])
+
+    def forward(x: torch.Tensor, runs: list[bool]) -> Any:
+        return outer.net(x, runs)
+
+    outer.forward = forward  # type: ignore[method-assign]
+    with dynoffload.offload(outer, optimizer, **options(outer)) as session:
+        for step in range(4):
+            all_layers(outer, step, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.sizing.bucket_bytes > 0
+        assert session.stats["bytes_in"].sum() > 0
+    for step in range(4):
+        all_layers(reference[0], step, 0).backward()
+        its.step()
+        its.zero_grad()
+    assert_same_training(model, optimizer, reference, its)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_checkpoint_has_the_names_of_the_model_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Dropped())
+    optimizer = adamw(ddp)
+    with dynoffload.offload(ddp, optimizer, **options(ddp)) as session:
+        all_layers(ddp, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.save(tmp_path / "run")
+        expected = {name: tensor.clone() for name, tensor in ddp.module.state_dict().items()}
+    dynoffload.save_checkpoint(ddp, optimizer, tmp_path / "after")
+    for run in ("run", "after"):
+        plain = Dropped()
+        dynoffload.load_checkpoint(plain, adamw(plain), tmp_path / run)
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(tensor, expected[name]), f"{run}: {name}"
+
+
+@pytest.mark.usefixtures("group")
+def test_a_wrapper_of_which_nobody_was_told_is_refused() -> None:
+    model = Dropped()
+    ddp = DistributedDataParallel(model, **UNUSED)
+    with dynoffload.offload(model, adamw(model), **options(ddp)):
+        with pytest.raises(ConfigError, match="called by a DistributedDataParallel that offload"):
+            all_layers(ddp, 0, 0)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"config": {"policy": "dtr"}}, "policy='dtr' watches one process"),
+        ({"device": DEVICE}, "nobody is told before the reducer writes a gradient"),
+    ],
+    ids=["dtr", "accelerator"],
+)
+def test_what_cannot_be_right_is_refused(arguments: dict[str, Any], words: str) -> None:
+    ddp = DistributedDataParallel(Dropped())
+    with emulation(), pytest.raises(ConfigError, match=words):
+        with dynoffload.offload(ddp, adamw(ddp), budget="1GiB", **arguments):
+            pytest.fail("the block must not begin")
+
+
+@pytest.mark.usefixtures("group")
+def test_a_host_optimizer_is_refused() -> None:
+    ddp = DistributedDataParallel(Dropped())
+    optimizer = dynoffload.HostOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-2)
+    with pytest.raises(ConfigError, match="takes gradients before DistributedDataParallel"):
+        with dynoffload.offload(ddp, optimizer, budget="1GiB"):
+            pytest.fail("the block must not begin")
+
+
+@pytest.mark.usefixtures("group")
+def test_a_replica_on_the_meta_device_is_told_the_remedy() -> None:
+    with torch.device("meta"):
+        model = Dropped()
+    ddp = DistributedDataParallel(model, init_sync=False)
+    with pytest.raises(ConfigError, match=r"give it its weights first.*then wrap it"):
+        with dynoffload.offload(ddp, adamw(ddp), budget="1GiB"):
+            pytest.fail("the block must not begin")

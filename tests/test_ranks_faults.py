@@ -1,0 +1,117 @@
+"""One rank is lost: the other ends within the timeout, and says who, where, and what it awaited."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exactness import needs_pager
+from ranks_faults import AT, HANGS_S, TIMEOUT_S
+
+from dynoffload.config import OffloadConfig
+from dynoffload.errors import ConfigError
+from dynoffload.runtime.ranks.watch import ENDED
+
+HERE = Path(__file__).parent
+_MOMENT_S = 12.0  # beyond the timeout, on a busy machine
+WORDS = {
+    "kill": r"rank 1 is gone, its process \d+ has ended",
+    "raise": r"rank 1 has left its block by an error \(Lost: of the second rank\)",
+    "hang": r"rank 1 runs, and has been for \d+ s in step 3, forward, at 'layers\.2\.0'",
+    "stop": r"rank 1 has been silent for \d+ s, last heard of in step \d",
+    "leave": r"rank 1 has left its block, after 3 steps",
+}
+
+
+def ended(kinds: Sequence[str], directory: Path) -> dict[str, Any]:
+    """Start pairs in which the second rank is lost, all at once; return how the first ones ended.
+
+    Nothing is left in the spill directories by then.
+    """
+    path = [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    pairs: dict[str, list[subprocess.Popen[str]]] = {}
+    found: dict[str, Any] = {}
+    try:
+        for kind in kinds:
+            (directory / kind).mkdir()
+            pairs[kind] = [
+                subprocess.Popen(
+                    [sys.executable, HERE / "ranks_faults.py", directory / kind, str(rank), kind],
+                    env=environment,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in range(2)
+            ]
+        for kind, (first, second) in pairs.items():
+            said = first.communicate(timeout=200)[1]
+            second.send_signal(signal.SIGCONT)
+            second.kill()
+            second.wait()
+            answer = directory / kind / "0.json"
+            words = json.loads(answer.read_text()) if answer.exists() else {}
+            found[kind] = {**words, "said": said, "code": first.returncode}
+            for rank in range(2):
+                left = list((directory / kind / f"spill-{rank}").iterdir())
+                assert not left, f"{kind}, rank {rank}: a spill file is left"
+        return found
+    finally:
+        for one in (one for pair in pairs.values() for one in pair):
+            one.kill()
+            one.wait()
+
+
+def check(kinds: Sequence[str], directory: Path) -> None:
+    """Check how the first ranks end whose second ones are lost."""
+    for kind, found in ended(kinds, directory).items():
+        assert "words" in found, f"{kind}: {found['said'][-3000:]}"
+        words = found["words"]
+        assert re.search(WORDS[kind], words), words
+        assert words.startswith(f"rank 0 (step {AT}, "), words
+        leaves = kind == "leave"
+        awaited = "the first rank's buffers" if leaves else "the reduction of gradients"
+        assert f"waited for {awaited}, and in vain" in words, words
+        assert "go on from the last checkpoint" in words
+        assert (found["rank"], found["lost"]) == (0, [1])
+        assert found["cause"] == "RuntimeError", "the group's own error is the cause"
+        assert found["seconds"] < TIMEOUT_S + _MOMENT_S < HANGS_S
+        assert found["code"] == 1
+        assert "RankError" in found["said"]
+
+
+@needs_pager
+def test_the_other_rank_ends_and_says_who_was_lost(tmp_path: Path) -> None:
+    """Killed; left by an error; hanging in its forward."""
+    check(["kill", "raise", "hang"], tmp_path)
+
+
+@pytest.mark.slow
+@needs_pager
+def test_one_that_is_stopped_and_one_that_leaves_early(tmp_path: Path) -> None:
+    check(["stop", "leave"], tmp_path)
+
+
+@pytest.mark.slow
+@needs_pager
+def test_a_wait_that_nobody_can_end_ends_the_process(tmp_path: Path) -> None:
+    """A barrier of a group of the user's own, whose timeout is minutes."""
+    found = ended(["barrier"], tmp_path)["barrier"]
+    assert found["code"] == ENDED, found["said"][-3000:]
+    assert re.search(r"rank 0 \(step 3, .*waited for the others in barrier\(\)", found["said"])
+    assert "rank 1 runs, and has been for" in found["said"]
+    assert "so the process ends" in found["said"]
+
+
+@pytest.mark.parametrize("wait", [0, -1.0, True, "5", float("nan")])
+def test_a_timeout_that_is_none_is_refused(wait: Any) -> None:
+    with pytest.raises(ConfigError, match=r"rank_timeout=.* is not a number of seconds"):
+        OffloadConfig(rank_timeout=wait)
