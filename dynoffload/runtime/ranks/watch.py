@@ -44,7 +44,10 @@ _PATIENCE_AFTER_S = 1.5  # the same once it has timed out, by when much is known
 _MOMENT_S = 5.0  # beyond the timeout, for the group to end a wait by itself
 _RANKS_A_SECOND = 16  # that one rank asks after
 _TIMED_OUT = re.compile(r"tim(?:ed|e) ?out", re.IGNORECASE)
-_OF_GROUP = re.compile(r"gloo|nccl|ProcessGroup|process group|c10d|remote worker", re.IGNORECASE)
+_OF_GROUP = re.compile(
+    r"gloo/|\bNCCL|ProcessGroup(?:Gloo|NCCL|MPI|UCC|Wrapper)|remote worker|Timed out waiting"
+    "|[Cc]onnection (?:closed|reset) by peer"
+)
 
 _blocks = 0  # that this process has entered
 
@@ -213,7 +216,10 @@ def _is_of_group(error: BaseException) -> bool:
 def _timeout_of_group() -> float:
     import torch.distributed as dist
 
-    return float(_backend(dist.group.WORLD).options._timeout.total_seconds())
+    try:
+        return float(_backend(dist.group.WORLD).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):  # a backend that tells no timeout
+        return dist.default_pg_timeout.total_seconds()
 
 
 def _backend(group: Any) -> Any:
@@ -234,8 +240,9 @@ def _set_timeout(
 
     before = []
     for group in {id(one): one for one in (dist.group.WORLD, *groups)}.values():
-        before.append((group, _backend(group).options._timeout))
-        _set(group, datetime.timedelta(seconds=timeout_s))
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend that has no timeout
+            before.append((group, _backend(group).options._timeout))
+            _set(group, datetime.timedelta(seconds=timeout_s))
     return before
 
 
