@@ -191,15 +191,14 @@ def _print(result: dict[str, Any]) -> None:
         title_justify="left",
         caption_justify="left",
     )
-    for header in ("way", "network", "bits"):
+    for header in ("training", "bits"):
         table.add_column(header, no_wrap=True)
     for header in ("states", "budget", "read", "a step", "plain"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in result["trainings"]:
         first = row["ranks"][0]
         table.add_row(
-            row["way"],
-            row["network"],
+            f"{row['network']}, {row['way']}",
             "the same" if row["exact"] else "DIFFER",
             *(format_bytes(first[key]) for key in ("whole_bytes", "budget", "bytes_in")),
             format_seconds(first["paged_s"]),
