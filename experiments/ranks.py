@@ -190,6 +190,7 @@ def _print(result: dict[str, Any]) -> None:
         caption="of the first rank; seconds are medians of the steps of one run",
         title_justify="left",
         caption_justify="left",
+        box=None,
     )
     for header in ("training", "bits"):
         table.add_column(header, no_wrap=True)
