@@ -190,16 +190,16 @@ def _print(result: dict[str, Any]) -> None:
         caption="of the first rank; seconds are medians of the steps of one run",
         title_justify="left",
         caption_justify="left",
+        box=None,
     )
-    for header in ("way", "network", "bits"):
+    for header in ("training", "bits"):
         table.add_column(header, no_wrap=True)
     for header in ("states", "budget", "read", "a step", "plain"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in result["trainings"]:
         first = row["ranks"][0]
         table.add_row(
-            row["way"],
-            row["network"],
+            f"{row['network']}, {row['way']}",
             "the same" if row["exact"] else "DIFFER",
             *(format_bytes(first[key]) for key in ("whole_bytes", "budget", "bytes_in")),
             format_seconds(first["paged_s"]),

@@ -1,7 +1,8 @@
 """What one of two processes runs in which the second is lost: no tests here.
 
 Called as ``ranks_faults.py DIRECTORY RANK KIND``. The first rank writes what its block raised; the
-second does as ``KIND`` says in the forward of its fourth step.
+second does as ``KIND`` says in the forward of its fourth step. For ``"store"`` it is the other way
+round, and the first rank, which is killed, holds the store.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Lost(Exception):
 
 def do(kind: str) -> None:
     """Be lost."""
-    if kind == "kill":
+    if kind in ("kill", "store"):
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -47,7 +48,9 @@ def main(directory: Path, rank: int, kind: str) -> None:
     """Train until the second rank is lost."""
     torch.set_num_threads(1)
     patience = datetime.timedelta(seconds=300)
-    store = f"file://{directory / 'store'}"
+    store, loser = f"file://{directory / 'store'}", 1
+    if kind == "store":
+        store, loser = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", 0
     dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=patience)
     own = dist.new_group(timeout=patience)
     model = Dropped()
@@ -63,7 +66,7 @@ def main(directory: Path, rank: int, kind: str) -> None:
         nonlocal began
         if step == AT:
             began = time.monotonic()
-            if rank:
+            if rank == loser:
                 do(kind)
 
     model.layers[2][2].register_forward_pre_hook(lose)

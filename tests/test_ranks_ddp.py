@@ -249,6 +249,26 @@ def test_a_wrapper_of_which_nobody_was_told_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_model_that_another_replica_calls_is_none_of_it() -> None:
+    """As a teacher is called by the forward of what it teaches."""
+    teacher, student = Dropped(), Dropped()
+
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = student
+
+        def forward(self, x: torch.Tensor, runs: list[bool]) -> torch.Tensor:
+            return (self.student(x, runs) - teacher(x, runs)) ** 2
+
+    ddp = DistributedDataParallel(Taught())
+    with dynoffload.offload(teacher, adamw(teacher), **options(teacher)) as session:
+        all_layers(ddp, 0, 0).backward()
+        assert session.paging
+    assert all(parameter.grad is not None for parameter in student.parameters())
+
+
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -53,11 +54,13 @@ def ended(kinds: Sequence[str], directory: Path) -> dict[str, Any]:
                 for rank in range(2)
             ]
         for kind, (first, second) in pairs.items():
+            survivor = int(kind == "store")
+            first, second = (second, first) if survivor else (first, second)
             said = first.communicate(timeout=200)[1]
             second.send_signal(signal.SIGCONT)
             second.kill()
             second.wait()
-            answer = directory / kind / "0.json"
+            answer = directory / kind / f"{survivor}.json"
             words = json.loads(answer.read_text()) if answer.exists() else {}
             found[kind] = {**words, "said": said, "code": first.returncode}
             for rank in range(2):
@@ -98,6 +101,20 @@ def test_the_other_rank_ends_and_says_who_was_lost(tmp_path: Path) -> None:
 @needs_pager
 def test_one_that_is_stopped_and_one_that_leaves_early(tmp_path: Path) -> None:
     check(["stop", "leave"], tmp_path)
+
+
+@pytest.mark.slow
+@needs_pager
+def test_the_rank_that_holds_the_store_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    found = ended(["store"], tmp_path)["store"]
+    assert "words" in found, found["said"][-3000:]
+    assert re.search(r"rank 0 is gone, its process \d+ has ended", found["words"])
+    assert (found["rank"], found["lost"]) == (1, [0])
 
 
 @pytest.mark.slow

@@ -123,13 +123,14 @@ def beside(
     return max(0, nbytes - sum(inside.values()))
 
 
-def is_known(replicas: tuple[DistributedDataParallel, ...]) -> bool:
-    """Return whether the `DistributedDataParallel` whose forward runs now, if any, is one of these.
-
-    It is asked in the forward of a model that it wraps.
-    """
+def is_known(model: nn.Module, replicas: tuple[DistributedDataParallel, ...]) -> bool:
+    """Return whether a `DistributedDataParallel` in whose forward ``model`` is called now, if in
+    any, is one of ``replicas``, or reduces no gradient of the model's."""
     active = DistributedDataParallel._active_ddp_module
-    return active is None or any(active is one for one in replicas)
+    if active is None or any(active is one for one in replicas):
+        return True
+    reduced = {id(one) for one in active._module_parameters if one.requires_grad}
+    return not any(id(parameter) in reduced for parameter in model.parameters())
 
 
 def unknown(model: nn.Module) -> ConfigError:

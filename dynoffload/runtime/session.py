@@ -257,7 +257,7 @@ class Session:
         if not self._calls.enter():
             return
         self._moved += 1
-        if not is_known(self._replicas):
+        if not is_known(module, self._replicas):
             raise unknown(module)
         self._in_sample = False
         if self._paging is not None:

@@ -76,6 +76,7 @@ class Board:
         lines: the last line of each other rank, as far as there is one.
         changed: when a rank's progress was last seen to change, by this process's clock.
         heard: when its line was.
+        answers: whether the store has answered when it was asked last.
     """
 
     def __init__(self, block: int) -> None:
@@ -94,6 +95,7 @@ class Board:
         self.lines: dict[int, Line] = {}
         self.changed: dict[int, float] = {}
         self.heard: dict[int, float] = {}
+        self.answers = True
 
     def tell(self, standing: Standing, left: str | None = None) -> bool:
         """Put up this rank's line; return whether the store has taken it."""
@@ -119,7 +121,9 @@ class Board:
             ranks = sorted(self._known)
             texts = self._store.multi_get([_key(rank) for rank in ranks]) if ranks else []
         except RuntimeError:
+            self.answers = False
             return False
+        self.answers = True
         now = time.monotonic()
         for rank, text in zip(ranks, texts, strict=True):
             line, before = Line.read(text.decode()), self.lines.get(rank)

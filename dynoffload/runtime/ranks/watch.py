@@ -38,13 +38,18 @@ ENDED = 70
 """With what a process ends that could not get out of a wait; see [Note: who ends a wait]."""
 
 _BEAT_S = 1.0
+_FIRST_S = 0.1  # between looks at first, until each rank has told something
+_FIRST_LOOKS = 100
 _SILENT_BEATS = 4
 _PATIENCE_S = 5.0  # to learn who was lost, once a collective has failed
 _PATIENCE_AFTER_S = 1.5  # the same once it has timed out, by when much is known
 _MOMENT_S = 5.0  # beyond the timeout, for the group to end a wait by itself
 _RANKS_A_SECOND = 16  # that one rank asks after
 _TIMED_OUT = re.compile(r"tim(?:ed|e) ?out", re.IGNORECASE)
-_OF_GROUP = re.compile(r"gloo|nccl|ProcessGroup|process group|c10d|remote worker", re.IGNORECASE)
+_OF_GROUP = re.compile(
+    r"gloo/|\bNCCL|ProcessGroup(?:Gloo|NCCL|MPI|UCC|Wrapper)|remote worker|Timed out waiting"
+    "|[Cc]onnection (?:closed|reset) by peer"
+)
 
 _blocks = 0  # that this process has entered
 
@@ -91,8 +96,15 @@ class Watch:
         self._thread.start()
 
     def _run(self) -> None:
-        every = max(1.0, self._board.size / _RANKS_A_SECOND)
+        every = max(_BEAT_S, self._board.size / _RANKS_A_SECOND)
         looked = 0.0
+        for _ in range(_FIRST_LOOKS):
+            if self._ends.wait(_FIRST_S * every):
+                return
+            with self._mutex:
+                self._board.look()
+            if len(self._board.lines) == self._board.size - 1:
+                break
         while not self._ends.wait(_BEAT_S):
             standing, now = self._standing(), time.monotonic()
             if standing.progress != self._progress:
@@ -164,7 +176,12 @@ class Watch:
         return line.is_gone() or silent or (line.left is not None and line.block >= self._block)
 
     def _message(self, standing: Standing, waits: str, lost: Iterable[int], now: float) -> str:
-        told = "; ".join(self._of(rank, now) for rank in lost) or "no other has told where it is"
+        told = "; ".join(self._of(rank, now) for rank in lost) or (
+            "no other has told where it is"
+            if self._board.answers
+            else "the process group's store does not answer, which the first rank holds unless a "
+            "launcher does"
+        )
         return (
             f"rank {self._board.rank} ({standing.describe()}) waited for {waits}, and in vain: "
             f"{told}. The step is lost: end all ranks, and go on from the last checkpoint"
@@ -213,7 +230,10 @@ def _is_of_group(error: BaseException) -> bool:
 def _timeout_of_group() -> float:
     import torch.distributed as dist
 
-    return float(_backend(dist.group.WORLD).options._timeout.total_seconds())
+    try:
+        return float(_backend(dist.group.WORLD).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):  # a backend that tells no timeout
+        return dist.default_pg_timeout.total_seconds()
 
 
 def _backend(group: Any) -> Any:
@@ -234,8 +254,9 @@ def _set_timeout(
 
     before = []
     for group in {id(one): one for one in (dist.group.WORLD, *groups)}.values():
-        before.append((group, _backend(group).options._timeout))
-        _set(group, datetime.timedelta(seconds=timeout_s))
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend that has no timeout
+            before.append((group, _backend(group).options._timeout))
+            _set(group, datetime.timedelta(seconds=timeout_s))
     return before
 
 
