@@ -39,6 +39,7 @@ from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
+from dynoffload.runtime.sharded import groups_of, said_of
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
@@ -183,11 +184,12 @@ class Session:
         if int(os.environ.get("RANK", "0")):
             return
         logger.info(
-            "%s: %s of parameters, gradients%s under %s on the %s (pool %s in "
+            "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
             "pages of %s, reserve %s), %s, policy %s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
+            said_of(groups_of(self.model)),
             format_bytes(sizing.budget),
             paging.device.name,
             format_bytes(paging.device.capacity),

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import local
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
 from dynoffload.runtime.adoption.held import are_shared, references
@@ -406,7 +407,8 @@ class Updates:
             copy = None if state is None else dict(state)
             regions = slot.update_regions()
             states = self.optimizer.state
-            update = Update(group, parameter.data, gradient, copy, regions, modes, states)
+            data, part = local(parameter).data, local(gradient)
+            update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
             if may and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))
