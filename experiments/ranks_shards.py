@@ -94,7 +94,8 @@ class Block(nn.Module):
         """Return ``x`` (tokens x width), and what the layer adds."""
         if self.training and self._drops and float(torch.rand(())) < 0.3:
             return x
-        return x + self.inner(self.norm(x))
+        added: torch.Tensor = self.inner(self.norm(x))
+        return x + added
 
 
 class Network(nn.Module):
@@ -198,7 +199,7 @@ def sharded(case: Case) -> nn.Module:
 
 def state_digests(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """Return digests of this rank's parts of parameters and optimizer state."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {one: name for name, one in model.named_parameters()}
     found = {name: _digest(parameter) for parameter, name in names.items()}
     for parameter, entry in optimizer.state.items():
         found |= {f"{names[parameter]}.{key}": _digest(value) for key, value in entry.items()}
@@ -311,17 +312,18 @@ def on_ranks(
     """
     directory.mkdir(parents=True)
     store = directory / "store"
-    said = [open(directory / f"{rank}.log", "w+b") for rank in range(world)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(world), str(store)]
-            + [str(directory / f"{rank}.json"), *arguments],
-            stdout=said[rank],
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
-        )
-        for rank in range(world)
-    ]
+    processes = []
+    for rank in range(world):
+        given = [str(rank), str(world), str(store), str(directory / f"{rank}.json"), *arguments]
+        with open(directory / f"{rank}.log", "wb") as said:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", script, *given],
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+                )
+            )
     try:
         _wait_for(processes, timeout)
     finally:
@@ -331,12 +333,10 @@ def on_ranks(
     codes = [process.returncode for process in processes]
     if any(codes):
         ends = []
-        for rank, file in enumerate(said):
-            file.seek(0)
-            ends.append(f"rank {rank} ({codes[rank]}): {file.read().decode()[-3000:]}")
+        for rank, code in enumerate(codes):
+            told = (directory / f"{rank}.log").read_text(errors="replace")
+            ends.append(f"rank {rank} ({code}): {told[-3000:]}")
         raise RuntimeError("\n".join(ends))
-    for file in said:
-        file.close()
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -24,6 +24,7 @@ from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.aside import ASIDE, Whole
 from dynoffload.runtime.checkpoints.loading import load
+from dynoffload.runtime.checkpoints.peers import peers_of
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.counting import ordinary_bytes, parts_of
@@ -508,9 +509,13 @@ class Session:
         extra: Mapping[str, Any] | None,
         max_shard_size: int | str,
     ) -> None:
-        self._give_owed()
-        self._settle()
-        Aftermath.check(self.model, optimizer)
+        def settle() -> None:
+            self._give_owed()
+            self._settle()
+            Aftermath.check(self.model, optimizer)
+
+        peers = peers_of(self.model)
+        peers.share(settle)
         save(
             self.model,
             optimizer,
@@ -518,6 +523,7 @@ class Session:
             extra=extra,
             max_shard_size=max_shard_size,
             memory=self._paging.adoption if self._paging else Ordinary(),
+            peers=peers,
         )
 
     def _load(

@@ -103,6 +103,16 @@ def reshard(model: nn.Module) -> None:
         module.reshard()  # type: ignore[operator]
 
 
+def drop_gradients(model: nn.Module) -> None:
+    """Forget the gradients that FSDP keeps of whole parameters, where none were reduced yet."""
+    for group in groups_of(model):
+        for one in group.own:
+            one.unsharded_accumulated_grad = None
+            whole = getattr(one, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+
+
 def beside_bytes(groups: Sequence[Group]) -> int:
     """Return the bytes of FSDP's own memory while a model of ``groups`` trains, about.
 
