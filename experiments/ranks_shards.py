@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 import dynoffload
 from dynoffload.memory.local import local
+from dynoffload.runtime.sharded import reshard
 
 WIDTH, BLOCKS, EXPERTS, CLASSES, TOKENS = 96, 4, 6, 10, 24
 NETWORKS = ("dense", "layerdrop", "moe")
@@ -199,6 +200,7 @@ def sharded(case: Case) -> nn.Module:
 
 def state_digests(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """Return digests of this rank's parts of parameters and optimizer state."""
+    reshard(model)
     names: dict[torch.Tensor, str] = {one: name for name, one in model.named_parameters()}
     found = {name: _digest(parameter) for parameter, name in names.items()}
     for parameter, entry in optimizer.state.items():

@@ -34,18 +34,20 @@ from dynoffload.experiments.ranks_shards import (
     train_sharded,
 )
 from dynoffload.memory.local import local, local_bytes
-from dynoffload.runtime.sharded import beside_bytes, groups_of
-
-SMALL = "8MiB"  # of a rank, whose states take more
+from dynoffload.runtime.sharded import groups_of
 
 
 def main() -> None:
-    """Join the group, call the function that is named, and write what it returns."""
-    rank, world, store, out, task, *rest = sys.argv[1:]
-    join(int(rank), int(world), store, timeout=30)
-    directory = Path(rest[0])
-    result = globals()[task](directory, json.loads(rest[1]))
-    Path(out).write_text(json.dumps(result))
+    """Join the group, call the functions that are named, and write what they return."""
+    rank, world, store, out, tasks = sys.argv[1:]
+    join(int(rank), int(world), store, timeout=60)
+    results: list[Any] = []
+    for task, directory, given in json.loads(tasks):
+        results.append(globals()[task](Path(directory), given))
+        Path(out).write_text(json.dumps(results))
+        if task == "dies":
+            os._exit(0)
+        torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
@@ -167,8 +169,8 @@ def regions(directory: Path, budget: str) -> dict[str, Any]:
 def evaluated(directory: Path, budget: str) -> list[float]:
     """Train, evaluate between steps, thaw; return losses of both, with and without a budget."""
     found = []
+    case = Case(network="dense", width=192)
     for limit in (None, budget):
-        case = Case(network="dense", width=192)
         model = sharded(case)
         optimizer = optimizer_of("AdamW", model)
         torch.manual_seed(rank())
@@ -319,13 +321,12 @@ def faults(directory: Path, budget: str) -> dict[str, Any]:
 
 
 def dies(directory: Path, budget: str) -> str:
-    """Save where the other rank has ended; return what is said."""
+    """Save where the other rank has ended; return what is said. It is the last of its group."""
     model = sharded(Case(network="dense", width=96))
     torch.distributed.barrier()
-    if rank():
-        Path(sys.argv[4]).write_text('""')
-        os._exit(0)
-    return said_by(lambda: dynoffload.save_checkpoint(model, None, directory / "alone"))
+    if not rank():
+        return said_by(lambda: dynoffload.save_checkpoint(model, None, directory / "alone"))
+    os._exit(0)
 
 
 def replicas(directory: Path, budget: str) -> dict[str, Any]:
@@ -342,21 +343,3 @@ def replicas(directory: Path, budget: str) -> dict[str, Any]:
     dynoffload.load_checkpoint(other, fresh, directory / "replicas")
     same = state_digests(other, fresh) == state_digests(model, optimizer)
     return {"same": same, "count": len(state_digests(other, fresh))}
-
-
-def memory(directory: Path, budget: str) -> dict[str, int]:
-    """Train under a budget; return the growth of the process, and what it is made of."""
-    case = Case(network="dense", width=512)
-    model = sharded(case)
-    optimizer = optimizer_of("AdamW", model)
-    with dynoffload.offload(
-        model, optimizer, budget=budget, spill_dir=spill(directory), config={"heap_slack_bytes": 0}
-    ) as session:
-        for _ in range(3):
-            _step(model, optimizer, case)
-        stats = session.stats
-    return {
-        "peak": int(stats.peak_fast_bytes.max()),
-        "headroom": int(session.log.headroom),
-        "beside": beside_bytes(groups_of(model)),
-    }

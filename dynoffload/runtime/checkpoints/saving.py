@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import logging
 import os
 import zlib
@@ -22,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import dynoffload
-from dynoffload.errors import CheckpointError, ConfigError
+from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
 from dynoffload.memory.pieces import Buffer
 from dynoffload.runtime.checkpoints import manifest, randomness, shards
 from dynoffload.runtime.checkpoints.contents import (
@@ -250,6 +251,15 @@ def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str
         try:
             found[shard.file] = shards.write(fd, shard, memory, buffer, first=peers.first)
             os.fsync(fd)
+        except OSError as error:
+            if peers.first or isinstance(error, DynOffloadError):
+                raise  # the first says what becomes of the directory
+            raise CheckpointError(
+                error.errno or errno.EIO,
+                f"cannot write the part of rank {peers.rank} in checkpoint {layout.target} "
+                f"({error.strerror or error}): free space there, raise the limit, or save to "
+                "another disk; what was saved there before is as it was",
+            ) from error
         finally:
             os.close(fd)
     return found
