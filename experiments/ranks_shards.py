@@ -151,6 +151,9 @@ class Case:
         clip: norm to which gradients are clipped, or None.
         low: gather parameters in bfloat16, and reduce in float32.
         width: features.
+        mesh: of the ranks; one that shards over all by default, of two dimensions the first has
+            replicas of the shards.
+        columns: shard matrices by columns, where the ranks divide them.
         seed: of weights, and of data with the rank.
     """
 
@@ -162,6 +165,8 @@ class Case:
     clip: float | None = None
     low: bool = False
     width: int = WIDTH
+    mesh: tuple[int, ...] = ()
+    columns: bool = False
     seed: int = 0
 
 
@@ -186,14 +191,23 @@ def sharded(case: Case) -> nn.Module:
     """Return the network of ``case`` with each block, and the root, sharded over all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
 
     torch.manual_seed(case.seed)
     model = Network(case.network, case.width)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    world = torch.distributed.get_world_size()
+    shape = tuple(case.mesh) or (world,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+
+    def placed(parameter: nn.Parameter) -> Shard | None:
+        even = parameter.dim() > 1 and parameter.shape[1] % world == 0
+        return Shard(1) if even else None
+
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = low if case.low else MixedPrecisionPolicy()
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        placement = placed if case.columns else None
+        fully_shard(part, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
         part.set_reduce_scatter_unused_params(True)
     return model
 
@@ -294,6 +308,80 @@ def join(rank: int, world: int, store: str, *, timeout: float = 60.0) -> None:
         world_size=world,
         timeout=timedelta(seconds=timeout),
     )
+
+
+ROWS = (
+    (Case("moe", "AdamW", steps=200), "8MiB"),
+    (Case("layerdrop", "AdamW", steps=200), "1900KiB"),
+)
+"""Runs on two ranks whose paths differ, and a budget of each rank that its states pass."""
+
+
+def rows(directory: Path, *, world: int = 2, timeout: float = 900.0) -> list[dict[str, Any]]:
+    """Train `ROWS` on ``world`` processes of this machine, plain and under their budgets.
+
+    Args:
+        directory: a new one, for the processes and what they spill.
+        world: processes.
+        timeout: seconds, after which all are ended.
+
+    Returns:
+        For each run: ``network``, ``optimizer``, ``steps``, ``ranks`` and ``budget``; whether
+        losses and all of parameters and optimizer state are ``equal`` on every rank; the samples
+        and tensors that were ``compared``; ``plain_s``, ``ours_s`` and their ``ratio`` on the
+        slowest rank; bytes in and out and the highest fast bytes of all ranks, by rank.
+
+    Raises:
+        RuntimeError: a rank failed, or was not done in time.
+    """
+    script = "from dynoffload.experiments import ranks_shards; ranks_shards.main()"
+    ranks = on_ranks(script, [str(directory)], directory, world=world, timeout=timeout)
+    found = []
+    for number, (case, budget) in enumerate(ROWS):
+        each = [rank[number] for rank in ranks]
+        plain, ours = (max(one[name] for one in each) for name in ("plain_s", "ours_s"))
+        found.append(
+            {
+                "network": case.network,
+                "optimizer": case.optimizer,
+                "steps": case.steps,
+                "ranks": world,
+                "budget": budget,
+                "equal": all(one["equal"] for one in each),
+                "compared": [one["compared"] for one in each],
+                "plain_s": plain,
+                "ours_s": ours,
+                "ratio": ours / plain,
+                "stats": [one["stats"] for one in each],
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Be one of the processes of `rows`: train every run, and write what has come of it.
+
+    ``sys.argv`` is as of `on_ranks`, with the directory for what is spilled.
+    """
+    rank, world, store, out, directory = sys.argv[1:]
+    join(int(rank), int(world), store)
+    spill = Path(directory) / f"spill{rank}"
+    spill.mkdir()
+    found = []
+    for case, budget in ROWS:
+        plain = train_sharded(case, budget=None)
+        ours = train_sharded(case, budget=budget, spill_dir=spill)
+        found.append(
+            {
+                "equal": plain.losses == ours.losses and plain.state == ours.state,
+                "compared": [len(plain.losses), len(plain.state)],
+                "plain_s": plain.seconds,
+                "ours_s": ours.seconds,
+                "stats": ours.stats,
+            }
+        )
+    Path(out).write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
 
 
 def on_ranks(

@@ -235,9 +235,10 @@ def refused(directory: Path, budget: str) -> dict[str, str]:
 # Checkpoints
 
 
-def saves(directory: Path, budget: str) -> dict[str, Any]:
+def saves(directory: Path, given: Any) -> dict[str, Any]:
     """Save after three steps, and train on; return the end."""
-    case = Case(network="moe", width=97)
+    budget, options = given if isinstance(given, list) else (given, {})
+    case = Case(**{"network": "moe", "width": 97, **options})
     model = sharded(case)
     optimizer = optimizer_of("AdamW", model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -254,9 +255,10 @@ def saves(directory: Path, budget: str) -> dict[str, Any]:
     return {"state": state_digests(model, optimizer), "paged": paged, "lr": scheduler.get_last_lr()}
 
 
-def resumes(directory: Path, budget: str | None) -> dict[str, Any]:
+def resumes(directory: Path, given: Any) -> dict[str, Any]:
     """Load what `saves` has saved, save it again, and train on; return the end."""
-    case = Case(network="moe", width=97, seed=5)  # other weights, until it is loaded
+    budget, options = given if isinstance(given, list) else (given, {})
+    case = Case(**{"network": "moe", "width": 97, **options, "seed": 5})  # until it is loaded
     model = sharded(case)
     optimizer = optimizer_of("AdamW", model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

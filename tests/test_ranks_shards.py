@@ -120,6 +120,27 @@ def test_other_optimizers_and_options(tmp_path: Path) -> None:
     check_exact(run(tmp_path, [("exact", tmp_path, cases)])["exact"], cases)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"mesh": [2, 1]}, {"mesh": [1, 2]}, {"columns": True, "width": 96}]
+)
+def test_replicas_of_shards_and_shards_of_columns(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Meshes of two dimensions, and parts that are no rows; a checkpoint is the same as ever."""
+    cases: list[Any] = [({"network": "moe", "steps": 3, "clip": 0.5, **options}, {}, "8MiB")]
+    given = ["10MiB", options]
+    tasks = [("exact", tmp_path, cases), ("saves", tmp_path, given), ("resumes", tmp_path, given)]
+    found = run(tmp_path, tasks)
+    check_exact(found["exact"], cases)
+    for end, other in zip(found["saves"], found["resumes"], strict=True):
+        assert other == {"state": end["state"], "lr": end["lr"]}
+    assert content(tmp_path / "copy2") == content(tmp_path / "run")
+    model = Network("moe", options.get("width", 97))
+    optimizer = optimizer_of("AdamW", model)
+    dynoffload.load_checkpoint(model, optimizer, tmp_path / "run")
+    dynoffload.save_checkpoint(model, optimizer, tmp_path / "one", max_shard_size="1MB")
+    assert content(tmp_path / "one") == content(tmp_path / "run")
+
+
 def test_shards_gradients_and_state_are_regions(found: dict[str, list[Any]]) -> None:
     """They are paged and stay the same tensors; groups are the units, told before FSDP reads."""
     for one in found["regions"]:

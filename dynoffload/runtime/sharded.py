@@ -35,6 +35,7 @@ from dynoffload.memory.local import is_spread, local
 from dynoffload.units import format_bytes
 
 _MODULE = "torch.distributed.fsdp"
+_BESIDE = 7  # times the bytes of a group; see `beside_bytes`
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -116,12 +117,12 @@ def drop_gradients(model: nn.Module) -> None:
 def beside_bytes(groups: Sequence[Group]) -> int:
     """Return the bytes of FSDP's own memory while a model of ``groups`` trains, about.
 
-    Those of a root that stays gathered through the step; and of the two largest others, one in use
-    and one on its way, each as whole parameters, as the buffer they come in, and as gradients.
+    It is most in backward, of the largest group: its whole parameters, the buffer in which the next
+    group comes, gradients, what they are reduced in (two of a time), what the process group copies
+    that to, and its share of the result. A root stays gathered beside them.
     """
     roots = sum(group.whole_bytes() for group in groups if not group.path)
-    others = sorted((group.whole_bytes() for group in groups if group.path), reverse=True)
-    return 3 * (roots + sum(others[:2]))
+    return roots + _BESIDE * max((group.whole_bytes() for group in groups), default=0)
 
 
 def said_of(groups: Sequence[Group]) -> str:
