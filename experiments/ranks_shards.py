@@ -148,6 +148,8 @@ class Case:
         steps: of the optimizer.
         accumulate: samples of a step.
         sync_last: gradients are reduced with the last sample of a step only.
+        stay: parameters stay whole between the samples of a step.
+        ahead: each block asks for the next one's shards as it begins.
         clip: norm to which gradients are clipped, or None.
         low: gather parameters in bfloat16, and reduce in float32.
         width: features.
@@ -162,6 +164,8 @@ class Case:
     steps: int = 6
     accumulate: int = 1
     sync_last: bool = False
+    stay: bool = False
+    ahead: bool = False
     clip: float | None = None
     low: bool = False
     width: int = WIDTH
@@ -209,6 +213,9 @@ def sharded(case: Case) -> nn.Module:
         placement = placed if case.columns else None
         fully_shard(part, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
         part.set_reduce_scatter_unused_params(True)
+    for one, following in zip(model.blocks[:-1], model.blocks[1:], strict=True):
+        if case.ahead:
+            one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     return model
 
 
@@ -281,6 +288,8 @@ def _step(case: Case, model: nn.Module, optimizer: Optimizer) -> Iterator[float]
     for number in range(case.accumulate):
         if case.sync_last:
             model.set_requires_gradient_sync(number == case.accumulate - 1)  # type: ignore[operator]
+        if case.stay:
+            model.set_reshard_after_backward(number == case.accumulate - 1)  # type: ignore[operator]
         x = torch.randn(TOKENS, case.width)
         y = torch.randint(0, CLASSES, (TOKENS,))
         loss = nn.functional.cross_entropy(model(x).float(), y)

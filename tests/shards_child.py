@@ -6,11 +6,13 @@ not: assertions on what comes out, which are the tests' (`test_ranks_shards`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,10 @@ from dynoffload.experiments.ranks_shards import (
     state_digests,
     train_sharded,
 )
+from dynoffload.memory import heap
+from dynoffload.memory.limits import resident_bytes
 from dynoffload.memory.local import local, local_bytes
-from dynoffload.runtime.sharded import groups_of
+from dynoffload.runtime.sharded import beside_bytes, groups_of
 
 
 def main() -> None:
@@ -230,6 +234,104 @@ def refused(directory: Path, budget: str) -> dict[str, str]:
         fully_shard(model, mesh=mesh)
         said[policy] = entered(model, config={"policy": policy})
     return said
+
+
+def late(directory: Path, budget: str) -> list[Any]:
+    """Train in bfloat16 by ``foreach`` a network whose second half gets gradients from the third
+    step on, on all ranks alike; return whether all is equal to the same without a budget."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    found = []
+    for limit in (None, budget):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(256, 256) for name in "abcd"}).bfloat16()
+        model = nn.Sequential(*model.values())
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        block: Any = contextlib.nullcontext()
+        if limit is not None:
+            block = dynoffload.offload(model, optimizer, budget=limit, spill_dir=spill(directory))
+        torch.manual_seed(rank())
+        with block:
+            for number in range(5):
+                for part in model[2:]:
+                    part.requires_grad_(number > 1)
+                x = torch.randn(8, 256, dtype=torch.bfloat16)
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(state_digests(model, optimizer))
+    return [found[0] == found[1], len(found[0])]
+
+
+def replaced(directory: Path, budget: str) -> list[Any]:
+    """Give the shards other memory in mid-run, as conversions do; return whether all is equal to
+    the same without a budget."""
+    case = Case(network="dense", width=192)
+    found = []
+    for limit in (None, budget):
+        model = sharded(case)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        block: Any = contextlib.nullcontext()
+        if limit is not None:
+            block = dynoffload.offload(model, optimizer, budget=limit, spill_dir=spill(directory))
+        torch.manual_seed(rank())
+        losses = []
+        with block:
+            for number in range(4):
+                if number == 2:
+                    model._apply(torch.clone)
+                loss = _loss(model, case)
+                loss.backward()
+                losses.append(float(loss))
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([losses, state_digests(model, optimizer)])
+    return [found[0] == found[1], len(found[0][1])]
+
+
+def memory(directory: Path, budget: str) -> dict[str, int]:
+    """Train under a budget; return the growth of the process beyond its start without shards, and
+    what it is made of."""
+    case = Case(network="dense", width=1024)
+    model = sharded(case)
+    optimizer = optimizer_of("AdamW", model)
+    heap.give_back()
+    base = resident_bytes() - sum(map(local_bytes, model.parameters()))
+    peak, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.002):
+            peak = max(peak, resident_bytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    slack = 16 << 20
+    with dynoffload.offload(
+        model,
+        optimizer,
+        budget=budget,
+        spill_dir=spill(directory),
+        config={"heap_slack_bytes": slack},
+    ) as session:
+        for _ in range(4):
+            _step(model, optimizer, case)
+        sizing, stats = session.sizing, session.stats
+        ended.set()
+        watching.join()
+    return {
+        "growth": peak - base,
+        "budget": sizing.budget,
+        "states": sizing.states_bytes,
+        "fast": int(stats.peak_fast_bytes.max()),
+        "slack": slack,
+        "beside": beside_bytes(groups_of(model)),
+    }
 
 
 # Checkpoints

@@ -116,8 +116,33 @@ def test_other_optimizers_and_options(tmp_path: Path) -> None:
             {"debug": True},
         )
     ]
-    cases.append(({"network": "moe", "low": True, "steps": 20}, {}, "8MiB"))
+    cases += [
+        ({"network": "moe", "low": True, "steps": 20}, {}, "8MiB"),
+        ({"network": "moe", "steps": 4, "ahead": True}, {}, "8MiB"),
+        ({**WIDE, "accumulate": 3, "sync_last": True, "stay": True}, {}, "6MiB"),
+    ]
     check_exact(run(tmp_path, [("exact", tmp_path, cases)])["exact"], cases)
+
+
+@pytest.mark.slow
+def test_late_gradients_and_replaced_memory(tmp_path: Path) -> None:
+    """What a list of shards does together; shards that have other memory in mid-run."""
+    found = run(tmp_path, [("late", tmp_path, "600KiB"), ("replaced", tmp_path, "4MiB")])
+    for same, compared in found["late"]:
+        assert same
+        assert compared == 16
+    for same, compared in found["replaced"]:
+        assert same
+        assert compared == 28
+
+
+@pytest.mark.slow
+def test_memory_is_the_budget_and_what_fsdp_has_beside_it(tmp_path: Path) -> None:
+    """A process grows by its budget, freed memory, and about what the plan line says of FSDP."""
+    for one in run(tmp_path, [("memory", tmp_path, "120MiB")])["memory"]:
+        assert one["states"] > 2 * one["budget"]
+        assert one["fast"] <= one["budget"]
+        assert one["growth"] <= one["budget"] + one["slack"] + 1.25 * one["beside"]
 
 
 @pytest.mark.slow
