@@ -129,7 +129,9 @@ class Network(nn.Module):
 
 
 def optimizer_of(name: str, model: nn.Module) -> Optimizer:
-    """Return the optimizer called ``name``, with a momentum for SGD."""
+    """Return the optimizer called ``name``, with a momentum for SGD; Muon steps matrices alone."""
+    if name == "Muon":
+        return torch.optim.Muon([one for one in model.parameters() if one.dim() == 2], lr=1e-2)
     if name == "SGD":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if name == "AdamW(fused)":

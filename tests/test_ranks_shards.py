@@ -36,6 +36,7 @@ CASES: list[Any] = [
     ({**WIDE, "low": True, "accumulate": 2, "sync_last": True, "clip": 1.0}, {}, "6MiB"),
     ({**WIDE, "optimizer": "AdamW(fused)", "accumulate": 2}, {"rollback": True}, "6MiB"),
     (WIDE, {"backend": "mapped"}, "6MiB"),
+    ({**WIDE, "optimizer": "Muon"}, {}, "4MiB"),
 ]
 OF_THREE: list[Any] = [({"network": "moe", "steps": 3, "accumulate": 2}, {}, "6MiB")]
 
@@ -119,6 +120,8 @@ def test_other_optimizers_and_options(tmp_path: Path) -> None:
     cases += [
         ({"network": "moe", "low": True, "steps": 20}, {}, "8MiB"),
         ({"network": "moe", "steps": 4, "ahead": True}, {}, "8MiB"),
+        ({**WIDE, "optimizer": "Muon", "clip": 0.5}, {}, "4MiB"),
+        ({**WIDE, "optimizer": "Muon", "steps": 6, "width": 193}, {"rollback": True}, "4MiB"),
         ({**WIDE, "accumulate": 3, "sync_last": True, "stay": True}, {}, "6MiB"),
     ]
     check_exact(run(tmp_path, [("exact", tmp_path, cases)])["exact"], cases)
@@ -278,7 +281,7 @@ def test_a_rank_that_fails_tells_the_others(found: dict[str, list[Any]]) -> None
     assert "File too large" in second["disk"]
     assert "nowhere" in second["load"]
     for said in ("save", "disk", "load"):
-        assert "rank 1 of 2 has failed" in first[said]
+        assert "rank 1 of 2 has failed, and so have all: " in first[said]
         assert second[said].partition(": ")[2][:100] in first[said]
     for one in (first, second):
         assert one["kept"]
@@ -294,8 +297,8 @@ def test_a_rank_that_ends_does_not_hang_the_others(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):  # what the second rank would have written
         run(tmp_path, [("dies", tmp_path, None)])
     (said,) = json.loads((tmp_path / "group0" / "0.json").read_text())
-    assert said.startswith("CheckpointError: rank 0 of 2 waits")
-    assert "do not answer" in said
+    assert said.startswith("CheckpointError: rank 0 of 2")
+    assert " waits for the other ranks, which do not answer (" in said
     assert not (tmp_path / "alone").exists()
 
 

@@ -86,7 +86,9 @@ class Ranks(Peers):
             raise mine
         for rank, other in enumerate(everyone):
             if "error" in other:
-                raise CheckpointError(f"rank {rank} of {self.world} has failed: {other['error']}")
+                raise CheckpointError(
+                    f"rank {rank} of {self.world} has failed, and so have all: {other['error']}"
+                )
         return [other["value"] for other in everyone]
 
     def _exchange(self, data: bytes) -> list[bytes]:

@@ -35,10 +35,10 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.device import Device
-from dynoffload.memory.local import local
+from dynoffload.memory.local import is_spread, local
 from dynoffload.planning.drafting import choose_drafts, drafted_regions
 from dynoffload.runtime.adoption.fused import FusedStore
-from dynoffload.runtime.adoption.slicing import keeps_bits
+from dynoffload.runtime.adoption.slicing import keeps_bits, may_slice
 from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, offset_of, view_of
 from dynoffload.runtime.updates.modes import Modes, may_wait
 from dynoffload.runtime.updates.update import Group, Update, same, snapshot
@@ -135,6 +135,8 @@ class Drafts:
         parameter = slot.parameter
         state = dict.get(self._optimizer.state, parameter)
         if slot.shared or parameter not in self._groups or not state:
+            return False
+        if is_spread(parameter) and not may_slice(self._optimizer):
             return False
         if slot.fused is not None:
             return self._rows.holds(slot.fused, state) and keeps_bits(
