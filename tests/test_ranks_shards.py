@@ -44,11 +44,21 @@ OF_THREE: list[Any] = [({"network": "moe", "steps": 3, "accumulate": 2}, {}, "6M
 def run(
     directory: Path, tasks: Sequence[tuple[str, Path, Any]], *, world: int = 2
 ) -> dict[str, list[Any]]:
-    """Return what each of ``world`` processes returns of each task: its name, directory, value."""
+    """Return what each of ``world`` processes returns of each task: its name, directory, value.
+
+    Tasks of one name have their numbers behind it.
+    """
     given = json.dumps([(task, str(place), value) for task, place, value in tasks])
     place = directory / f"group{len(list(directory.iterdir()))}"
     ranks = on_ranks(SCRIPT, [given], place, world=world, timeout=TIMEOUT)
-    return {task[0]: [results[at] for results in ranks] for at, task in enumerate(tasks)}
+    names = [task for task, _, _ in tasks]
+    told = [
+        task if names.count(task) == 1 else f"{task} {number}" for number, task in enumerate(names)
+    ]
+    return {
+        name: [results[at] for results in ranks if at < len(results)]
+        for at, name in enumerate(told)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +86,28 @@ def found(place: Path) -> dict[str, list[Any]]:
 def of_three(place: Path, found: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """What three ranks have found, with the checkpoint of two."""
     return run(place, [("exact", place, OF_THREE), ("resumes", place, "5MiB")], world=3)
+
+
+@pytest.fixture(scope="module")
+def again(place: Path, found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """What two ranks have found that load what two, or one, have saved; then one of them ends."""
+    single = place / "single"
+    single.mkdir()
+    torch.manual_seed(3)
+    model = Network("moe", 97)
+    optimizer = optimizer_of("AdamW", model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    extra = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+    dynoffload.save_checkpoint(model, optimizer, single / "run", extra=extra, max_shard_size="1MB")
+    tasks = [
+        ("resumes", place, "9MiB"),
+        ("resumes", place, None),
+        ("resumes", single, "6MiB"),
+        ("dies", place, None),
+    ]
+    return run(place, tasks)
 
 
 def check_exact(ranks: list[Any], cases: list[Any]) -> None:
@@ -220,17 +252,19 @@ def content(directory: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for name in names for p in sorted(directory.glob(name))}
 
 
-@pytest.mark.parametrize("budget", ["9MiB", None])
+@pytest.mark.parametrize(("number", "copy"), [(0, "copy2"), (1, "copy2plain")])
 def test_a_run_goes_on_from_its_checkpoint(
-    place: Path, found: dict[str, list[Any]], budget: str | None
+    place: Path,
+    found: dict[str, list[Any]],
+    again: dict[str, list[Any]],
+    number: int,
+    copy: str,
 ) -> None:
     """With the random numbers of each rank; under another budget, and under none."""
-    again = run(place, [("resumes", place, budget)])["resumes"]
-    for end, other in zip(found["saves"], again, strict=True):
+    for end, other in zip(found["saves"], again[f"resumes {number}"], strict=True):
         assert end["paged"]
         assert other == {"state": end["state"], "lr": end["lr"]}
-    copy = content(place / f"copy2{'' if budget else 'plain'}")
-    assert copy == content(place / "run")
+    assert content(place / copy) == content(place / "run")
 
 
 def test_three_ranks_load_what_two_have_saved(place: Path, of_three: dict[str, list[Any]]) -> None:
@@ -257,21 +291,20 @@ def test_one_process_loads_what_two_have_saved(
     Network("moe", 97).load_state_dict(weights)
 
 
-def test_what_one_process_saved_loads_into_shards(tmp_path: Path) -> None:
-    """The other way round; and into the shards of one rank, which are whole."""
-    torch.manual_seed(3)
-    model = Network("moe", 97)
-    optimizer = optimizer_of("AdamW", model)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    extra = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
-    dynoffload.save_checkpoint(
-        model, optimizer, tmp_path / "run", extra=extra, max_shard_size="1MB"
-    )
-    for world, budget in ((2, "6MiB"), (1, "12MiB")):
-        run(tmp_path, [("resumes", tmp_path, budget)], world=world)
-        assert content(tmp_path / f"copy{world}") == content(tmp_path / "run")
+def test_what_one_process_saved_loads_into_shards(place: Path, again: dict[str, list[Any]]) -> None:
+    """The other way round."""
+    assert len(again["resumes 2"]) == 2
+    assert content(place / "single" / "copy2") == content(place / "single" / "run")
+
+
+@pytest.mark.slow
+def test_one_rank(place: Path, found: dict[str, list[Any]]) -> None:
+    """Its shards are whole, and its checkpoints the same."""
+    assert found["saves"]
+    cases: list[Any] = [({"network": "moe", "steps": 3}, {}, "14MiB")]
+    alone = run(place, [("exact", place, cases), ("resumes", place, "14MiB")], world=1)
+    check_exact(alone["exact"], cases)
+    assert content(place / "copy1") == content(place / "run")
 
 
 def test_a_rank_that_fails_tells_the_others(found: dict[str, list[Any]]) -> None:
@@ -292,14 +325,14 @@ def test_a_rank_that_fails_tells_the_others(found: dict[str, list[Any]]) -> None
         assert one["seconds"] < 60
 
 
-def test_a_rank_that_ends_does_not_hang_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_ends_does_not_hang_the_others(
+    place: Path, again: dict[str, list[Any]]
+) -> None:
     """They are told that it does not answer."""
-    with pytest.raises(FileNotFoundError):  # what the second rank would have written
-        run(tmp_path, [("dies", tmp_path, None)])
-    (said,) = json.loads((tmp_path / "group0" / "0.json").read_text())
+    (said,) = again["dies"]  # of the first rank
     assert said.startswith("CheckpointError: rank 0 of 2")
     assert " waits for the other ranks, which do not answer (" in said
-    assert not (tmp_path / "alone").exists()
+    assert not (place / "alone").exists()
 
 
 def test_replicas_are_saved_once_and_loaded_by_all(
