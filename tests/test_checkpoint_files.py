@@ -244,7 +244,7 @@ def test_where_there_is_none(tmp_path: Path, saved: Path) -> None:
 def test_a_newer_format_is_named(saved: Path) -> None:
     document = json.loads((saved / "checkpoint.json").read_bytes())
     (saved / "checkpoint.json").write_text(json.dumps({**document, "version": 7}))
-    with pytest.raises(CheckpointError, match=r"of format 7 and this dynoffload reads 1: .*later"):
+    with pytest.raises(CheckpointError, match=r"of format 7 and this dynoffload reads 2: .*later"):
         dynoffload.load_checkpoint(Small(), None, saved)
     (saved / "checkpoint.json").write_text(json.dumps({**document, "format": "other"}))
     with pytest.raises(CheckpointError, match="is not of dynoffload"):

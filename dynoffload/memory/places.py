@@ -18,6 +18,7 @@ import torch
 
 from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory.device import called
+from dynoffload.memory.local import local
 from dynoffload.memory.spill import NoFile, SpillFile
 from dynoffload.planning.extents import Extents
 from dynoffload.units import GiB, MiB, format_bytes
@@ -294,10 +295,11 @@ class Places(ABC):
 
     def owner(self, held: torch.Tensor | torch.UntypedStorage) -> int:
         """See `Device.owner`."""
-        return self._owner_at(held.data_ptr())
+        return self._owner_at(local(held).data_ptr())
 
     def owners(self, tensor: torch.Tensor) -> list[int]:
         """See `Device.owners`."""
+        tensor = local(tensor)
         if not tensor.numel():
             return []
         first = tensor.data_ptr()
@@ -313,7 +315,10 @@ class Places(ABC):
     def begins(self, tensor: torch.Tensor, region: int) -> bool:
         """See `Device.begins`."""
         place = self._places.get(region)
-        return place is not None and tensor.data_ptr() == self._base + place.page * self.page_bytes
+        return (
+            place is not None
+            and local(tensor).data_ptr() == self._base + place.page * self.page_bytes
+        )
 
     def _owner_at(self, address: int) -> int:
         page = (address - self._base) // self.page_bytes

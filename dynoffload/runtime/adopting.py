@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.pieces import pieces
 from dynoffload.memory.places import users_of
 from dynoffload.optim.optimizer import HostOptimizer
@@ -28,6 +29,7 @@ from dynoffload.runtime.adoption.staying import beside, staying_bytes
 from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import States, parts_of, state_tensors, tensors_of
 from dynoffload.runtime.interrupts import let_come
+from dynoffload.runtime.sharded import aliases_of
 from dynoffload.runtime.sizing import Sizing, update_bytes
 from dynoffload.units import MiB, format_bytes
 
@@ -107,6 +109,7 @@ class Adoption:
         held = held_parameters(self._model)
         alone = sole_owners(self._model.parameters()) if self._slices else set()
         states = States(self._optimizer)
+        self.store.aliases = aliases_of(self._model)
         for name, parameter in self._model.named_parameters():
             known = self.store.slots_of(parameter) or parameter in held
             if known or not self.store.pages(parameter) or (self._begun and parameter.is_meta):
@@ -125,6 +128,7 @@ class Adoption:
             else:
                 self.store.adopt_parameter(name, parameter)
         self.store.forget_sources()
+        self.store.aliases = {}
         self.changed = False
         return [parameter for _, parameter, _ in new]
 
@@ -170,13 +174,13 @@ class Adoption:
             and not parameter.is_meta
             and can_move(parameter)
         ]
-        small.sort(key=lambda one: -one[1].nbytes)
-        users = Counter(one.untyped_storage()._cdata for one in self._model.parameters())
+        small.sort(key=lambda one: -local_bytes(one[1]))
+        users = Counter(local(one).untyped_storage()._cdata for one in self._model.parameters())
         paged: list[tuple[str, nn.Parameter]] = []
         while small and stays + kept > room:
             paged.append(small.pop(0))
             parameter = paged[-1][1]
-            storage = parameter.untyped_storage()
+            storage = local(parameter).untyped_storage()
             users[storage._cdata] -= 1
             stays -= beside(parameter, states) + (0 if users[storage._cdata] else storage.nbytes())
         if stays + kept > room:
@@ -217,7 +221,9 @@ class Adoption:
     def _sizes(self) -> tuple[dict[str, int], int]:
         """Return what updates take by: the parameters' bytes, and the tensors of their state."""
         known = (*self.store.slots.values(), *self.rows)
-        return {one.name: one.parameter.nbytes for one in known}, state_tensors(self._optimizer)
+        return {one.name: local_bytes(one.parameter) for one in known}, state_tensors(
+            self._optimizer
+        )
 
     def check_updates(self) -> None:
         """Parameters may have been converted since the last look, and options of the optimizer
@@ -265,10 +271,11 @@ class Adoption:
         before: Mapping[str, int],
         states: States,
     ) -> None:
-        was = before.get(name, parameter.nbytes)
-        changed = f"which has {format_bytes(parameter.nbytes)} now and had {format_bytes(was)},"
+        nbytes = local_bytes(parameter)
+        was = before.get(name, nbytes)
+        changed = f"which has {format_bytes(nbytes)} now and had {format_bytes(was)},"
         more = "of which the optimizer keeps more now,"
-        what = f"{name}, {more if was == parameter.nbytes else changed}"
+        what = f"{name}, {more if was == nbytes else changed}"
         chunks = int(self._device.guarded)  # else no update is made while one is being filled
         self._check_room(what, parameter, slices, states, chunks=chunks, remedy="change it back")
 
@@ -286,7 +293,7 @@ class Adoption:
             parameter,
             states.sizes(parameter),
             self._device.page_bytes,
-            min(self._sizing.min_paged_bytes, parameter.nbytes),
+            min(self._sizing.min_paged_bytes, local_bytes(parameter)),
             slices=slices,
             queues=self._queues,
         )
@@ -337,7 +344,7 @@ class Adoption:
             state = dict.get(states, parameter) or {}
             for tensor in (parameter, parameter.grad, *state.values()):
                 if isinstance(tensor, torch.Tensor):
-                    tensors[id(tensor)] = tensor
+                    tensors[id(local(tensor))] = local(tensor)
         found: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors.values():
             if tensor.layout is torch.strided:

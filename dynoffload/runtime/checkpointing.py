@@ -13,6 +13,7 @@ from dynoffload.errors import CheckpointError, ConfigError
 from dynoffload.runtime import offload
 from dynoffload.runtime.checkpoints.contents import tensors_of
 from dynoffload.runtime.checkpoints.loading import load
+from dynoffload.runtime.checkpoints.peers import peers_of
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.recovery import Aftermath
@@ -62,7 +63,8 @@ def save_checkpoint(
     session = _session_of(model, optimizer)
     model = unwrapped(model)
     if session is None:
-        Aftermath.check(model, optimizer)
+        peers = peers_of(model)
+        peers.share(lambda: Aftermath.check(model, optimizer))
         save(
             model,
             optimizer,
@@ -70,6 +72,7 @@ def save_checkpoint(
             extra=extra,
             max_shard_size=max_shard_size,
             memory=Ordinary(),
+            peers=peers,
         )
     else:
         session._save(optimizer, directory, extra, max_shard_size)

@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import local, local_bytes
 from dynoffload.optim.optimizer import HostOptimizer
+from dynoffload.runtime.sharded import aliases_of
 from dynoffload.runtime.updates.updates import can_split
 
 _STATES = {"SGD": 0, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 1, "Rprop": 2}
@@ -56,14 +58,14 @@ class States:
         # Asked as a plain dict: the state that a session watches would make updates first.
         entry = dict.get(self._optimizer.state, parameter)
         tensors = [value for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
-        return [_nbytes(one) for one in tensors if one.numel() > 1]
+        return [local_bytes(one) for one in tensors if one.numel() > 1]
 
     def coming(self, parameter: torch.Tensor) -> list[int]:
         """Return the bytes of each tensor that the first step of ``parameter`` makes."""
         group = self._groups.get(parameter)
         if group is None or self._optimizer is None or not is_trained(parameter):
             return []
-        count, element = parameter.numel(), parameter.element_size()
+        count, element = local(parameter).numel(), parameter.element_size()
         sizes = [count * element] * _states_of(self._optimizer, group)
         if type(self._optimizer).__name__ == "Adafactor":
             if not can_split(self._optimizer):  # that of transformers: single precision at least
@@ -102,7 +104,7 @@ def images_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """Return the bytes that a step changes: trained parameters and optimizer state."""
     states = States(optimizer)
     return sum(
-        parameter.nbytes + sum(states.sizes(parameter))
+        local_bytes(parameter) + sum(states.sizes(parameter))
         for parameter in model.parameters()
         if is_trained(parameter)
     )
@@ -149,41 +151,42 @@ def whole_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
         if is_lazy(parameter) or torch._C._functorch.is_functorch_wrapped_tensor(parameter):
             continue
         if parameter.is_meta:
-            total += _nbytes(parameter)
+            total += local_bytes(parameter)
         if parameter.requires_grad and parameter.grad is None:
-            total += _nbytes(parameter)
+            total += local_bytes(parameter)
         if not states.kept(parameter) and (coming := states.coming(parameter)):
             total += SCALARS + sum(coming)
     return total
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
-    """Yield parameters with their gradients and optimizer state, and buffers; it reads nothing."""
+    """Yield parameters with their gradients and optimizer state, and buffers; it reads nothing.
+
+    Of what is spread over processes, it yields the part in this one, and what else has its memory.
+    """
     elsewhere = optimizer is None or isinstance(optimizer, HostOptimizer)
     states = {} if optimizer is None or elsewhere else optimizer.state
     for parameter in model.parameters():
         if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
             continue  # a functional call has put it there for now
-        yield parameter
+        yield local(parameter)
         gradient = parameter.grad if parameter.is_leaf else None
         if gradient is not None:
-            yield gradient
+            yield local(gradient)
         # Asked as a plain dict: the state that a session watches would make updates first.
         entry = dict.get(states, parameter)
         for value in tuple(entry.values()) if entry else ():
             if isinstance(value, torch.Tensor):
-                yield value
+                yield local(value)
     yield from model.buffers()
+    for aliases in aliases_of(model).values():
+        yield from aliases
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that hold what ``tensor`` does."""
     if tensor.layout is torch.strided:
-        return (tensor,)
+        return (local(tensor),)
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

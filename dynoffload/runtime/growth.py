@@ -21,6 +21,7 @@ from torch import nn
 
 from dynoffload.memory.heap import live_bytes
 from dynoffload.memory.limits import resident_bytes
+from dynoffload.memory.local import local_bytes
 
 
 class _End:
@@ -84,7 +85,8 @@ class Growth:
 
     def _used(self) -> int:
         live = live_bytes() if self._given is None else self._given()
-        gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
+        given = (p.grad for p in self._model.parameters() if p.grad is not None)
+        gradients = sum(map(local_bytes, given))
         return (resident_bytes() if live is None else live) - gradients
 
 

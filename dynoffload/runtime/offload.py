@@ -29,6 +29,7 @@ from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
+from dynoffload.runtime import sharded
 from dynoffload.runtime.binding import Binding, binding_for, bound
 from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
@@ -297,6 +298,7 @@ def _plan(
     if limit is None:
         raise no_budget("offload(..., budget='8GiB')")
     if options.policy in UNPAGED:
+        sharded.check(model, options, accelerator=target.queues is not None)
         _say_overruled(given, limit, pilot, spill_dir)
         _check_open(model, optimizer)
         _check_unpaged(options.policy, pilot)
@@ -330,6 +332,8 @@ def _plan(
     reason = "" if chosen else why_not_temporary(directory)
     if target.queues is not None:
         options = replace(options, backend=ACCELERATOR)
+    sharded.check(model, options, accelerator=target.queues is not None)
+    sharded.reshard(model)
     with within(target, limit, options.heap_slack_bytes, model, optimizer) as possible:
         options = replace(options, heap_slack_bytes=possible.slack)
         buckets = bucket_bytes(replicas)

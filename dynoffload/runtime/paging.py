@@ -50,6 +50,7 @@ from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.replicas import as_backward_ends
 from dynoffload.runtime.residency import Residence
+from dynoffload.runtime.sharded import Gathered, groups_of, reshard
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.updates.drafts import Drafts
@@ -161,6 +162,7 @@ class Paging:
             on_chunk=self._reach_chunk,
             on_open=self._open_chunk,
             site=lambda: self.migrator.site,
+            region_of=self._region_of,
             names=self.store.names,
         )
 
@@ -254,22 +256,31 @@ class Paging:
             hooks.remove()
 
     def _watch(self) -> None:
-        units = units_of(self.model, self.store.slots, self.store.fused)
+        groups = groups_of(self.model)
+        units = units_of(self.model, self.store.slots, self.store.fused, groups)
+        self.activations.gathered = Gathered(groups) if groups else None
+        shards = [parameter for group in groups for parameter in group.parameters]
         self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
         self._hooks = Hooks(
             self.model,
             units,
             list(self.store.slots.values()),
             list(self.rows),
+            [one for one in shards if one not in self.store.slots],
             on_visit=self._visit,
             on_gradient=self._collect,
             on_fused=self._collect_fused,
+            on_part=self.store.part_gradient,
             on_read=self.settle,
         )
         self._watch_fused(units)
         self._changes.begin(self.model)
         staying = resident_storages(self.model, self.device)
         self.activations.kept.counted_elsewhere(staying)
+
+    def _region_of(self, parameter: nn.Parameter) -> int:
+        slot = self.store.slots.get(parameter)
+        return -1 if slot is None else slot.region
 
     @uninterrupted
     @torch.inference_mode(False)
@@ -283,6 +294,7 @@ class Paging:
         self._check_step()
         if not (self.adoption.changed or self._changes.any()) or not has_its_own(self.model):
             return
+        reshard(self.model)
         self.activations.sweep()
         for parameter in self._changes.thawed():
             self.adoption.check_thawed(parameter)
@@ -610,6 +622,7 @@ class Paging:
             )
 
     def _restore(self) -> None:
+        reshard(self.model)
         self.activations.close()
         try:
             self._leave_for_meta()

@@ -25,6 +25,7 @@ from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.aside import ASIDE, Whole
 from dynoffload.runtime.checkpoints.loading import load
+from dynoffload.runtime.checkpoints.peers import peers_of
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.counting import ordinary_bytes, parts_of
@@ -43,6 +44,7 @@ from dynoffload.runtime.ranks.watch import Watch, watch
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.replicas import beside, is_known, unknown
+from dynoffload.runtime.sharded import groups_of, said_of
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
@@ -197,11 +199,12 @@ class Session:
         if int(os.environ.get("RANK", "0")):
             return
         logger.info(
-            "%s: %s of parameters, gradients%s under %s on the %s (pool %s in "
+            "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
             "pages of %s, reserve %s), %s, policy %s%s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
+            said_of(groups_of(self.model)),
             format_bytes(sizing.budget),
             paging.device.name,
             format_bytes(paging.device.capacity),
@@ -543,9 +546,13 @@ class Session:
         extra: Mapping[str, Any] | None,
         max_shard_size: int | str,
     ) -> None:
-        self._give_owed()
-        self._settle()
-        Aftermath.check(self.model, optimizer)
+        def settle() -> None:
+            self._give_owed()
+            self._settle()
+            Aftermath.check(self.model, optimizer)
+
+        peers = peers_of(self.model)
+        peers.share(settle)
         save(
             self.model,
             optimizer,
@@ -553,6 +560,7 @@ class Session:
             extra=extra,
             max_shard_size=max_shard_size,
             memory=self._paging.adoption if self._paging else Ordinary(),
+            peers=peers,
         )
 
     def _load(

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import ACCELERATOR, LEAST_PAGE, OffloadConfig
 from dynoffload.errors import BudgetError
+from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.pager import probe
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
@@ -115,7 +116,7 @@ def update_bytes(
         slices: by how many it is paged; 1 for whole.
         queues: steps without a gradient may wait for a slice.
     """
-    nbytes = parameter.numel() * parameter.element_size()
+    nbytes = local_bytes(parameter)
     if slices > 1:
         like = [size for size in states if size == nbytes]
         regions = 2 + len(like) + queues if is_trained(parameter) else 1
@@ -215,7 +216,7 @@ def _held_too(model: nn.Module) -> str:
     name = next((name for name, parameter in model.named_parameters() if parameter in held), "")
     if not name:
         return ""
-    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in held)
+    nbytes = sum(local_bytes(parameter) for parameter in held)
     return (
         f"; {format_bytes(nbytes)} of parameters stay in memory because something else holds it "
         f"too: let go of the views, arrays, state_dicts or graphs of {name!r} and others"
@@ -275,7 +276,7 @@ def _divide(
     held = held_parameters(model)
     small = 0
     for name, parameter in model.named_parameters():
-        nbytes = parameter.numel() * parameter.element_size()
+        nbytes = local_bytes(parameter)
         states, trained = kept.sizes(parameter), is_trained(parameter)
         beside = sum(states) + (nbytes if trained else 0)
         total += nbytes + beside
@@ -289,7 +290,7 @@ def _divide(
         paged = [size for size in states if (size == nbytes if slices > 1 else size >= least)]
         small += sum(states) - sum(paged)
         whole, storage = _padded(nbytes, page), _padded(moved_bytes(parameter), page)
-        own = parameter.untyped_storage()._cdata
+        own = local(parameter).untyped_storage()._cdata
         padded += 0 if own in moved else storage
         moved.add(own)
         changes = sum(_padded(size, page) for size in paged)
@@ -373,7 +374,7 @@ def _least_for(model: nn.Module, optimizer: Optimizer | None, budget: int) -> in
     sizes = []
     states = States(optimizer)
     for parameter in model.parameters():
-        nbytes = parameter.numel() * parameter.element_size()
+        nbytes = local_bytes(parameter)
         gradient = nbytes if is_trained(parameter) else 0
         sizes.append((nbytes, nbytes + gradient + sum(states.sizes(parameter))))
     least = max(1, min(MiB, budget // 256))
@@ -388,7 +389,7 @@ def _page_for(model: nn.Module, budget: int, least: int, *, slices: bool) -> int
     Larger pages move and transfer faster; of 2 MiB they are huge pages. Slices are whole pages:
     with ``slices``, for their sake pages become as small as `_LEAST_SLICED`.
     """
-    sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+    sizes = [local_bytes(parameter) for parameter in model.parameters()]
     paged = [nbytes for nbytes in sizes if nbytes >= least]
     parts = [slice_bytes(parameter) for parameter in model.parameters()] if slices else []
     sliced = [nbytes for nbytes in parts if nbytes >= least and nbytes % _LEAST_SLICED == 0]

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynoffload.memory.local import local
 from dynoffload.memory.places import users_of
+from dynoffload.runtime.sharded import aliases_of
 
 _OF_STATE = 3  # references to a tensor of state: its dict, the update's copy, and one here
 
@@ -47,8 +49,10 @@ def held_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of ``model`` whose memory somebody holds who is none of them, in this
     process or, as it is shared memory, in another."""
     parameters = [p for p in model.parameters() if p.layout is torch.strided and not p.is_meta]
-    storages = [parameter.untyped_storage() for parameter in parameters]
+    storages = [local(parameter).untyped_storage() for parameter in parameters]
     counts = Counter(storage._cdata for storage in storages)
+    for aliases in aliases_of(model).values():
+        counts.update(one.untyped_storage()._cdata for one in aliases)
     return {
         parameter
         for parameter, storage in zip(parameters, storages, strict=True)
@@ -63,7 +67,7 @@ def is_torchs(tensor: torch.Tensor) -> bool:
     Memory that came from elsewhere may be an array's (`torch.from_numpy`), which would not follow.
     Tensors that were read from files look alike, so this is asked only where those do not come.
     """
-    storage = tensor.untyped_storage()
+    storage = local(tensor).untyped_storage()
     return bool(storage.resizable()) and not is_between_processes(storage)
 
 
@@ -75,7 +79,7 @@ def is_between_processes(storage: torch.UntypedStorage) -> bool:
 
 def holders(tensor: torch.Tensor) -> int:
     """Return how many tensors hold the memory of ``tensor``, which is one of them."""
-    return users_of(tensor.untyped_storage()) - 1
+    return users_of(local(tensor).untyped_storage()) - 1
 
 
 def are_shared(state: Mapping[str, Any], besides: Container[str]) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.memory.accelerator.storages import size_of
+from dynoffload.memory.local import is_spread
 
 _ELEMENTWISE = frozenset(
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
@@ -43,7 +44,8 @@ def may_slice(optimizer: Optimizer | None) -> bool:
 def slice_bytes(parameter: torch.Tensor) -> int:
     """Return the bytes of one slice of a parameter that has the form of fused experts, else 0."""
     if (
-        parameter.dim() != 3
+        is_spread(parameter)
+        or parameter.dim() != 3
         or parameter.shape[0] < 2
         or parameter.layout != torch.strided
         or parameter.dtype not in (*_WIDE, *_NARROW)
@@ -69,7 +71,7 @@ def sole_owners(parameters: Iterable[nn.Parameter]) -> set[int]:
     """Return the ids of the parameters that fill a storage of their own, on the meta device too."""
     users: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
-        if parameter.layout != torch.strided:
+        if parameter.layout != torch.strided or is_spread(parameter):
             continue
         users.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
     return {

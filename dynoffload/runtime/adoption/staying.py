@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import local_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, parts_of
 
 
 def beside(parameter: nn.Parameter, states: States) -> int:
     """Return the bytes of the gradient and the optimizer state of ``parameter``, once it has them,
     without scalars."""
-    return sum(states.sizes(parameter)) + (parameter.nbytes if is_trained(parameter) else 0)
+    return sum(states.sizes(parameter)) + (local_bytes(parameter) if is_trained(parameter) else 0)
 
 
 def staying_bytes(
@@ -58,7 +59,7 @@ def staying_bytes(
             total += sum(size for size in sizes if size != parameter.nbytes)
         elif parameter in whole:
             sizes = _states_outside(parameter, optimizer, states, device)
-            total += sum(size for size in sizes if size < min(least, parameter.nbytes))
+            total += sum(size for size in sizes if size < min(least, local_bytes(parameter)))
         else:
             resident.append(parameter)
             total += beside(parameter, states)
@@ -74,7 +75,7 @@ def _states_outside(
     if not kept:
         return states.coming(parameter)
     strided = torch.strided
-    return [t.nbytes for t in kept if t.layout != strided or device.owner(t) < 0]
+    return [local_bytes(t) for t in kept if t.layout != strided or device.owner(t) < 0]
 
 
 def resident_storages(model: nn.Module, device: Device) -> list[torch.UntypedStorage]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from dynoffload.memory import heap
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import is_spread, local, local_bytes
 from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
@@ -55,13 +56,29 @@ def bytes_of(
 
 def can_move(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is one stretch of bytes, read as they lie."""
+    tensor = local(tensor)
     strided = tensor.layout is torch.strided
     return strided and is_dense(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
 def moved_bytes(parameter: torch.Tensor) -> int:
     """Return the bytes that move with ``parameter``: those of its whole storage."""
+    parameter = local(parameter)
     return parameter.nbytes if parameter.is_meta else size_of(parameter.untyped_storage())
+
+
+def _holders_of_part(parameter: torch.Tensor, gradient: torch.Tensor) -> int:
+    """Return how many tensors hold the memory of a gradient that nobody but its maker has: FSDP
+    makes those of a group in one, which it holds while the hooks of its shards run."""
+    return 1 + (is_spread(parameter) and gradient._base is not None)
+
+
+def _put_gradient(gradient: torch.Tensor, ours: torch.Tensor) -> None:
+    """Have ``gradient`` hold ``ours``, and no more what it is a view of."""
+    if gradient._base is None:
+        put(gradient, ours)
+    else:
+        torch.utils.swap_tensors(gradient, ours)  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False)
@@ -118,11 +135,13 @@ class Store:
 
     Attributes:
         home: from where tensors come as a block begins; then the device's own.
+        aliases: what else has the memory of a parameter, and follows it.
     """
 
     def __init__(self, device: Device, min_paged_bytes: int, left_bytes: int) -> None:
         self._device = device
         self.home = device.device
+        self.aliases: Mapping[nn.Parameter, Sequence[torch.Tensor]] = {}
         self._min = min_paged_bytes
         self._most_left = left_bytes
         self.slots: dict[nn.Parameter, Slot] = {}  # of those that are paged whole
@@ -138,11 +157,11 @@ class Store:
     def pages(self, tensor: torch.Tensor, slot: Slot | None = None) -> bool:
         """Return whether a parameter or state like ``tensor`` is paged; one that goes with ``slot``
         also if it is small, but as large as the slot's parameter."""
-        least = self._min if slot is None else max(1, min(self._min, slot.parameter.nbytes))
+        least = self._min if slot is None else max(1, min(self._min, local_bytes(slot.parameter)))
         return (
             can_move(tensor)
             and tensor.device.type in (self._device.device.type, self.home.type, "meta")
-            and tensor.numel() * tensor.element_size() >= least
+            and local_bytes(tensor) >= least
         )
 
     def slot_of(self, region: int) -> Slot | None:
@@ -189,24 +208,26 @@ class Store:
     @torch.no_grad()
     def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Slot:
         """Move ``parameter`` into a region; one on the meta device gets one without content."""
-        nbytes = parameter.numel() * parameter.element_size()
-        meta = parameter.is_meta
-        whole = moved_bytes(parameter)  # with its other views, which follow
-        source = 0 if meta else parameter.untyped_storage().data_ptr()
+        part = local(parameter)
+        nbytes, meta = local_bytes(part), part.is_meta
+        whole = moved_bytes(part)  # with its other views, which follow
+        source = 0 if meta else part.untyped_storage().data_ptr()
         region = None if meta else self._storages.get(source)
         if region is None:
             region = self._region(whole, name, None)
             if not meta:
                 self._device.acquire([region])
                 ours = bytes_of(self._device.storage(region))
-                ours.copy_(bytes_of(parameter.untyped_storage()))
+                ours.copy_(bytes_of(part.untyped_storage()))
                 self._storages[source] = region
         slot = Slot(name, parameter, region)
-        ours = view_of(self._device.storage(region), parameter, offset_of(parameter))
+        ours = view_of(self._device.storage(region), part, offset_of(part))
         if meta:
             put_in_place(parameter, ours)
         else:
-            put(parameter, ours)
+            put(part, ours)
+            for alias in self.aliases.get(parameter, ()):
+                put(alias, view_of(self._device.storage(region), alias, offset_of(alias)))
         self.slots[parameter] = slot
         other = self._by_region.get(region)
         if other is not None:
@@ -224,6 +245,8 @@ class Store:
         the region, or into a new one if it is larger; a tensor that somebody else holds stays where
         it is.
         """
+        if is_spread(slot.parameter):  # what is put in the place of a shard stays where it is
+            return self._device.owner(slot.parameter) == slot.region
         data = slot.parameter.data
         if self._device.owner(data) == slot.region:
             return True
@@ -257,19 +280,31 @@ class Store:
         Whoever holds the tensor goes on holding the gradient. One whose memory somebody else holds
         too, such as a part of a buffer of the user's, stays where it is.
         """
-        gradient = slot.parameter.grad
+        gradient = local(slot.parameter.grad)
         if gradient is None or gradient.layout != torch.strided or gradient.requires_grad:
             return
         if self._device.owner(gradient.untyped_storage()) >= 0:
             return  # accumulated in place
-        if not self.pages(gradient, slot) or holders(gradient) > 1 or not is_torchs(gradient):
+        if not self.pages(gradient, slot) or not is_torchs(gradient):
+            return
+        if holders(gradient) > _holders_of_part(slot.parameter, gradient):
             return
         with self._gradients:
             region = self._gradient_region(slot, gradient)
             ours = view_of(self._device.storage(region), gradient)
         self._device.acquire([region])
         ours.copy_(gradient)
-        put(gradient, ours)
+        _put_gradient(gradient, ours)
+
+    @torch.no_grad()
+    def part_gradient(self, parameter: nn.Parameter) -> None:
+        """Give the gradient of a shard that is not paged memory of its own: it was made as a part
+        of that of its whole group, which would stay with it."""
+        gradient = local(parameter.grad)
+        if gradient is None or size_of(gradient.untyped_storage()) == local_bytes(gradient):
+            return
+        if holders(gradient) <= _holders_of_part(parameter, gradient):
+            _put_gradient(gradient, gradient.clone())
 
     def _gradient_region(self, slot: Slot, gradient: torch.Tensor) -> int:
         nbytes = gradient.numel() * gradient.element_size()
@@ -302,6 +337,7 @@ class Store:
     def adopt_state(self, slot: Slot, state: dict[str, Any]) -> None:
         """Move the tensors of one parameter's optimizer state into regions."""
         for key, value in state.items():
+            value = local(value)
             if not isinstance(value, torch.Tensor) or value.is_meta or not self.pages(value, slot):
                 continue
             if self._device.owner(value.untyped_storage()) >= 0 or holders(value) > 1:

@@ -8,13 +8,14 @@ it comes to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.sharded import Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,8 @@ class Unit:
         module: the module.
         slots: its paged parameters, or one slice of each that is paged by slices.
         number: of the slices, or None.
+        gathers: its parameters are read before anything in it runs, by a hook of the module; see
+            `dynoffload.runtime.sharded`.
     """
 
     index: int
@@ -34,6 +37,7 @@ class Unit:
     module: nn.Module
     slots: tuple[Slot, ...]
     number: int | None = None
+    gathers: bool = False
 
     @property
     def regions(self) -> list[int]:
@@ -45,16 +49,24 @@ def units_of(
     model: nn.Module,
     slots: Mapping[nn.Parameter, Slot],
     fused: Mapping[nn.Parameter, Fused],
+    groups: Sequence[Group] = (),
 ) -> list[Unit]:
-    """Return the units of ``model`` in the order of its modules."""
+    """Return the units of ``model`` in the order of its modules; ``groups`` of shards are one
+    each."""
     units: list[Unit] = []
+    gathered = {group.module: group for group in groups}
+    shards = {parameter for group in groups for parameter in group.parameters}
     for path, module in model.named_modules():
+        group = gathered.get(module)
+        if group is not None and (parts := [slots[p] for p in group.parameters if p in slots]):
+            units.append(Unit(len(units), path, module, tuple(parts), gathers=True))
         own = [p for p in dict.fromkeys(module._parameters.values()) if p is not None]
+        own = [p for p in own if p not in shards]
         whole = [slots[p] for p in own if p in slots]
         if whole:
             units.append(Unit(len(units), path, module, tuple(whole)))
         sliced = [fused[p].slots for p in own if p in fused]
         for number in range(max(map(len, sliced), default=0)):
-            parts = tuple(each[number] for each in sliced if number < len(each))
-            units.append(Unit(len(units), f"{path}[{number}]", module, parts, number))
+            each_own = tuple(each[number] for each in sliced if number < len(each))
+            units.append(Unit(len(units), f"{path}[{number}]", module, each_own, number))
     return units

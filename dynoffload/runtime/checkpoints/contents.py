@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.accelerator.storages import place_of
+from dynoffload.memory.local import is_spread
 from dynoffload.memory.pieces import is_dense
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints.tensors import check_savable
@@ -51,6 +52,8 @@ def _memory(name: str, tensor: torch.Tensor) -> object:
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     check_savable(name, tensor)
+    if is_spread(tensor):
+        return id(tensor)
     return place_of(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 

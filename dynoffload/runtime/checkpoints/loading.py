@@ -8,10 +8,12 @@ user's that does not take its state.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.memory.local import is_spread, local
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints import randomness
 from dynoffload.runtime.checkpoints.contents import names_of, stateful_modules, tensors_of
@@ -31,8 +34,10 @@ from dynoffload.runtime.checkpoints.matching import (
     place_of,
 )
 from dynoffload.runtime.checkpoints.opened import Opened, Stored, opened
+from dynoffload.runtime.checkpoints.peers import Peers, inner, peers_of
 from dynoffload.runtime.checkpoints.saving import state_of, things_of
 from dynoffload.runtime.checkpoints.tensors import Memory
+from dynoffload.runtime.sharded import drop_gradients, reshard, spread_like
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,7 @@ def load(
     extra: Mapping[str, Any] | None,
     memory: Memory,
     prepare: Callable[[], None],
+    peers: Peers | None = None,
 ) -> None:
     """Load; see `dynoffload.load_checkpoint`.
 
@@ -53,52 +59,112 @@ def load(
         memory: where their tensors live.
         prepare: called when all is verified, before anything is touched: from then on tensors have
             memory, and no update is pending.
+        peers: the processes that load together, those of the model by default; none touches
+            anything until all have verified.
     """
-    extra = things_of(extra)
-    for name, thing in extra.items():
-        state_of(name, thing)  # refuses what has none
-    with opened(directory) as checkpoint:
-        with checkpoint.sound("content"):
-            match_model(checkpoint, model)
-            plan = None if optimizer is None else match_optimizer(checkpoint, model, optimizer)
-            states = match_extra(checkpoint, extra)
-            of_modules = checkpoint.decode("extra", checkpoint.said.module_state)
-            random = {k: checkpoint.decode("extra", v) for k, v in checkpoint.said.random.items()}
+    peers = peers_of(model) if peers is None else peers
+    model = inner(model)
+    with contextlib.ExitStack() as stack:
+        matched: list[_Matched] = []
+
+        def verify() -> None:
+            things = things_of(extra)
+            for name, thing in things.items():
+                state_of(name, thing)  # refuses what has none
+            reshard(model)
+            checkpoint = stack.enter_context(opened(directory, peers))
+            matched.append(_matched(checkpoint, model, optimizer, things, peers))
+
+        def fill() -> None:
+            prepare()
+            _fill(matched[0], model, optimizer, extra or {}, memory)
+
+        peers.share(verify)
+        peers.share(fill)
+    logger.info("loaded checkpoint %s", matched[0].checkpoint.path)
+
+
+@dataclass(frozen=True)
+class _Matched:
+    """A checkpoint that is of the run that asks for it, and what is to be given to whom."""
+
+    checkpoint: Opened
+    plan: OptimizerPlan | None
+    states: dict[str, Any]
+    of_modules: Any
+    random: dict[str, Any]
+
+
+def _matched(
+    checkpoint: Opened,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any],
+    peers: Peers,
+) -> _Matched:
+    with checkpoint.sound("content"):
+        match_model(checkpoint, model)
+        plan = None if optimizer is None else match_optimizer(checkpoint, model, optimizer)
+        states = match_extra(checkpoint, extra)
+        of_modules = checkpoint.decode("extra", checkpoint.said.module_state)
+        everyone = [checkpoint.said.random, *checkpoint.said.random_of_others]
+        own = everyone[peers.rank] if peers.rank < len(everyone) else {}
+        random = {name: checkpoint.decode("extra", state) for name, state in own.items()}
+        if random:
             randomness.check(random)
-        if optimizer is not None and (unused := checkpoint.said.extra.keys() - extra.keys()):
+        else:
             logger.warning(
-                "checkpoint %s also has the state of %s, which is not loaded: pass extra= to go on "
-                "as the run would have",
+                "checkpoint %s has the random numbers of %d ranks, and this is rank %d: its own go "
+                "on",
                 checkpoint.path,
-                ", ".join(sorted(unused)),
+                len(everyone),
+                peers.rank,
             )
-        prepare()
-        try:
-            for name, thing in extra.items():
-                if isinstance(thing, torch.Generator):
-                    thing.set_state(states[name])
-                else:
-                    thing.load_state_dict(states[name])
-            for name, module in stateful_modules(model).items():
-                module.set_extra_state(of_modules[name])
-            _fill_model(checkpoint, model, memory)
-            if optimizer is not None and plan is not None:
-                _fill_optimizer(checkpoint, plan, model, optimizer, memory)
-            randomness.restore(random)
-        except (OSError, EOFError) as error:
-            if isinstance(error, DynOffloadError):
-                raise
-            raise CheckpointError(
-                getattr(error, "errno", None) or errno.EIO,
-                f"reading checkpoint {checkpoint.path} has failed half-way ({error}): the model is "
-                "partly loaded; load it again, or another, before training goes on",
-            ) from error
-    logger.info("loaded checkpoint %s", checkpoint.path)
+    if optimizer is not None and (unused := checkpoint.said.extra.keys() - extra.keys()):
+        logger.warning(
+            "checkpoint %s also has the state of %s, which is not loaded: pass extra= to go on "
+            "as the run would have",
+            checkpoint.path,
+            ", ".join(sorted(unused)),
+        )
+    return _Matched(checkpoint, plan, states, of_modules, random)
+
+
+def _fill(
+    matched: _Matched,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any],
+    memory: Memory,
+) -> None:
+    checkpoint = matched.checkpoint
+    try:
+        for name, thing in extra.items():
+            if isinstance(thing, torch.Generator):
+                thing.set_state(matched.states[name])
+            else:
+                thing.load_state_dict(matched.states[name])
+        for name, module in stateful_modules(model).items():
+            module.set_extra_state(matched.of_modules[name])
+        _fill_model(checkpoint, model, memory)
+        if optimizer is not None and matched.plan is not None:
+            _fill_optimizer(checkpoint, matched.plan, model, optimizer, memory)
+        if matched.random:
+            randomness.restore(matched.random)
+    except (OSError, EOFError) as error:
+        if isinstance(error, DynOffloadError):
+            raise
+        raise CheckpointError(
+            getattr(error, "errno", None) or errno.EIO,
+            f"reading checkpoint {checkpoint.path} has failed half-way ({error}): the model is "
+            "partly loaded; load it again, or another, before training goes on",
+        ) from error
 
 
 def _fill_model(checkpoint: Opened, model: nn.Module, memory: Memory) -> None:
     for parameter in model.parameters():
         parameter.grad = None
+    drop_gradients(model)
     for name, tensor in tensors_of(model)[0].items():
         checkpoint.read(place_of(checkpoint, name), tensor, memory)
 
@@ -141,10 +207,20 @@ def _fill_state(
         elif item.fits(live.get(key)):
             state[key] = live[key]
         else:
-            state[key] = item.empty(parameter.device)
+            state[key] = _empty(item, parameter)
     del live
     optimizer.state[parameter] = state
     memory.adopt(parameter)  # before it has content, so that no more than a piece is outside
     for key, item in entry.items():
         if isinstance(item, Stored):
             checkpoint.read(item.place, state[key], memory)
+
+
+def _empty(item: Stored, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a tensor of state without content, spread as its parameter is if it is as large."""
+    if not is_spread(parameter) or item.shape != tuple(parameter.shape):
+        return item.empty(parameter.device)
+    made: torch.Tensor = spread_like(
+        parameter, torch.empty_like(local(parameter), dtype=item.dtype)
+    )
+    return made

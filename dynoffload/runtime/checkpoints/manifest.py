@@ -15,7 +15,7 @@ from dynoffload.errors import CheckpointError
 
 NAME = "checkpoint.json"
 _FORMAT = "dynoffload checkpoint"
-_VERSION = 1
+_VERSIONS = 1, 2  # the second says more: of several ranks
 _MAGIC = f'{{\n "format": "{_FORMAT}"'.encode()
 
 
@@ -43,6 +43,7 @@ class Manifest:
         optimizer: type, groups and state; None if there is no optimizer.
         extra: what else was given to keep: name -> type and state.
         random: the state of the random number generators.
+        random_of_others: that of the ranks after the first, where several have saved together.
         written_by: versions, for people.
     """
 
@@ -52,11 +53,12 @@ class Manifest:
     optimizer: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     random: dict[str, Any] = field(default_factory=dict)
+    random_of_others: list[dict[str, Any]] = field(default_factory=list)
     written_by: dict[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        content = {
+        content: dict[str, Any] = {
             "written_by": self.written_by,
             "files": {
                 name: {"bytes": file.nbytes, "crc32": file.crc32}
@@ -68,9 +70,11 @@ class Manifest:
             "extra": self.extra,
             "random": self.random,
         }
+        if self.random_of_others:
+            content["random_of_others"] = self.random_of_others
         document = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": _VERSIONS[bool(self.random_of_others)],
             "crc32": _checksum(content),
             "content": content,
         }
@@ -91,10 +95,10 @@ class Manifest:
             raise CheckpointError(f"{place} is damaged or foreign ({error}): {remedy}") from error
         if form != _FORMAT:
             raise CheckpointError(f"{place} is not of dynoffload: {remedy}")
-        if version != _VERSION:
+        if version not in _VERSIONS:
             raise CheckpointError(
-                f"{place} is of format {version!r:.20} and this dynoffload reads {_VERSION}: read "
-                "it with the version that wrote it, or a later one"
+                f"{place} is of format {version!r:.20} and this dynoffload reads {_VERSIONS[-1]}: "
+                "read it with the version that wrote it, or a later one"
             )
         try:
             content = document["content"]
@@ -108,6 +112,8 @@ class Manifest:
             for name in ("tied", "module_state", "extra", "random", "written_by"):
                 if not isinstance(getattr(manifest, name), dict):
                     raise TypeError(f"{name} is no object")
+            if not isinstance(manifest.random_of_others, list):
+                raise TypeError("random_of_others is no list")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{place} is damaged ({error}): {remedy}") from error
         return manifest

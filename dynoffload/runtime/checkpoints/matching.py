@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError
+from dynoffload.memory.local import is_spread
 from dynoffload.runtime.checkpoints.contents import (
     groups_of,
     hyperparameters,
@@ -112,7 +113,7 @@ def match_model(checkpoint: Opened, model: nn.Module) -> None:
     expanded = [
         repr(name)
         for name, tensor in live.items()
-        if tensor.numel() > 1 and 0 in tensor.squeeze().stride()
+        if tensor.numel() > 1 and not is_spread(tensor) and 0 in tensor.squeeze().stride()
     ]
     if expanded:  # by `Tensor.expand`; nor does load_state_dict fill it
         raise CheckpointError(

@@ -18,6 +18,8 @@ import torch
 
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.pieces import Buffer
+from dynoffload.runtime.checkpoints import ranges
+from dynoffload.runtime.checkpoints.ranges import Span
 from dynoffload.runtime.checkpoints.tensors import Memory
 
 _NAMES = {
@@ -149,18 +151,53 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 @torch.no_grad()
-def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer) -> int:
-    """Write ``shard``, and return the checksum of its bytes."""
-    write_all(fd, shard.head)
-    checksum = zlib.crc32(shard.head)
-    for tensor in shard.tensors.values():
-        for piece in memory.pieces(tensor.detach()):
-            with memory.held(piece):
-                buffer.like(piece).copy_(piece)
-            data = buffer.bytes(piece.numel() * piece.element_size())
-            checksum = zlib.crc32(data, checksum)
-            write_all(fd, data)
-    return checksum
+def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool) -> list[Span]:
+    """Write what this process has of ``shard``, each part where it belongs.
+
+    Args:
+        fd: of the file, which is new.
+        shard: the file.
+        memory: where its tensors live.
+        buffer: through which they pass.
+        first: whether this process writes the head, and what is not spread over processes.
+
+    Returns:
+        The stretches that were written.
+    """
+    written = _Written(fd)
+    if first:
+        written.add(0, shard.head)
+    start = len(shard.head)
+    for name, tensor in shard.tensors.items():
+        for part in ranges.parts_of(tensor, writes=True, first=first):
+            at = start + part.start * tensor.element_size()
+            for piece in memory.pieces(part.values):
+                with memory.held(piece):
+                    buffer.like(piece).copy_(piece)
+                data = buffer.bytes(piece.numel() * piece.element_size())
+                written.add(at, data)
+                at += len(data)
+        start += kind_of(name, tensor).nbytes
+    return written.spans
+
+
+class _Written:
+    """What was written to a file, as few stretches as it can be."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._end = fd, 0
+        self.spans: list[Span] = []
+
+    def add(self, start: int, data: bytes | memoryview) -> None:
+        """Write ``data`` at byte ``start``."""
+        goes_on = bool(self.spans) and start == self._end
+        if start != self._end:
+            os.lseek(self._fd, start, os.SEEK_SET)
+        write_all(self._fd, data)
+        before = self.spans.pop() if goes_on else Span(start, 0, 0)
+        checksum = zlib.crc32(data, before.crc32)
+        self.spans.append(Span(before.start, before.nbytes + len(data), checksum))
+        self._end = start + len(data)
 
 
 @dataclass(frozen=True)
@@ -213,14 +250,15 @@ def read_exactly(fd: int, into: memoryview, start: int) -> None:
 
 @torch.no_grad()
 def read(place: Place, tensor: torch.Tensor, memory: Memory, buffer: Buffer) -> None:
-    """Fill ``tensor``, of the kind at ``place``, in place."""
-    start = place.start
-    for piece in memory.pieces(tensor.detach()):
-        data = buffer.bytes(piece.numel() * piece.element_size())
-        read_exactly(place.fd, data, start)
-        start += len(data)
-        with memory.held(piece):
-            piece.copy_(buffer.like(piece))
+    """Fill ``tensor``, of the kind at ``place``, in place; of one that is spread, the part here."""
+    for part in ranges.parts_of(tensor):
+        start = place.start + part.start * tensor.element_size()
+        for piece in memory.pieces(part.values):
+            data = buffer.bytes(piece.numel() * piece.element_size())
+            read_exactly(place.fd, data, start)
+            start += len(data)
+            with memory.held(piece):
+                piece.copy_(buffer.like(piece))
 
 
 def checksum_of(fd: int, size: int, buffer: Buffer) -> int:

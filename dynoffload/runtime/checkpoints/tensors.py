@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from dynoffload.errors import CheckpointError
+from dynoffload.memory.local import is_spread, local
 from dynoffload.memory.pieces import Holder, pieces
+from dynoffload.runtime.checkpoints.ranges import check_spread
 
 
 class Memory(Holder, Protocol):
@@ -42,6 +44,9 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
     Raises:
         CheckpointError: naming it.
     """
+    if is_spread(tensor):
+        check_spread(name, tensor)
+        tensor = local(tensor)
     what = ""
     if tensor.layout != torch.strided:
         what = f"of layout {tensor.layout}"

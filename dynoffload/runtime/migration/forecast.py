@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dynoffload.memory.local import local_bytes
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import AVERAGE, OnlineLearner
@@ -424,7 +425,7 @@ def _vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
             variant="",
             visits=(unit.path,),
             regions=tuple(slot.name for slot in unit.slots),
-            nbytes=sum(s.parameter.numel() * s.parameter.element_size() for s in unit.slots),
+            nbytes=sum(local_bytes(slot.parameter) for slot in unit.slots),
             activation_bytes=0,
             forward_s=0.0,
             backward_s=0.0,

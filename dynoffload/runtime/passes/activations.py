@@ -56,6 +56,7 @@ from dynoffload.runtime.passes.saved import (
     memory_of,
     name_of_kind,
 )
+from dynoffload.runtime.sharded import Gathered
 from dynoffload.units import format_bytes
 
 _FEW, _MANY = 8, 1024  # of what has ended, that can wait to be counted
@@ -86,8 +87,10 @@ class Activations:
         on_chunk: called in backward when another chunk is reached.
         on_open: called in forward when a chunk is opened.
         site: returns the path of the module that runs, for errors.
+        region_of: returns the region of a parameter, -1 for none.
         names: where regions get their names for reports.
         kept: counts what stays in place.
+        gathered: knows what was gathered from shards, if the model has some.
     """
 
     device: Device
@@ -98,6 +101,7 @@ class Activations:
     on_chunk: Callable[[int], None]
     on_open: Callable[[Chunk], None]
     site: Callable[[], str]
+    region_of: Callable[[torch.nn.Parameter], int] = lambda parameter: -1
     names: dict[int, str] = field(default_factory=dict)
     saved_bytes: int = 0  # moved since the start; the difference is what a visit saved
 
@@ -112,6 +116,7 @@ class Activations:
         self._live = 0  # entries whose saved tensors may still be asked for
         self._entered: Endings[Chunk] = Endings()
         self.kept = Keeping()
+        self.gathered: Gathered | None = None
         self._closed = False
         self._inputs: set[int] = set()  # storages of what the model was called with
         self._borrowed: Endings[None] = Endings()
@@ -258,6 +263,11 @@ class Activations:
             borrowed = Borrowed(tensor, region)
             self._borrowed.watch(borrowed, None)
             return borrowed
+        if self.gathered is not None:
+            shard = self.gathered.source_of(tensor)
+            if shard is not None:  # FSDP lets it go and gathers it anew
+                region = self.region_of(shard)
+                return Kept(tensor) if region < 0 else Borrowed(tensor, region)
         nbytes = storage.nbytes()
         self.settle()
         more = self.kept.adds(storage)

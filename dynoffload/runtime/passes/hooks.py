@@ -17,8 +17,9 @@ earlier hook of the same call removes still runs: so `Hook.end` makes it do noth
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -47,13 +48,13 @@ class Hook:
         *,
         compiled: bool = False,
     ) -> None:
-        self._call, self._on_copy, self._compiled = call, on_copy, compiled
+        self._call, self._on_copy, self.compiled = call, on_copy, compiled
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
                 return None
-            return _outside(self, args) if self._compiled else None
+            return _outside(self, args) if self.compiled else None
         return None if self._call is None else self._call(*args)
 
     def end(self) -> None:
@@ -79,9 +80,11 @@ class Hooks:
         units: modules to watch.
         slots: parameters whose gradients are adopted.
         fused: those that are paged by slices.
+        parts: shards whose gradients are not paged.
         on_visit: called with a unit before its forward, in training or not.
         on_gradient: called with a slot when its gradient is complete for this backward.
         on_fused: called with a fused parameter then.
+        on_part: called with a shard then.
         on_read: called before the whole of the model, or of a module, is read.
     """
 
@@ -91,10 +94,12 @@ class Hooks:
         units: Sequence[Unit],
         slots: Sequence[Slot],
         fused: Sequence[Fused],
+        parts: Sequence[nn.Parameter] = (),
         *,
         on_visit: Callable[[Unit], None],
         on_gradient: Callable[[Slot], None],
         on_fused: Callable[[Fused], None],
+        on_part: Callable[[nn.Parameter], None],
         on_read: Callable[[], None],
     ) -> None:
         self._hooks: list[Hook] = []
@@ -104,7 +109,8 @@ class Hooks:
                 model,
                 units,
                 [(slot.parameter, _collector(slot, on_gradient)) for slot in slots]
-                + [(one.parameter, _collector(one, on_fused)) for one in fused],
+                + [(one.parameter, _collector(one, on_fused)) for one in fused]
+                + [(one, _collector(one, on_part)) for one in parts],
                 on_visit,
                 on_read,
             )
@@ -129,7 +135,10 @@ class Hooks:
                 continue  # its uses are told otherwise: see `Parts`
             visit = Hook(_visitor(unit, on_visit), on_read)
             self._hooks.append(visit)
-            handles.append(unit.module.register_forward_pre_hook(visit))
+            handle = unit.module.register_forward_pre_hook(visit, prepend=unit.gathers)
+            handles.append(handle)
+            if unit.gathers and unit.module is model:
+                _keep_first(model)
         for parameter, collect in collectors:
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
@@ -141,6 +150,14 @@ class Hooks:
             hook.end()
         for handle in self._handles:
             handle.remove()
+
+
+def _keep_first(model: nn.Module) -> None:
+    """Have the hook that opens a sample go on being the root's first."""
+    hooks = cast("OrderedDict[int, Any]", model._forward_pre_hooks)
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, Hook) and hook.compiled:
+            hooks.move_to_end(key, last=False)
 
 
 def _visitor(unit: Unit, on_visit: Callable[[Unit], None]) -> Callable[[nn.Module, Any], None]:

@@ -35,9 +35,10 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import is_spread, local
 from dynoffload.planning.drafting import choose_drafts, drafted_regions
 from dynoffload.runtime.adoption.fused import FusedStore
-from dynoffload.runtime.adoption.slicing import keeps_bits
+from dynoffload.runtime.adoption.slicing import keeps_bits, may_slice
 from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, offset_of, view_of
 from dynoffload.runtime.updates.modes import Modes, may_wait
 from dynoffload.runtime.updates.update import Group, Update, same, snapshot
@@ -55,7 +56,7 @@ class _Draft:
 
     group: Group
     modes: Modes
-    gradient: torch.Tensor | None  # None for a slice: it is known by its region
+    gradient: torch.Tensor | None  # the user's; None for a slice: it is known by its region
     places: list[tuple[Any, ...]]  # where the tensors lie, how, and at which version
     state: dict[str, Any]
     before: dict[str, Any]  # values of the state that is not paged
@@ -135,6 +136,8 @@ class Drafts:
         state = dict.get(self._optimizer.state, parameter)
         if slot.shared or parameter not in self._groups or not state:
             return False
+        if is_spread(parameter) and not may_slice(self._optimizer):
+            return False
         if slot.fused is not None:
             return self._rows.holds(slot.fused, state) and keeps_bits(
                 self._groups[parameter], slot.fused.like, slot.fused.count
@@ -162,14 +165,15 @@ class Drafts:
             return
         if gradient.layout is not torch.strided:
             return
+        theirs, gradient = gradient, local(gradient)
         if device.owner(gradient) != slot.gradient or not self._is_eligible(slot):
             return
         parameter, states = slot.parameter, list(slot.states.values())
         state = dict.get(self._optimizer.state, parameter, {})
         paged = slot.states.keys()
-        before = {key: _clone(value) for key, value in state.items() if key not in paged}
-        own = {k: v if k in paged else _clone(v) for k, v in state.items()}
-        data = parameter.data
+        before = {key: _clone(local(value)) for key, value in state.items() if key not in paged}
+        own = {k: local(v) if k in paged else _clone(local(v)) for k, v in state.items()}
+        data = local(parameter).data
         if not whole:
             data = self._part(slot, slot.region)
             own |= {key: self._part(slot, region) for key, region in slot.states.items()}
@@ -216,8 +220,8 @@ class Drafts:
         draft = _Draft(
             group=group,
             modes=modes,
-            gradient=gradient if whole else None,
-            places=_places(slot, gradient if whole else None, state),
+            gradient=theirs if whole else None,
+            places=_places(slot, theirs if whole else None, state),
             state=dict(state),
             before=before,
             small={key: value for key, value in made.items() if key not in paged},
@@ -263,7 +267,7 @@ class Drafts:
             old = draft.state[key]
             if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
                 with torch.no_grad():
-                    old.copy_(value)
+                    local(old).copy_(value)
             else:
                 dict.__getitem__(self._optimizer.state, slot.parameter)[key] = value
         torch.autograd.graph.increment_version(slot.parameter)
@@ -279,7 +283,7 @@ class Drafts:
             and same(group, draft.group)
             and draft.modes.suit(self._optimizer, Modes.now(self._device.device.type))
             and may_wait()
-            and same({key: state[key] for key in draft.before}, draft.before)
+            and same({key: local(state[key]) for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits
         )
 
@@ -343,7 +347,7 @@ def _places(
     slot: Slot, gradient: torch.Tensor | None, state: Mapping[str, Any]
 ) -> list[tuple[Any, ...]]:
     return [
-        (t.data_ptr(), t.size(), t.stride(), t.dtype, t._version)
+        (local(t).data_ptr(), t.size(), t.stride(), t.dtype, t._version, local(t)._version)
         for t in (slot.parameter, gradient, *state.values())
         if isinstance(t, torch.Tensor)
     ]

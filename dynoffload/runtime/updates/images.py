@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.copies import Copies
+from dynoffload.memory.local import local
 from dynoffload.memory.pieces import Holder
 
 _SMALL = 16  # elements of a state tensor that is kept in memory
@@ -96,8 +97,8 @@ class Images:
             SpillError: they cannot be written; nothing has changed.
         """
         state = dict.get(self._optimizer.state, parameter) or {}
-        for key, value in ((None, parameter.detach()), *state.items()):
-            self.keep_tensor(parameter, key, None, value, value)
+        for key, value in ((None, local(parameter).detach()), *state.items()):
+            self.keep_tensor(parameter, key, None, local(value), local(value))
 
     def keep_tensor(
         self, parameter: torch.Tensor, key: str | None, number: int | None, own: Any, shown: Any
@@ -118,7 +119,7 @@ class Images:
             return
         before = self._states[parameter] or {}
         if key is None or before.get(key) is _IN_FILE:
-            at, place = self._copies.write(shown), place_of(own)
+            at, place = self._copies.write(shown), place_of(local(own))
             image = _Image(parameter, key, number, at, place, shown.dtype, shown.shape)
             self._images.append(image)
 
@@ -147,9 +148,9 @@ class Images:
 
     def _tensor_of(self, image: _Image) -> torch.Tensor:
         """Return the tensor that ``image`` is of."""
-        tensor: Any = image.parameter.data
+        tensor: Any = local(image.parameter).data
         if image.key is not None:
-            tensor = (dict.get(self._optimizer.state, image.parameter) or {}).get(image.key)
+            tensor = local((dict.get(self._optimizer.state, image.parameter) or {}).get(image.key))
         if isinstance(tensor, torch.Tensor) and image.number is not None:
             tensor = tensor[image.number]
         found = None

@@ -19,9 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import local
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Slot, Store, offset_of, view_of
+from dynoffload.runtime.sharded import spread_like
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
 from dynoffload.runtime.updates.update import Group, Update, neighbours
@@ -127,7 +129,7 @@ class Maker:
         for key, value in made.items():
             is_new = value is not given.get(key)
             if is_new and now is not None and now.get(key) is old.get(key):
-                now[key] = value
+                now[key] = spread_like(parameter, value)
 
     def run_on(
         self,
@@ -150,6 +152,7 @@ class Maker:
         def shown(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
+            value = local(value)
             storage = storages.get(owner(value.untyped_storage()))
             return value if storage is None else view_of(storage, value, offset_of(value))
 

@@ -19,7 +19,9 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from dynoffload.errors import ConfigError
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import is_spread
 from dynoffload.optim.optimizer import HostOptimizer
+from dynoffload.runtime.sharded import replica_beside
 from dynoffload.runtime.updates.modes import Modes
 
 Group = dict[str, Any]
@@ -138,8 +140,9 @@ def _is_foreach(group: Group) -> bool:
 def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
     """Return the parameters beside which an update with the hyperparameters ``group`` is made, on
     ``device``."""
+    spread = next((one for one in group["params"] if is_spread(one)), None)
     made = [
-        nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+        nn.Parameter(replica_beside(spread, torch.zeros(1, dtype=dtype, device=device)))
         for dtype in group.get(FIRST_TIMERS, ())
     ]
     for parameter in made:

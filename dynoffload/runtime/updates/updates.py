@@ -15,6 +15,10 @@ adopted ones (``p.grad = mine``, ``p.data = mine``), the sub-step runs inside ``
 a put-off update will change counts as changed at once, so that a backward which still needs the
 old value raises as it does in plain PyTorch.
 
+[Note: shards]  The update of a shard is made on the part that lies in this process, where every
+element is treated by itself. An optimizer that looks at a matrix as a whole, as Muon does, steps
+shards together with the other processes: its code runs inside ``step()``, on what the user has.
+
 [Note: interrupts]  Ctrl-C in the middle would leave regions locked for an update that is not noted,
 an update half made, or an optimizer without parameters. So signals wait until what was begun is
 done; see `interrupts`.
@@ -34,9 +38,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
+from dynoffload.memory.local import is_spread, local
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
 from dynoffload.runtime.adoption.held import are_shared, references
+from dynoffload.runtime.adoption.slicing import may_slice
 from dynoffload.runtime.adoption.store import Slot, Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.updates.drafts import Drafts
@@ -364,6 +370,9 @@ class Updates:
                         shared.append(parameter)
                 elif slot is None:
                     small.append(parameter)
+                elif is_spread(parameter) and not may_slice(self.optimizer):
+                    small.append(parameter)  # see [Note: shards]
+                    shared.append(parameter)
                 elif parameter.grad is not None:
                     if self.drafts is not None and self.drafts.has(slot):
                         self._begun = True
@@ -406,7 +415,8 @@ class Updates:
             copy = None if state is None else dict(state)
             regions = slot.update_regions()
             states = self.optimizer.state
-            update = Update(group, parameter.data, gradient, copy, regions, modes, states)
+            data, part = local(parameter).data, local(gradient)
+            update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
             if may and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))

@@ -1,0 +1,40 @@
+"""The part of a tensor that lies in this process.
+
+What it is: a look through the wrapper of a tensor that is spread over processes (torch's
+`DTensor`), whose own storage has no bytes, to the plain tensor that has this process's part. What
+it is not: how tensors are spread, and by whom (`dynoffload.runtime.sharded`).
+
+Nothing of `torch.distributed` is imported: a tensor can be of a class only once that is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage)
+_MODULE = "torch.distributed.tensor"
+
+
+def is_spread(value: Any) -> bool:
+    """Return whether ``value`` is a tensor of which other processes have parts."""
+    if type(value) in _PLAIN:
+        return False
+    kind = getattr(sys.modules.get(_MODULE), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def local(value: Any) -> Any:
+    """Return this process's part of a tensor; anything else is its own part.
+
+    It is the same object each time: whoever gives it other memory gives that to the tensor.
+    """
+    return value._local_tensor if is_spread(value) else value
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of this process's part of ``tensor``."""
+    part = local(tensor)
+    return int(part.numel() * part.element_size())

@@ -1,0 +1,146 @@
+"""The processes that save or load one checkpoint together.
+
+What it is: a step that all of them take, after which all go on or all raise (`Peers.share`), and
+who they are for a model (`peers_of`). What it is not: what each does in a step.
+
+[Note: together]  Whoever raises in a step tells the others before it leaves, so nobody waits for
+one that is gone. A rank that dies, or never comes, ends the wait of the others by the timeout of
+the process group; ``torch.distributed.init_process_group(timeout=...)`` sets it.
+
+What they tell each other is JSON, so nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynoffload.errors import CheckpointError
+from dynoffload.runtime.sharded import groups_of
+
+
+class Peers:
+    """One process, which has no others.
+
+    Attributes:
+        rank: of this process.
+        world: of how many.
+    """
+
+    rank, world = 0, 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what all have alike."""
+        return self.rank == 0
+
+    def share(self, work: Callable[[], Any]) -> list[Any]:
+        """Do ``work``, which all do; see [Note: together].
+
+        Returns:
+            What each rank's has returned: values that JSON can say.
+
+        Raises:
+            CheckpointError: another rank's has failed, or it does not answer.
+            BaseException: what ``work`` has raised here.
+        """
+        return [work()]
+
+
+class Ranks(Peers):
+    """Processes of one group.
+
+    Args:
+        group: of `torch.distributed`, whose backend takes tensors of the CPU.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank = torch.distributed.get_rank(group)
+        self.world = torch.distributed.get_world_size(group)
+
+    def share(self, work: Callable[[], Any]) -> list[Any]:
+        """See `Peers.share`."""
+        mine: BaseException | None = None
+        said: dict[str, Any] = {}
+        try:
+            said = {"value": work()}
+        except BaseException as error:
+            mine = error
+            said = {"error": f"{error}" or type(error).__name__}
+        try:
+            everyone = [json.loads(text) for text in self._exchange(json.dumps(said).encode())]
+        except (RuntimeError, ValueError) as error:
+            if mine is not None:
+                raise mine from None
+            raise CheckpointError(
+                f"rank {self.rank} of {self.world} waits for the other ranks, which do not answer "
+                f"({error}): all have to save, or to load, together; see which of them has ended"
+            ) from error
+        if mine is not None:
+            raise mine
+        for rank, other in enumerate(everyone):
+            if "error" in other:
+                raise CheckpointError(
+                    f"rank {rank} of {self.world} has failed, and so have all: {other['error']}"
+                )
+        return [other["value"] for other in everyone]
+
+    def _exchange(self, data: bytes) -> list[bytes]:
+        """Return what each rank has to say; a few bytes to some megabytes."""
+        told = torch.tensor([len(data), zlib.crc32(data)])
+        sizes = [torch.empty_like(told) for _ in range(self.world)]
+        torch.distributed.all_gather(sizes, told, group=self._group)
+        most = max(int(one[0]) for one in sizes)
+        mine = torch.zeros(most, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        texts = [torch.empty_like(mine) for _ in range(self.world)]
+        torch.distributed.all_gather(texts, mine, group=self._group)
+        found = [
+            text[: int(size[0])].numpy().tobytes() for text, size in zip(texts, sizes, strict=True)
+        ]
+        for rank, (text, size) in enumerate(zip(found, sizes, strict=True)):
+            if zlib.crc32(text) != int(size[1]):
+                raise ValueError(f"what rank {rank} says has arrived damaged")
+        return found
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """Return the model itself, where it is wrapped in `DistributedDataParallel`."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def peers_of(model: nn.Module) -> Peers:
+    """Return the processes that have parts of ``model``, or replicas of it.
+
+    Raises:
+        CheckpointError: its parts lie in different sets of processes.
+    """
+    groups = groups_of(model)
+    if not groups:
+        replicated = isinstance(model, nn.parallel.DistributedDataParallel)
+        return Ranks(model.process_group) if replicated else Peers()
+    meshes = {id(one.mesh_info.mesh): one.mesh_info.mesh for group in groups for one in group.own}
+    sets = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes.values()}
+    if len(sets) > 1:
+        raise CheckpointError(
+            f"the shards of this {type(model).__name__} lie in {len(sets)} different sets of "
+            "ranks: a checkpoint holds those of one mesh; shard all modules over the same"
+        )
+    mesh = next(iter(meshes.values()))
+    if mesh.ndim == 1:
+        return Ranks(mesh.get_group())
+    if mesh.size() != torch.distributed.get_world_size():
+        raise CheckpointError(
+            f"the shards of this {type(model).__name__} lie in {mesh.size()} of "
+            f"{torch.distributed.get_world_size()} ranks on a mesh of {mesh.ndim} dimensions: a "
+            "checkpoint takes one dimension, or all ranks"
+        )
+    return Ranks(torch.distributed.group.WORLD)

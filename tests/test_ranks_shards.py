@@ -1,0 +1,346 @@
+"""Models that ``fully_shard`` has sharded over processes: their shards are regions.
+
+The processes meet over gloo on the CPU; see `shards_child` for what each of them does. They take
+seconds to start, so what many tests look at happens in three groups of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dynoffload
+from dynoffload.experiments.ranks_shards import Network, on_ranks, optimizer_of
+
+pytest.importorskip("torch.distributed.fsdp", reason="torch without distributed")
+
+HERE = str(Path(__file__).parent)
+SCRIPT = f"import sys; sys.path.insert(0, {HERE!r}); import shards_child; shards_child.main()"
+TIMEOUT = 300.0  # seconds for all that a group of processes does
+WIDE = {"network": "dense", "width": 192, "steps": 3}
+CASES: list[Any] = [
+    ({"network": "moe", "steps": 4}, {}, "8MiB"),
+    (
+        {"network": "layerdrop", "optimizer": "SGD", "accumulate": 2, "width": 193, "steps": 3},
+        {},
+        "4MiB",
+    ),
+    ({"network": "moe", "clip": 0.3, "width": 95, "steps": 3}, {"draft_share": 0.0}, "8MiB"),
+    ({**WIDE, "low": True, "accumulate": 2, "sync_last": True, "clip": 1.0}, {}, "6MiB"),
+    ({**WIDE, "optimizer": "AdamW(fused)", "accumulate": 2}, {"rollback": True}, "6MiB"),
+    (WIDE, {"backend": "mapped"}, "6MiB"),
+    ({**WIDE, "optimizer": "Muon"}, {}, "4MiB"),
+]
+OF_THREE: list[Any] = [({"network": "moe", "steps": 3, "accumulate": 2}, {}, "6MiB")]
+
+
+def run(
+    directory: Path, tasks: Sequence[tuple[str, Path, Any]], *, world: int = 2
+) -> dict[str, list[Any]]:
+    """Return what each of ``world`` processes returns of each task: its name, directory, value.
+
+    Tasks of one name have their numbers behind it.
+    """
+    given = json.dumps([(task, str(place), value) for task, place, value in tasks])
+    place = directory / f"group{len(list(directory.iterdir()))}"
+    ranks = on_ranks(SCRIPT, [given], place, world=world, timeout=TIMEOUT)
+    names = [task for task, _, _ in tasks]
+    told = [
+        task if names.count(task) == 1 else f"{task} {number}" for number, task in enumerate(names)
+    ]
+    return {
+        name: [results[at] for results in ranks if at < len(results)]
+        for at, name in enumerate(told)
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all groups of processes work."""
+    return tmp_path_factory.mktemp("shards")
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> dict[str, list[Any]]:
+    """What two ranks have found."""
+    given = {
+        "exact": CASES,
+        "regions": "9MiB",
+        "evaluated": "6MiB",
+        "refused": "64MiB",
+        "replicas": None,
+        "faults": None,
+        "saves": "6MiB",
+    }
+    return run(place, [(task, place, value) for task, value in given.items()])
+
+
+@pytest.fixture(scope="module")
+def of_three(place: Path, found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """What three ranks have found, with the checkpoint of two."""
+    return run(place, [("exact", place, OF_THREE), ("resumes", place, "5MiB")], world=3)
+
+
+@pytest.fixture(scope="module")
+def again(place: Path, found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """What two ranks have found that load what two, or one, have saved; then one of them ends."""
+    single = place / "single"
+    single.mkdir()
+    torch.manual_seed(3)
+    model = Network("moe", 97)
+    optimizer = optimizer_of("AdamW", model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    extra = {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+    dynoffload.save_checkpoint(model, optimizer, single / "run", extra=extra, max_shard_size="1MB")
+    tasks = [
+        ("resumes", place, "9MiB"),
+        ("resumes", place, None),
+        ("resumes", single, "6MiB"),
+        ("dies", place, None),
+    ]
+    return run(place, tasks)
+
+
+def check_exact(ranks: list[Any], cases: list[Any]) -> None:
+    """Assert that every rank's runs of all cases are equal, and were paged."""
+    for rank, results in enumerate(ranks):
+        for case, result in zip(cases, results, strict=True):
+            told = f"rank {rank}: {case}"
+            assert result["losses"], told
+            assert result["finite"], told
+            assert result["differ"] == [], told
+            assert result["compared"] > 20, told
+            assert result["paging"], told
+            assert result["bytes_in"] > 0, told
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_shards_train_bit_for_bit(found: dict[str, list[Any]], number: int) -> None:
+    """Ranks on different paths within blocks, accumulation, clipping, uneven shards, bfloat16."""
+    check_exact([[rank[number]] for rank in found["exact"]], [CASES[number]])
+
+
+def test_three_ranks(of_three: dict[str, list[Any]]) -> None:
+    """A number of ranks that divides no dimension."""
+    check_exact(of_three["exact"], OF_THREE)
+
+
+@pytest.mark.slow
+def test_other_optimizers_and_options(tmp_path: Path) -> None:
+    """Every optimizer of torch that takes shards, and the options of a session."""
+    names = ["Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adagrad", "ASGD", "SGD"]
+    cases: list[Any] = [({**WIDE, "optimizer": name}, {}, "4MiB") for name in names]
+    cases += [
+        ({"network": "moe", "steps": 3}, config, "8MiB")
+        for config in (
+            {"policy": "on-demand"},
+            {"policy": "repeat"},
+            {"defer_updates": "never"},
+            {"page_activations": False},
+            {"debug": True},
+        )
+    ]
+    cases += [
+        ({"network": "moe", "low": True, "steps": 20}, {}, "8MiB"),
+        ({"network": "moe", "steps": 4, "ahead": True}, {}, "8MiB"),
+        ({**WIDE, "optimizer": "Muon", "clip": 0.5}, {}, "4MiB"),
+        ({**WIDE, "optimizer": "Muon", "steps": 6, "width": 193}, {"rollback": True}, "4MiB"),
+        ({**WIDE, "accumulate": 3, "sync_last": True, "stay": True}, {}, "6MiB"),
+    ]
+    check_exact(run(tmp_path, [("exact", tmp_path, cases)])["exact"], cases)
+
+
+@pytest.mark.slow
+def test_late_gradients_and_replaced_memory(tmp_path: Path) -> None:
+    """What a list of shards does together; shards that have other memory in mid-run."""
+    found = run(tmp_path, [("late", tmp_path, "600KiB"), ("replaced", tmp_path, "4MiB")])
+    for same, compared in found["late"]:
+        assert same
+        assert compared == 16
+    for same, compared in found["replaced"]:
+        assert same
+        assert compared == 28
+
+
+@pytest.mark.slow
+def test_memory_is_the_budget_and_what_fsdp_has_beside_it(tmp_path: Path) -> None:
+    """A process grows by its budget, freed memory, and about what the plan line says of FSDP."""
+    for one in run(tmp_path, [("memory", tmp_path, "120MiB")])["memory"]:
+        assert one["states"] > 2 * one["budget"]
+        assert one["fast"] <= one["budget"]
+        assert one["growth"] <= one["budget"] + one["slack"] + 1.25 * one["beside"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"mesh": [2, 1]}, {"mesh": [1, 2]}, {"columns": True, "width": 96}]
+)
+def test_replicas_of_shards_and_shards_of_columns(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Meshes of two dimensions, and parts that are no rows; a checkpoint is the same as ever."""
+    cases: list[Any] = [({"network": "moe", "steps": 3, "clip": 0.5, **options}, {}, "8MiB")]
+    given = ["10MiB", options]
+    tasks = [("exact", tmp_path, cases), ("saves", tmp_path, given), ("resumes", tmp_path, given)]
+    found = run(tmp_path, tasks)
+    check_exact(found["exact"], cases)
+    for end, other in zip(found["saves"], found["resumes"], strict=True):
+        assert other == {"state": end["state"], "lr": end["lr"]}
+    assert content(tmp_path / "copy2") == content(tmp_path / "run")
+    model = Network("moe", options.get("width", 97))
+    optimizer = optimizer_of("AdamW", model)
+    dynoffload.load_checkpoint(model, optimizer, tmp_path / "run")
+    dynoffload.save_checkpoint(model, optimizer, tmp_path / "one", max_shard_size="1MB")
+    assert content(tmp_path / "one") == content(tmp_path / "run")
+
+
+def test_shards_gradients_and_state_are_regions(found: dict[str, list[Any]]) -> None:
+    """They are paged and stay the same tensors; groups are the units, told before FSDP reads."""
+    for one in found["regions"]:
+        assert len(one["paged"]) == 9  # the weights of four blocks, and of the first layer
+        assert one["with gradient"] == one["states"] == one["paged"]
+        assert one["own gradients"]  # and do not keep the buffer of their group
+        assert one["same parts"]
+        assert one["left"]
+        assert one["resizable"]
+        assert one["units"] == ["", *(f"blocks.{number}" for number in range(4))]
+        assert one["anchored"] == 13  # five units, and eight uses in backward
+        assert one["missed"] == 0
+        assert one["behind"] == 0  # every update is made by a hook, and none by an access
+        assert one["saved"] < one["weights"] / 4  # whole weights are gathered anew, not saved
+        assert one["peak"] <= one["budget"]
+        assert one["whole"] == [1024, 256]
+        assert one["after"]
+
+
+def test_evaluation_between_steps(found: dict[str, list[Any]]) -> None:
+    """It leaves the root gathered; a save looks through that."""
+    for same, compared in found["evaluated"]:
+        assert same
+        assert compared == 28 * 4
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("tensor parallel", "'weight' .*not by fully_shard alone.*without tensor parallelism"),
+        ("offload policy", "'weight' .*CPUOffloadPolicy: leave offload_policy out"),
+        ("meta", r"'weight' .*on the meta device: .*to_empty\(device='cpu'\)"),
+        ("dtr", "policy='dtr' does not know the shards.*'on-demand'"),
+        ("os-paging", "policy='os-paging' does not know the shards"),
+    ],
+)
+def test_what_is_not_served_is_refused(found: dict[str, list[Any]], what: str, told: str) -> None:
+    """By name, with the remedy."""
+    for said in found["refused"]:
+        assert re.match(f"ConfigError: .*{told}", said[what]), said[what]
+
+
+# Checkpoints
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Return the files of a checkpoint's tensors."""
+    names = ("model*.safetensors", "optimizer*.safetensors", "*.index.json")
+    return {p.name: p.read_bytes() for name in names for p in sorted(directory.glob(name))}
+
+
+@pytest.mark.parametrize(("number", "copy"), [(0, "copy2"), (1, "copy2plain")])
+def test_a_run_goes_on_from_its_checkpoint(
+    place: Path,
+    found: dict[str, list[Any]],
+    again: dict[str, list[Any]],
+    number: int,
+    copy: str,
+) -> None:
+    """With the random numbers of each rank; under another budget, and under none."""
+    for end, other in zip(found["saves"], again[f"resumes {number}"], strict=True):
+        assert end["paged"]
+        assert other == {"state": end["state"], "lr": end["lr"]}
+    assert content(place / copy) == content(place / "run")
+
+
+def test_three_ranks_load_what_two_have_saved(place: Path, of_three: dict[str, list[Any]]) -> None:
+    """And save the same bytes again, in several files."""
+    copy = content(place / "copy3")
+    assert sum(name.startswith("model-") for name in copy) > 1
+    assert copy == content(place / "run")
+    assert len({rank["lr"][0] for rank in of_three["resumes"]}) == 1
+
+
+def test_one_process_loads_what_two_have_saved(
+    place: Path, found: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    """Without FSDP: under the model's own names, whole, and the same bytes again."""
+    assert found["saves"]
+    model = Network("moe", 97)
+    optimizer = optimizer_of("AdamW", model)
+    dynoffload.load_checkpoint(model, optimizer, place / "run")
+    dynoffload.save_checkpoint(model, optimizer, tmp_path / "one", max_shard_size="1MB")
+    assert content(tmp_path / "one") == content(place / "run")
+    weights: dict[str, torch.Tensor] = {}
+    for path in (place / "run").glob("model-*.safetensors"):
+        weights |= load_file(path)
+    Network("moe", 97).load_state_dict(weights)
+
+
+def test_what_one_process_saved_loads_into_shards(place: Path, again: dict[str, list[Any]]) -> None:
+    """The other way round."""
+    assert len(again["resumes 2"]) == 2
+    assert content(place / "single" / "copy2") == content(place / "single" / "run")
+
+
+@pytest.mark.slow
+def test_one_rank(place: Path, found: dict[str, list[Any]]) -> None:
+    """Its shards are whole, and its checkpoints the same."""
+    assert found["saves"]
+    cases: list[Any] = [({"network": "moe", "steps": 3}, {}, "14MiB")]
+    alone = run(place, [("exact", place, cases), ("resumes", place, "14MiB")], world=1)
+    check_exact(alone["exact"], cases)
+    assert content(place / "copy1") == content(place / "run")
+
+
+def test_a_rank_that_fails_tells_the_others(found: dict[str, list[Any]]) -> None:
+    """In every part of a save and a load; what was saved before stays, and nothing is touched."""
+    first, second = found["faults"]
+    assert second["save"].startswith("ConfigError")
+    assert "File too large" in second["disk"]
+    assert "nowhere" in second["load"]
+    for said in ("save", "disk", "load"):
+        assert "rank 1 of 2 has failed, and so have all: " in first[said]
+        assert second[said].partition(": ")[2][:100] in first[said]
+    for one in (first, second):
+        assert one["kept"]
+        assert one["untouched"]
+        assert one["loaded"]
+        assert one["leftovers"] == []
+        assert "other names, shapes or dtypes" in one["unlike"]
+        assert one["seconds"] < 60
+
+
+def test_a_rank_that_ends_does_not_hang_the_others(
+    place: Path, again: dict[str, list[Any]]
+) -> None:
+    """They are told that it does not answer."""
+    (said,) = again["dies"]  # of the first rank
+    assert said.startswith("CheckpointError: rank 0 of 2")
+    assert " waits for the other ranks, which do not answer (" in said
+    assert not (place / "alone").exists()
+
+
+def test_replicas_are_saved_once_and_loaded_by_all(
+    place: Path, found: dict[str, list[Any]]
+) -> None:
+    """The first rank writes; the names are those of the model inside."""
+    for one in found["replicas"]:
+        assert one["same"]
+        assert one["count"] > 20
+    model = Network("dense", 32)
+    dynoffload.load_checkpoint(model, torch.optim.AdamW(model.parameters()), place / "replicas")
