@@ -47,6 +47,7 @@ _HOMES = {
     "PlanError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
     "ClientError": "dynoffload.errors",
+    "ExchangeError": "dynoffload.errors",
     "WholeWeightError": "dynoffload.errors",
 }
 
@@ -58,6 +59,7 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "DynOffloadError",
+    "ExchangeError",
     "HostOptimizer",
     "OffloadConfig",
     "Pilot",
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
         ConfigError,
         CorruptionError,
         DynOffloadError,
+        ExchangeError,
         PilotError,
         PlanError,
         SpillError,
