@@ -256,3 +256,27 @@ def several(rank: int, world: int, calls: list[tuple[str, tuple[Any, ...]]]) -> 
             error.add_note(f"in {name}{given}")
             raise
     return results
+
+
+def adapting(rank: int, world: int) -> list[tuple[int, str]]:
+    """Return what was chosen for batches of several sizes, which differ between the ranks."""
+    _, layer = layers(world, torch.float32)
+    chosen = []
+    for size, memory in ((64, None), (200, None), (200, 300_000), (0, None)):
+        layer.set_pipeline("auto", "auto", memory)
+        torch.manual_seed(size)
+        tokens = torch.randn(size // (rank + 1), WIDTH)
+        weights = torch.randn_like(tokens)
+        found = backward(layer, tokens, weights)
+        again = backward(layer, tokens, weights)
+        choice = layer.choice
+        assert layer.adapting is not None
+        assert (layer.adapting.chooser is None) == (size == 0)
+        layer.set_pipeline(1, "none")
+        wanted = backward(layer, tokens, weights)
+        for one, two, known in zip(found, again, wanted, strict=True):
+            assert torch.equal(one, two)
+            assert torch.allclose(one, known, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[0], wanted[0])
+        chosen.append((choice.parts, choice.strategy.value))
+    return chosen

@@ -18,11 +18,17 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.moe.indices import Routing
 from dynoffload.moe.layer import MoE
+from dynoffload.moe.parallel.adapting import Adapting, Batch
+from dynoffload.moe.parallel.choice import Choice
 from dynoffload.moe.parallel.dispatch import dispatch
 from dynoffload.moe.parallel.exchange import Exchange
+from dynoffload.moe.parallel.granularity import NUMBERS
 from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.strategies import Strategy, strategy_of
 from dynoffload.moe.parallel.tiers import Tier, tier_for
+from dynoffload.units import parse_bytes
+
+AUTO = "auto"
 
 _SHARDED = ("up", "down")
 
@@ -46,9 +52,13 @@ class ExpertParallel(MoE):
         activation: ``"swiglu"`` or ``"silu"``.
         shared: hidden width of the expert that every token takes beside; 0 for none.
         normalize: gates of a token are scaled to a sum of 1.
-        parts: n, into which a batch is cut; the same on all ranks.
+        parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: tried for each size
+            of batch that is new, of 1, 2, 4, 8 and 16.
         strategy: how what reuse overwrites is had again: ``"none"``, ``"S1"`` to ``"S4"``
-            (`dynoffload.moe.parallel.strategies.Strategy`); the same on all ranks.
+            (`dynoffload.moe.parallel.strategies.Strategy`); the same on all ranks. ``"auto"``: the
+            quickest that fits in ``memory``.
+        memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
+            such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.
         spill_dir: where offloaded parts lie, on the CPU; by default the system's for temporary
@@ -76,8 +86,9 @@ class ExpertParallel(MoE):
         activation: str = "swiglu",
         shared: int = 0,
         normalize: bool = True,
-        parts: int = 1,
+        parts: int | str = 1,
         strategy: str = "none",
+        memory: int | str | None = None,
         timeout: float = 300.0,
         name: str = "moe",
         spill_dir: Path | None = None,
@@ -105,22 +116,49 @@ class ExpertParallel(MoE):
         )
         self._spill_dir = spill_dir
         self._tier: Tier | None = None
-        self.set_pipeline(parts, strategy)
+        self.set_pipeline(parts, strategy, memory)
 
-    def set_pipeline(self, parts: int, strategy: str) -> None:
+    def set_pipeline(
+        self, parts: int | str, strategy: str, memory: int | str | None = None
+    ) -> None:
         """Cut batches otherwise from now on; all ranks do so alike.
 
         Args:
-            parts: n.
+            parts: see the class.
             strategy: see the class.
+            memory: see the class.
 
         Raises:
             ConfigError: they cannot be.
         """
-        if parts < 1:
+        if isinstance(parts, str) and parts != AUTO:
+            raise ConfigError(f"parts={parts!r} is neither a number nor {AUTO!r}")
+        if isinstance(parts, int) and parts < 1:
             raise ConfigError(f"parts={parts} must be at least 1")
-        self.strategy: Strategy = strategy_of(strategy)
-        self.parts = parts
+        if memory is not None and AUTO not in (parts, strategy):
+            raise ConfigError(
+                f"memory= bounds what is {AUTO!r}, and parts={parts!r} and strategy={strategy!r} "
+                "are given"
+            )
+        limit = None if memory is None else parse_bytes(memory)
+        self.adapting: Adapting | None = None
+        if AUTO not in (parts, strategy):
+            self._fixed = Choice(int(parts), strategy_of(strategy))
+            return
+        self.adapting = Adapting(
+            self.exchange,
+            self.activation,
+            self._run,
+            self._tier_for,
+            limit=limit,
+            numbers=(parts,) if isinstance(parts, int) else NUMBERS,
+            strategies=tuple(Strategy) if strategy == AUTO else (strategy_of(strategy),),
+        )
+
+    @property
+    def choice(self) -> Choice:
+        """Parts and strategy: as given, or of the last batch that was trained on."""
+        return self.adapting.last if self.adapting else self._fixed
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -147,7 +185,9 @@ class ExpertParallel(MoE):
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
         where = f"rank {self.exchange.rank} of {self.exchange.world}"
-        return f"{super().extra_repr()}, {where}, parts={self.parts}, {self.strategy.value}"
+        parts, strategy = self.choice
+        chosen = " (auto)" if self.adapting else ""
+        return f"{super().extra_repr()}, {where}, parts={parts}, {strategy.value}{chosen}"
 
     def replicated_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that are on every rank, whose gradients are to be summed."""
@@ -178,18 +218,30 @@ class ExpertParallel(MoE):
             tokens = tokens.to(torch.get_autocast_dtype(kind))
         gates = gates.to(tokens.dtype)
         up, down = self.up.to(tokens.dtype), self.down.to(tokens.dtype)
+        batch = Batch(tokens, routing.token_expert_indices, gates, up, down)
+        choice = self.choice
+        with torch.autocast(kind, enabled=False):
+            if self.adapting and torch.is_grad_enabled():
+                choice = self.adapting.choose(batch)
+            return self._run(choice, batch).to(result)
+
+    def _run(self, choice: Choice, batch: Batch) -> torch.Tensor:
+        """Compute a batch by a choice."""
         grads = torch.is_grad_enabled()
         sent = dispatch(
             self.exchange,
-            routing.token_expert_indices,
-            gates.detach(),
+            batch.chosen,
+            batch.gates.detach(),
             len(self.up),
-            self.parts,
-            need_tokens=grads and tokens.requires_grad,
-            need_gates=grads and gates.requires_grad,
+            choice.parts,
+            need_tokens=grads and batch.tokens.requires_grad,
+            need_gates=grads and batch.gates.requires_grad,
         )
-        if self.strategy.offloads and grads and self._tier is None:
+        tier = self._tier_for(batch.tokens) if choice.strategy.offloads and grads else None
+        call = Call(self.exchange, sent, self.activation, choice.strategy, tier)
+        return pipelined(batch.tokens, batch.gates, batch.up, batch.down, call)
+
+    def _tier_for(self, tokens: torch.Tensor) -> Tier:
+        if self._tier is None:
             self._tier = tier_for(tokens.device, self._spill_dir, self.exchange.timeout)
-        call = Call(self.exchange, sent, self.activation, self.strategy, self._tier)
-        with torch.autocast(kind, enabled=False):
-            return pipelined(tokens, gates, up, down, call).to(result)
+        return self._tier
