@@ -43,6 +43,7 @@ EXPERIMENTS: dict[str, str] = {
     "costs": "dynoffload.experiments.costs:run",
     "host-optimizer": "dynoffload.experiments.host_optimizer:run",
     "tiling": "dynoffload.experiments.tiling:run",
+    "moe-pipeline": "dynoffload.experiments.moe_pipeline:run",
     "gpu": "dynoffload.experiments.gpu:run",
 }
 """Name on the command line -> ``module:function``."""

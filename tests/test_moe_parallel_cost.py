@@ -8,9 +8,9 @@ import pytest
 import torch
 from gloo_ranks import run_ranks
 from parallel_cases import adapting
-from test_moe_parallel_rows import Peak
 
 from dynoffload.errors import ConfigError
+from dynoffload.experiments.allocations import Allocations
 from dynoffload.moe.parallel import ExpertParallel, Strategy
 from dynoffload.moe.parallel.choice import Choice, Chooser
 from dynoffload.moe.parallel.cost import CostModel, Shape, Speed, memory, shape_of, work
@@ -96,7 +96,7 @@ def test_memory_differs_as_allocations_do(activation: str, k: int) -> None:
             layer.set_pipeline(parts, strategy.value)
             layer.zero_grad()
             gc.collect()
-            with Peak() as watch:
+            with Allocations() as watch:
                 layer(tokens).hidden.sum().backward()
             apart[parts, strategy] = watch.peak - memory(strategy, parts, shape)
             whole = max(watch.peak, memory(Strategy.NONE, 1, shape))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import parallel_cases as cases
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dynoffload.errors import SpillError
+from dynoffload.experiments.allocations import Allocations
 from dynoffload.moe.parallel import ExpertParallel, computation, tiers
 from dynoffload.moe.parallel.computation import ROWS
 from dynoffload.moe.parallel.exchange import Exchange, Pending
@@ -102,33 +100,6 @@ def test_exchanges_of_other_parts_are_on_their_way_while_experts_work(
 # Memory
 
 
-class Peak(TorchDispatchMode):
-    """Follows the bytes of all storages that operators make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[int, int] = {}
-        self.bytes = self.peak = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for one in tree_leaves(out):
-            if isinstance(one, Tensor):
-                storage = one.untyped_storage()
-                key = storage._cdata
-                if key not in self.known:
-                    self.known[key] = storage.nbytes()
-                    self.bytes += storage.nbytes()
-                    self.peak = max(self.peak, self.bytes)
-                    weakref.finalize(storage, self.forget, key)
-        return out
-
-    def forget(self, key: int) -> None:
-        self.bytes -= self.known.pop(key)
-
-
 def test_buffers_that_are_used_again_take_less_memory() -> None:
     torch.manual_seed(0)
     width, hidden, length = 64, 256, 4096
@@ -139,7 +110,7 @@ def test_buffers_that_are_used_again_take_less_memory() -> None:
         layer.set_pipeline(parts, strategy)
         layer.zero_grad()
         gc.collect()
-        with Peak() as watch:
+        with Allocations() as watch:
             layer(tokens).hidden.sum().backward()
         peaks[parts, strategy] = watch.peak
     middle = length * hidden * 4

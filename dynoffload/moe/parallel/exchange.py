@@ -12,7 +12,8 @@ group's own timeout ends it. NCCL has never run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,10 +31,19 @@ class Pending:
         timeout: seconds.
         what: for the error.
         held: tensors that must live until it has arrived.
+        waited: told of the seconds that a wait took.
     """
 
-    def __init__(self, work: Any, timeout: float | None, what: str, held: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        work: Any,
+        timeout: float | None,
+        what: str,
+        held: tuple[Any, ...],
+        waited: Callable[[float], None] | None = None,
+    ) -> None:
         self._work, self._timeout, self._what, self._held = work, timeout, what, held
+        self._waited = waited
 
     def wait(self) -> None:
         """Return once the rows are there, and what was sent may be overwritten.
@@ -44,6 +54,7 @@ class Pending:
         work, self._work = self._work, None
         if work is None:
             return
+        start = time.perf_counter()
         try:
             if self._timeout is None:
                 work.wait()
@@ -58,6 +69,8 @@ class Pending:
                 "only slow, raise timeout="
             ) from error
         self._held = ()
+        if self._waited is not None:
+            self._waited(time.perf_counter() - start)
 
 
 class Exchange:
@@ -69,6 +82,9 @@ class Exchange:
         timeout: seconds that a wait may last.
         name: of the layer, for errors.
 
+    Attributes:
+        waited_s: seconds that this rank has waited for others so far, on the CPU.
+
     Raises:
         ConfigError: this process is not in the group.
     """
@@ -79,6 +95,7 @@ class Exchange:
         if timeout <= 0:
             raise ConfigError(f"timeout={timeout} must be more than 0 seconds")
         self.group, self.timeout, self.name = group, timeout, name
+        self.waited_s = 0.0
         ready = dist.is_available() and dist.is_initialized()
         if group is not None and not ready:
             raise ConfigError("a group was given, and torch.distributed is not initialised")
@@ -121,7 +138,10 @@ class Exchange:
                 f"{told} could not be asked for ({error}): is another rank gone?"
             ) from error
         limit = self.timeout if into.device.type == "cpu" else None
-        return Pending(work, limit, told, (into, given))
+        return Pending(work, limit, told, (into, given), self._waited)
+
+    def _waited(self, seconds: float) -> None:
+        self.waited_s += seconds
 
     def numbers(
         self, given: Sequence[Sequence[int]], device: torch.device, what: str
