@@ -49,7 +49,7 @@ def run(
     k: int = 1,
     activation: str = "silu",
     steps: int = 5,
-    limit_share: float = 0.8,
+    limit_share: float = 0.6,
     links: str = "auto",
     timeout: float = 120.0,
 ) -> dict[str, Any]:

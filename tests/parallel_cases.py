@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dynoffload.errors import ExchangeError
 from dynoffload.moe import MoE
-from dynoffload.moe.parallel import ExpertParallel
+from dynoffload.moe.parallel import ExpertParallel, Strategy
+from dynoffload.moe.parallel.cost import memory as memory_of
+from dynoffload.moe.parallel.cost import shape_of
 
 STRATEGIES = ("none", "S1", "S2", "S3", "S4")
 WIDTH, HIDDEN = 12, 20
@@ -262,7 +264,9 @@ def adapting(rank: int, world: int) -> list[tuple[int, str]]:
     """Return what was chosen for batches of several sizes, which differ between the ranks."""
     _, layer = layers(world, torch.float32)
     chosen = []
-    for size, memory in ((64, None), (200, None), (200, 300_000), (0, None)):
+    shape = shape_of(200, 2, 2 * world, world, WIDTH, HIDDEN, 2, 4)
+    limit = memory_of(Strategy.NONE, 16, shape) * 95 // 100
+    for size, memory in ((64, None), (200, None), (200, limit), (0, None)):
         layer.set_pipeline("auto", "auto", memory)
         torch.manual_seed(size)
         tokens = torch.randn(size // (rank + 1), WIDTH)

@@ -161,7 +161,9 @@ def memory(strategy: Strategy, parts: int, shape: Shape) -> int:
     rows = shape.rows * shape.width
     middle = shape.pairs * shape.first * shape.hidden
     tokens = shape.tokens * shape.width
-    tiles = TILE * (3 * shape.width + (5 * shape.first - 1) * shape.hidden)
+    tiles = min(TILE, -(-shape.pairs // parts)) * (
+        3 * shape.width + (5 * shape.first - 1) * shape.hidden
+    )
     if not strategy.reuses:
         # Kept rows; gradients of results and rows of this part, of results of the next, of rows of
         # the last; what goes out and comes home.
