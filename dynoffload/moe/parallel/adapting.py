@@ -22,6 +22,7 @@ from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.moe.parallel.tiers import Tier
 
 _ROUNDS = 2  # of a trial, of which the quicker counts
+_HOPELESS = 1.3  # times the best: such a trial has one round
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,7 @@ class Adapting:
         self.chooser: Chooser | None = None
         self.seconds = 0.0
         self._batch: Batch | None = None
+        self._best = float("inf")  # of the trials for one batch
 
     def choose(self, batch: Batch) -> Choice:
         """Return the choice for a batch; all ranks call this together, with batches of their own.
@@ -91,7 +93,7 @@ class Adapting:
             return self.last
         start, before = time.perf_counter(), self.chooser
         tried = before.trials if before else 0
-        self._batch = batch
+        self._batch, self._best = batch, float("inf")
         try:
             if self.chooser is None:
                 self.chooser = self._fitted(batch, int(most))
@@ -117,7 +119,7 @@ class Adapting:
             return shape_of(tokens, k, held * world, world, width, hidden, first, size)
 
         pairs = shape(most).pairs
-        rows = sorted({max(pairs // 16, 8), max(pairs // 4, 8), max(pairs, 8)})
+        rows = sorted({max(pairs // parts, 8) for parts in (16, 4, 2)})
         with torch.no_grad():
             model = fit(profile, self._exchange, batch.tokens, rows)
         return Chooser(
@@ -134,7 +136,7 @@ class Adapting:
         batch = self._batch
         if batch is None:
             raise AssertionError("a trial without a batch")
-        device, took = batch.tokens.device, []
+        device, agreed = batch.tokens.device, float("inf")
         for _ in range(_ROUNDS):
             leaves = [
                 one.detach().requires_grad_()
@@ -148,6 +150,10 @@ class Adapting:
                 torch.autograd.grad(out, leaves, torch.zeros_like(out))
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-            took.append(time.perf_counter() - start)
-        (slowest,) = self._exchange.largest([min(took)], device, "times of a trial")
-        return slowest
+            took = time.perf_counter() - start
+            (slowest,) = self._exchange.largest([took], device, "times of a trial")
+            agreed = min(agreed, slowest)
+            if agreed > _HOPELESS * self._best:
+                break
+        self._best = min(self._best, agreed)
+        return agreed
