@@ -274,6 +274,8 @@ def adapting(rank: int, world: int) -> list[tuple[int, str]]:
         found = backward(layer, tokens, weights)
         again = backward(layer, tokens, weights)
         choice = layer.choice
+        with torch.no_grad():  # by the last choice, and without a trial
+            assert torch.equal(layer(tokens).hidden, found[0])
         assert layer.adapting is not None
         assert (layer.adapting.chooser is None) == (size == 0)
         layer.set_pipeline(1, "none")

@@ -14,7 +14,7 @@ from dynoffload.experiments.allocations import Allocations
 from dynoffload.moe.parallel import ExpertParallel, Strategy
 from dynoffload.moe.parallel.choice import Choice, Chooser
 from dynoffload.moe.parallel.cost import CostModel, Shape, Speed, memory, shape_of, work
-from dynoffload.moe.parallel.granularity import Granularity
+from dynoffload.moe.parallel.granularity import Granularity, Range
 
 SHAPE = Shape(tokens=1000, rows=1000, pairs=1000, width=64, hidden=256, first=1, itemsize=4)
 
@@ -199,6 +199,16 @@ def test_a_limit_makes_it_reuse_buffers_by_what_is_cheapest() -> None:
         assert choice.strategy is not Strategy.NONE
         assert choice.strategy.offloads == (copy < 1e-6)
         assert all(memory(one.strategy, one.parts, shape) <= limit for one in tried)
+
+
+def test_a_number_that_does_not_fit_gives_way_to_the_model() -> None:
+    shape = Shape(4096, 4096, 4096, 64, 256, 1, 4)
+    found, tried = chooser(memory(Strategy.S4, 8, shape))
+    for search in found._searches.values():  # as if another bound had been in force
+        search.ranges.append(Range(1000, 8000, 1, 0.001))
+    choice = found.choose(4096)
+    assert memory(choice.strategy, choice.parts, shape) <= memory(Strategy.S4, 8, shape)
+    assert tried == []
 
 
 def test_a_limit_that_is_too_small_is_refused() -> None:

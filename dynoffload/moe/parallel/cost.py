@@ -123,7 +123,7 @@ class CostModel:
         copy: of bytes.
         compute_beside: how many times as long computing takes beside the others; at least 1.
         communication_beside: likewise.
-        copy_beside: likewise.
+        copy_beside: likewise; and so much longer computing takes beside copies.
     """
 
     compute: Speed
@@ -144,12 +144,15 @@ class CostModel:
         computed = self.compute.seconds(whole.compute / parts)
         sent = self.communication.seconds(whole.communication / parts)
         copied = self.copy.seconds(whole.copy / parts)
+        # A copy takes what computing takes, too: a core, or the memory's bandwidth.
+        slower = max(self.compute_beside, self.copy_beside if copied else 1.0)
         slowest = max(
-            computed * self.compute_beside,
+            computed * slower,
             sent * self.communication_beside,
             copied * self.copy_beside,
         )
-        return sent + (parts - 1) * slowest + max(computed, copied)
+        last = max(computed, copied) * (self.copy_beside if copied else 1.0)
+        return sent + (parts - 1) * slowest + last
 
 
 def memory(strategy: Strategy, parts: int, shape: Shape) -> int:

@@ -124,6 +124,29 @@ class Profile:
             _clamped(travelled / max(trips * travelling, computed)),
         ]
 
+    def beside_copies(self, rows: int, computing: float, copying: float) -> float:
+        """Return how many times as long both take beside each other as the longer takes alone.
+
+        Args:
+            rows: of both.
+            computing: seconds alone.
+            copying: likewise.
+        """
+        if self._tier is None:
+            return 1.0
+        act, given = self.compute(rows), self._like.new_zeros(rows, self.width)
+        rounds = max(1, min(50, round(copying / max(computing, 1e-6))))
+        copies = max(1, min(50, round(computing / max(copying, 1e-6))))
+        began = time.perf_counter()
+        stored = [self._tier.store(given) for _ in range(copies)]
+        for _ in range(rounds):
+            act()
+        for one in stored:
+            one.wait()
+        self._end()
+        took = time.perf_counter() - began
+        return _clamped(took / max(rounds * computing, copies * copying))
+
     def _end(self) -> None:
         if self._like.device.type != "cpu":
             torch.accelerator.synchronize(self._like.device)
@@ -152,7 +175,9 @@ def fit(profile: Profile, exchange: Exchange, like: torch.Tensor, rows: Sequence
         ]
     agreed = exchange.largest(found, like.device, "times of a profile")
     number = len(rows) // 2
-    ratios = profile.beside(rows[number], agreed[3 * number], agreed[3 * number + 1])
+    computing, travelling, copying = agreed[3 * number : 3 * number + 3]
+    ratios = profile.beside(rows[number], computing, travelling)
+    ratios.append(profile.beside_copies(rows[number], computing, copying))
     ratios = exchange.largest(ratios, like.device, "times of a profile beside each other")
     width = profile.width
     product = profile.product
