@@ -48,6 +48,7 @@ _HOMES = {
     "RankError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
     "ClientError": "dynoffload.errors",
+    "ExchangeError": "dynoffload.errors",
     "WholeWeightError": "dynoffload.errors",
 }
 
@@ -59,6 +60,7 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "DynOffloadError",
+    "ExchangeError",
     "HostOptimizer",
     "OffloadConfig",
     "Pilot",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
         ConfigError,
         CorruptionError,
         DynOffloadError,
+        ExchangeError,
         PilotError,
         PlanError,
         RankError,

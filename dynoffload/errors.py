@@ -85,5 +85,9 @@ class BackendError(DynOffloadError, RuntimeError):
     """A device backend cannot work on this system, or broke while it worked."""
 
 
+class ExchangeError(DynOffloadError, RuntimeError):
+    """Another process did not come to an exchange in time, or is gone."""
+
+
 class ProfilingDone(BaseException):
     """Stops a script once as many steps were recorded as were asked for; never an error."""

@@ -46,6 +46,7 @@ EXPERIMENTS: dict[str, str] = {
     "tiling": "dynoffload.experiments.tiling:run",
     "moe-layer": "dynoffload.experiments.moe_layer:run",
     "ranks": "dynoffload.experiments.ranks:run",
+    "moe-pipeline": "dynoffload.experiments.moe_pipeline:run",
     "gpu": "dynoffload.experiments.gpu:run",
 }
 """Name on the command line -> ``module:function``."""

@@ -59,10 +59,13 @@ class MoE(nn.Module):
             expert the gate would be 1 and the router would learn nothing from the result.
         device: where parameters are made.
         dtype: of parameters; the router computes in float32 at least.
+        held: of how many experts this layer has the matrices; by default of all. It is for layers
+            whose other experts are elsewhere, which override `mix`.
 
     Attributes:
-        up: (E, p·h, d), p = 2 for SwiGLU: gate, then up.
-        down: (E, d, h).
+        experts: E.
+        up: (held, p·h, d), p = 2 for SwiGLU: gate, then up.
+        down: (held, d, h).
         router: (E, d).
         choice_bias: (E,), added to the router's scores where experts are chosen, and not to gates;
             no gradient reaches it. `balance` moves it.
@@ -92,6 +95,7 @@ class MoE(nn.Module):
         normalize: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        held: int | None = None,
     ) -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
@@ -103,6 +107,8 @@ class MoE(nn.Module):
             raise ConfigError(f"width={width}, hidden={hidden} and shared={shared} must be sizes")
         self.width, self.hidden, self.k = width, hidden, k
         self.normalize = k > 1 if normalize is None else normalize
+        self.experts = experts
+        held = experts if held is None else held
         self.activation: Activation = _ACTIVATIONS[activation]()
         parts = self.activation.parts
 
@@ -110,9 +116,9 @@ class MoE(nn.Module):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         self.router = made(experts, width)
-        self.up, self.down = made(experts, parts * hidden, width), made(experts, width, hidden)
-        self.up_bias = made(experts, parts * hidden) if bias else None
-        self.down_bias = made(experts, width) if bias else None
+        self.up, self.down = made(held, parts * hidden, width), made(held, width, hidden)
+        self.up_bias = made(held, parts * hidden) if bias else None
+        self.down_bias = made(held, width) if bias else None
         self.shared_up = made(1, parts * shared, width) if shared else None
         self.shared_down = made(1, width, shared) if shared else None
         bias_on_choice = torch.empty(experts, device=device, dtype=torch.float32)
@@ -142,7 +148,7 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
         kind = type(self.activation).__name__
-        return f"{self.width}, {self.hidden}, experts={len(self.up)}, k={self.k}, {kind}"
+        return f"{self.width}, {self.hidden}, experts={self.experts}, k={self.k}, {kind}"
 
     def forward(self, hidden: torch.Tensor) -> MoEOutput:
         """Return the layer's result and the router's losses.
@@ -170,9 +176,30 @@ class MoE(nn.Module):
         gates = scores.gather(1, chosen)
         if self.normalize:
             gates = gates / gates.sum(-1, keepdim=True)
-        routing = route(chosen, len(self.up))
+        routing = route(chosen, self.experts)
+        out = self.mix(tokens, routing, gates)
+        if self.shared_up is not None and self.shared_down is not None:
+            everyone = tokens.new_zeros(len(tokens), 1, dtype=torch.int64)
+            ones = tokens.new_ones(len(tokens), 1)
+            out = out + run_experts(
+                tokens, everyone, ones, self.shared_up, self.shared_down, activation=self.activation
+            )
+        share = torch.bincount(chosen.reshape(-1), minlength=self.experts) / max(chosen.numel(), 1)
+        length = max(len(tokens), 1)  # losses of no token are 0
+        balance = self.experts * (share * (scores.sum(0) / length)).sum()
+        z = logits.logsumexp(-1).square().sum() / length
+        return MoEOutput(out.view_as(hidden), balance, z, routing)
+
+    def mix(self, tokens: torch.Tensor, routing: Routing, gates: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's experts by their gates.
+
+        Args:
+            tokens: (L, d).
+            routing: of the tokens, by all E experts.
+            gates: (L, k).
+        """
         paged = stand_ins(self)
-        out = run_experts(
+        return run_experts(
             tokens,
             routing,
             gates,
@@ -182,17 +209,6 @@ class MoE(nn.Module):
             down_bias=self.down_bias,
             activation=self.activation,
         )
-        if self.shared_up is not None and self.shared_down is not None:
-            everyone = tokens.new_zeros(len(tokens), 1, dtype=torch.int64)
-            ones = tokens.new_ones(len(tokens), 1)
-            out = out + run_experts(
-                tokens, everyone, ones, self.shared_up, self.shared_down, activation=self.activation
-            )
-        share = torch.bincount(chosen.reshape(-1), minlength=len(self.up)) / max(chosen.numel(), 1)
-        length = max(len(tokens), 1)  # losses of no token are 0
-        balance = len(self.up) * (share * (scores.sum(0) / length)).sum()
-        z = logits.logsumexp(-1).square().sum() / length
-        return MoEOutput(out.view_as(hidden), balance, z, routing)
 
     @torch.no_grad()
     def balance(self, routing: Routing, rate: float = 1e-3) -> None:

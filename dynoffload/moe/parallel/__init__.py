@@ -1,0 +1,14 @@
+"""Mixtures of experts over several processes, in parts whose exchanges hide behind their experts.
+
+What it is: `ExpertParallel`, a layer. Nothing of torch.distributed is imported before this package
+is.
+
+Source: MPipeMoE (arXiv 2506.22175).
+"""
+
+from __future__ import annotations
+
+from dynoffload.moe.parallel.layer import ExpertParallel
+from dynoffload.moe.parallel.strategies import Strategy
+
+__all__ = ["ExpertParallel", "Strategy"]

@@ -1,0 +1,168 @@
+"""Exchanges of rows between the processes of a group, none of which waits for ever.
+
+What it is: `Exchange`, which starts all-to-alls with uneven shares and gives handles to wait on.
+What it is not: which rows go where (`dynoffload.moe.parallel.dispatch`).
+
+Every process of the group makes the same exchanges in the same order, whatever it has to send. A
+wait that lasts too long, or whose other end is gone, is an `ExchangeError` that names this rank,
+the layer, and what was awaited from whom. On gloo an exchange runs in the backend's own threads; on
+NCCL in its own stream, and waiting makes the current stream wait and not the process, so there the
+group's own timeout ends it. NCCL has never run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynoffload.errors import ConfigError, ExchangeError
+
+
+class Pending:
+    """An exchange on its way.
+
+    Args:
+        work: of torch.distributed; None once it has arrived.
+        timeout: seconds.
+        what: for the error.
+        held: tensors that must live until it has arrived.
+        waited: told of the seconds that a wait took.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        timeout: float | None,
+        what: str,
+        held: tuple[Any, ...],
+        waited: Callable[[float], None] | None = None,
+    ) -> None:
+        self._work, self._timeout, self._what, self._held = work, timeout, what, held
+        self._waited = waited
+
+    def wait(self) -> None:
+        """Return once the rows are there, and what was sent may be overwritten.
+
+        Raises:
+            ExchangeError: they did not come in time, or somebody is gone.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            return
+        start = time.perf_counter()
+        try:
+            if self._timeout is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            late = "timed out" in str(error).lower()
+            why = f"not in {self._timeout:g} s" if late and self._timeout else str(error)
+            raise ExchangeError(
+                f"{self._what} did not arrive ({why}): see whether the other ranks are alive, are "
+                "at the same layer, and make the same forward and backward calls; where they are "
+                "only slow, raise timeout="
+            ) from error
+        self._held = ()
+        if self._waited is not None:
+            self._waited(time.perf_counter() - start)
+
+
+class Exchange:
+    """All-to-alls of one layer in one group.
+
+    Args:
+        group: of torch.distributed; None for the default one, or for this process alone where
+            nothing is initialised.
+        timeout: seconds that a wait may last.
+        name: of the layer, for errors.
+
+    Attributes:
+        waited_s: seconds that this rank has waited for others so far, on the CPU.
+
+    Raises:
+        ConfigError: this process is not in the group.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0, name: str = "moe"
+    ) -> None:
+        if timeout <= 0:
+            raise ConfigError(f"timeout={timeout} must be more than 0 seconds")
+        self.group, self.timeout, self.name = group, timeout, name
+        self.waited_s = 0.0
+        ready = dist.is_available() and dist.is_initialized()
+        if group is not None and not ready:
+            raise ConfigError("a group was given, and torch.distributed is not initialised")
+        self.rank = dist.get_rank(group) if ready else 0
+        self.world = dist.get_world_size(group) if ready else 1
+        if self.rank < 0:
+            raise ConfigError("this process is not in the group that the layer was given")
+
+    def start(
+        self,
+        into: torch.Tensor,
+        given: torch.Tensor,
+        takes: Sequence[int],
+        gives: Sequence[int],
+        what: str,
+    ) -> Pending:
+        """Send rows of ``given`` to all ranks, and fill ``into`` with theirs.
+
+        Args:
+            into: (sum of takes, ...), rank by rank.
+            given: (sum of gives, ...), rank by rank.
+            takes: rows from each rank.
+            gives: rows to each rank.
+            what: is awaited, for the error.
+        """
+        if self.world == 1:
+            into.copy_(given)
+            return Pending(None, None, what, ())
+        origins = [str(rank) for rank, rows in enumerate(takes) if rows and rank != self.rank]
+        told = (
+            f"rank {self.rank} of {self.world}, layer {self.name!r}: {what}"
+            f"{' from rank ' + ', '.join(origins) if origins else ''}"
+        )
+        try:
+            work = dist.all_to_all_single(
+                into, given, list(takes), list(gives), group=self.group, async_op=True
+            )
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"{told} could not be asked for ({error}): is another rank gone?"
+            ) from error
+        limit = self.timeout if into.device.type == "cpu" else None
+        return Pending(work, limit, told, (into, given), self._waited)
+
+    def _waited(self, seconds: float) -> None:
+        self.waited_s += seconds
+
+    def numbers(
+        self, given: Sequence[Sequence[int]], device: torch.device, what: str
+    ) -> list[list[int]]:
+        """Send a row of as many integers to each rank, and return theirs.
+
+        Args:
+            given: one row for each rank, all of one length.
+            device: the group's backend takes.
+            what: is awaited, for the error.
+        """
+        rows = torch.tensor(given, dtype=torch.int64, device=device)
+        into = torch.empty_like(rows)
+        ones = [1] * self.world
+        self.start(into, rows, ones, ones, what).wait()
+        return [[int(one) for one in row] for row in into.tolist()]
+
+    def largest(self, given: Sequence[float], device: torch.device, what: str) -> list[float]:
+        """Return the largest of each number over all ranks, which is the same on all of them."""
+        rows = torch.tensor([list(given)] * self.world, dtype=torch.float64, device=device)
+        into = torch.empty_like(rows)
+        ones = [1] * self.world
+        self.start(into, rows, ones, ones, what).wait()
+        return [float(one) for one in into.amax(0).tolist()]

@@ -1,0 +1,247 @@
+"""`ExpertParallel`: a mixture whose experts are spread over the processes of a group.
+
+What it is: the layer `dynoffload.moe.MoE` with E/world of its experts in each process, whose tokens
+travel to their experts and back. What it is not: the exchange itself
+(`dynoffload.moe.parallel.pipeline`), or anything that sums the gradients of what is replicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dynoffload.errors import ConfigError
+from dynoffload.moe.indices import Routing
+from dynoffload.moe.layer import MoE
+from dynoffload.moe.parallel.adapting import Adapting, Batch
+from dynoffload.moe.parallel.choice import Choice
+from dynoffload.moe.parallel.dispatch import dispatch
+from dynoffload.moe.parallel.exchange import Exchange
+from dynoffload.moe.parallel.granularity import NUMBERS
+from dynoffload.moe.parallel.pipeline import Call, pipelined
+from dynoffload.moe.parallel.strategies import Strategy, strategy_of
+from dynoffload.moe.parallel.tiers import Tier, tier_for
+from dynoffload.units import parse_bytes
+
+AUTO = "auto"
+
+_SHARDED = ("up", "down")
+
+
+class ExpertParallel(MoE):
+    """A mixture of experts over a process group.
+
+    All ranks of the group make it, call it and go backward through it together, each with tokens of
+    its own, as many as it has, or none. Rank r holds experts r·E/world to (r + 1)·E/world; router
+    and shared expert are on every rank and begin alike. The loss is meant as the sum of the ranks'
+    losses: gradients of experts are those of it, while those of `replicated_parameters` are of the
+    rank's own tokens and are to be summed over ranks, as data parallelism does.
+
+    Args:
+        width: d, of tokens.
+        hidden: h, of an expert.
+        experts: E, of all ranks.
+        k: experts of each token.
+        group: of torch.distributed; the default one if None, or this process alone where nothing is
+            initialised.
+        activation: ``"swiglu"`` or ``"silu"``.
+        shared: hidden width of the expert that every token takes beside; 0 for none.
+        normalize: gates of a token are scaled to a sum of 1.
+        parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: tried for each size
+            of batch that is new, of 1, 2, 4, 8 and 16.
+        strategy: how what reuse overwrites is had again: ``"none"``, ``"S1"`` to ``"S4"``
+            (`dynoffload.moe.parallel.strategies.Strategy`); the same on all ranks. ``"auto"``: the
+            quickest that fits in ``memory``.
+        memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
+            such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
+        timeout: seconds that a rank waits for the others.
+        name: of the layer, for errors.
+        spill_dir: where offloaded parts lie, on the CPU; by default the system's for temporary
+            files.
+        device: where parameters are made.
+        dtype: of parameters; the router computes in float32 at least.
+
+    Attributes:
+        up: (E/world, p·h, d).
+        down: (E/world, d, h).
+
+    Raises:
+        ConfigError: sizes that cannot be, or experts that cannot be spread evenly.
+        ExchangeError: from calls: a rank did not come in time, or is gone.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        k: int = 2,
+        *,
+        group: dist.ProcessGroup | None = None,
+        activation: str = "swiglu",
+        shared: int = 0,
+        normalize: bool = True,
+        parts: int | str = 1,
+        strategy: str = "none",
+        memory: int | str | None = None,
+        timeout: float = 300.0,
+        name: str = "moe",
+        spill_dir: Path | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        exchange = Exchange(group, timeout=timeout, name=name)
+        if experts % exchange.world:
+            raise ConfigError(
+                f"experts={experts} cannot be spread evenly over {exchange.world} ranks: take a "
+                "multiple, or a smaller group"
+            )
+        self.exchange = exchange
+        super().__init__(
+            width,
+            hidden,
+            experts,
+            k,
+            activation=activation,
+            shared=shared,
+            normalize=normalize,
+            device=device,
+            dtype=dtype,
+            held=experts // exchange.world,
+        )
+        self._spill_dir = spill_dir
+        self._tier: Tier | None = None
+        self.set_pipeline(parts, strategy, memory)
+
+    def set_pipeline(
+        self, parts: int | str, strategy: str, memory: int | str | None = None
+    ) -> None:
+        """Cut batches otherwise from now on; all ranks do so alike.
+
+        Args:
+            parts: see the class.
+            strategy: see the class.
+            memory: see the class.
+
+        Raises:
+            ConfigError: they cannot be.
+        """
+        if isinstance(parts, str) and parts != AUTO:
+            raise ConfigError(f"parts={parts!r} is neither a number nor {AUTO!r}")
+        if isinstance(parts, int) and parts < 1:
+            raise ConfigError(f"parts={parts} must be at least 1")
+        if memory is not None and AUTO not in (parts, strategy):
+            raise ConfigError(
+                f"memory= bounds what is {AUTO!r}, and parts={parts!r} and strategy={strategy!r} "
+                "are given"
+            )
+        limit = None if memory is None else parse_bytes(memory)
+        self.adapting: Adapting | None = None
+        if AUTO not in (parts, strategy):
+            self._fixed = Choice(int(parts), strategy_of(strategy))
+            return
+        self.adapting = Adapting(
+            self.exchange,
+            self.activation,
+            self._run,
+            self._tier_for,
+            limit=limit,
+            numbers=(parts,) if isinstance(parts, int) else NUMBERS,
+            strategies=tuple(Strategy) if strategy == AUTO else (strategy_of(strategy),),
+        )
+
+    @property
+    def choice(self) -> Choice:
+        """Parts and strategy: as given, or of the last batch that was trained on."""
+        return self.adapting.last if self.adapting else self._fixed
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw weights anew, by rank 0's random numbers: what is replicated, alike on all ranks.
+
+        All ranks do so together. On the meta device there is nothing to draw.
+        """
+        if self.router.is_meta:
+            return
+        drawn = int(torch.randint(2**62, (1,)))
+        seeds = [[drawn]] * self.exchange.world
+        seed = self.exchange.numbers(seeds, self.router.device, "the seed of weights")[0][0]
+        for offset, weights in (
+            (0, (self.router, self.shared_up, self.shared_down)),
+            (1 + self.exchange.rank, (self.up, self.down)),
+        ):
+            random = torch.Generator(self.router.device).manual_seed((seed + offset) % 2**63)
+            for weight in weights:
+                if weight is not None:
+                    bound = 1 / math.sqrt(weight.shape[-1])
+                    nn.init.uniform_(weight, -bound, bound, generator=random)
+        nn.init.zeros_(self.choice_bias)
+
+    def extra_repr(self) -> str:
+        """See `torch.nn.Module.extra_repr`."""
+        where = f"rank {self.exchange.rank} of {self.exchange.world}"
+        parts, strategy = self.choice
+        chosen = " (auto)" if self.adapting else ""
+        return f"{super().extra_repr()}, {where}, parts={parts}, {strategy.value}{chosen}"
+
+    def replicated_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that are on every rank, whose gradients are to be summed."""
+        for name, parameter in self.named_parameters():
+            if name not in _SHARDED:
+                yield parameter
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the slices of this rank's experts, of a tensor with those of all, (E, ...)."""
+        held = len(self.up)
+        return whole[self.exchange.rank * held : (self.exchange.rank + 1) * held]
+
+    def load_whole(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the state of a `MoE` with the same options: this rank's experts of it.
+
+        Raises:
+            RuntimeError: it is of another layer, as of `torch.nn.Module.load_state_dict`.
+        """
+        self.load_state_dict(
+            {name: self.own(one) if name in _SHARDED else one for name, one in state.items()}
+        )
+
+    def mix(self, tokens: torch.Tensor, routing: Routing, gates: torch.Tensor) -> torch.Tensor:
+        """See `MoE.mix`."""
+        kind = tokens.device.type
+        result = tokens.dtype
+        if torch.is_autocast_enabled(kind):
+            tokens = tokens.to(torch.get_autocast_dtype(kind))
+        gates = gates.to(tokens.dtype)
+        up, down = self.up.to(tokens.dtype), self.down.to(tokens.dtype)
+        batch = Batch(tokens, routing.token_expert_indices, gates, up, down)
+        choice = self.choice
+        with torch.autocast(kind, enabled=False):
+            if self.adapting and torch.is_grad_enabled():
+                choice = self.adapting.choose(batch)
+            return self._run(choice, batch).to(result)
+
+    def _run(self, choice: Choice, batch: Batch) -> torch.Tensor:
+        """Compute a batch by a choice."""
+        grads = torch.is_grad_enabled()
+        sent = dispatch(
+            self.exchange,
+            batch.chosen,
+            batch.gates.detach(),
+            len(self.up),
+            choice.parts,
+            need_tokens=grads and batch.tokens.requires_grad,
+            need_gates=grads and batch.gates.requires_grad,
+        )
+        tier = self._tier_for(batch.tokens) if choice.strategy.offloads and grads else None
+        call = Call(self.exchange, sent, self.activation, choice.strategy, tier)
+        return pipelined(batch.tokens, batch.gates, batch.up, batch.down, call)
+
+    def _tier_for(self, tokens: torch.Tensor) -> Tier:
+        if self._tier is None:
+            self._tier = tier_for(tokens.device, self._spill_dir, self.exchange.timeout)
+        return self._tier

@@ -1,0 +1,238 @@
+"""Where a part's rows and middle go between forward and backward: the tier below.
+
+What it is: `FileTier` for tensors on the CPU, below which is a disk, and `PinnedTier` for those on
+an accelerator, below which is the host. Both copy beside the computing: one by a thread of its own,
+the other by a stream. What it is not: the decision what goes there (`Strategy`).
+
+The file has no name and is private, as every spill file of dynoffload; its pages may be in the
+system's page cache, which is no memory of the process and can be taken from it at any time.
+`PinnedTier` has never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dynoffload.errors import SpillError
+from dynoffload.memory.spill import SpillFile, default_spill_dir, reason
+
+
+class Copying(Protocol):
+    """A copy on its way."""
+
+    def wait(self) -> None:
+        """Return once it is made."""
+
+
+class Stored(Protocol):
+    """What went below; its room is free again once nobody has this."""
+
+    def wait(self) -> None:
+        """Return once the tensor that was stored may be overwritten."""
+
+    def load(self, into: torch.Tensor) -> Copying:
+        """Begin to fill ``into``."""
+
+
+class Tier(Protocol):
+    """Takes copies of tensors."""
+
+    def store(self, tensor: torch.Tensor) -> Stored:
+        """Begin to copy ``tensor``, which is contiguous."""
+
+
+class _Room:
+    """Free extents of a file that grows."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
+
+    def take(self, size: int) -> int:
+        for at, (offset, room) in enumerate(self._free):
+            if room >= size:
+                rest = [(offset + size, room - size)] if room > size else []
+                self._free[at : at + 1] = rest
+                return offset
+        offset, self.end = self.end, self.end + size
+        return offset
+
+    def give_back(self, offset: int, size: int) -> None:
+        joined: list[tuple[int, int]] = []
+        for one in sorted([*self._free, (offset, size)]):
+            if joined and sum(joined[-1]) == one[0]:
+                joined[-1] = (joined[-1][0], joined[-1][1] + one[1])
+            else:
+                joined.append(one)
+        self._free = joined
+
+
+class _InFile:
+    """A tensor in the file."""
+
+    def __init__(self, tier: FileTier, offset: int, size: int, writing: Future[None]) -> None:
+        self._tier, self._offset, self._size, self._writing = tier, offset, size, writing
+        weakref.finalize(self, tier.room.give_back, offset, size)
+
+    def wait(self) -> None:
+        """See `Stored.wait`."""
+        self._tier.result(self._writing, "written to")
+
+    def load(self, into: torch.Tensor) -> Copying:
+        """See `Stored.load`."""
+        return _Reading(self._tier, self._tier.read(into, self._offset), self)
+
+
+class _Reading:
+    """A read on its way; what is read keeps its room until then."""
+
+    def __init__(self, tier: FileTier, reading: Future[None], held: _InFile) -> None:
+        self._tier, self._reading, self._held = tier, reading, held
+
+    def wait(self) -> None:
+        """See `Copying.wait`."""
+        self._tier.result(self._reading, "read from")
+
+
+class FileTier:
+    """A private file on a disk, and the thread that copies.
+
+    Args:
+        directory: where the file lies; by default the system's for temporary files.
+        timeout: seconds that a copy may take.
+
+    Raises:
+        SpillError: the directory is missing, in memory, not writable or full.
+    """
+
+    def __init__(self, directory: Path | None = None, *, timeout: float = 300.0) -> None:
+        where = directory or default_spill_dir()
+        self._file = SpillFile(where, 0, direct=False, purpose="offloaded parts of batches")
+        self._timeout = timeout
+        self.room = _Room()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynoffload-parts")
+        weakref.finalize(self, _close, self._thread, self._file)
+
+    def store(self, tensor: torch.Tensor) -> Stored:
+        """See `Tier.store`."""
+        size = tensor.numel() * tensor.element_size()
+        offset = self.room.take(size)
+        try:
+            self._file.grow(self.room.end)
+        except SpillError:
+            self.room.give_back(offset, size)
+            raise
+        return _InFile(self, offset, size, self._thread.submit(self._write, tensor, offset))
+
+    def read(self, into: torch.Tensor, offset: int) -> Future[None]:
+        """Begin to read what lies at ``offset``, after what was asked for before."""
+        return self._thread.submit(self._read, into, offset)
+
+    def result(self, copying: Future[None], what: str) -> None:
+        """Wait for a copy.
+
+        Raises:
+            SpillError: it failed, or takes too long.
+        """
+        try:
+            copying.result(self._timeout)
+        except FutureTimeoutError as error:
+            raise SpillError(
+                f"a part was not {what} the spill file in {self._file.directory} in "
+                f"{self._timeout:g} s: check that disk, or pass spill_dir= another"
+            ) from error
+
+    def _write(self, tensor: torch.Tensor, offset: int) -> None:
+        rest = _bytes(tensor)
+        while rest:
+            try:
+                count = os.pwrite(self._file.fd, rest, offset)
+            except OSError as error:
+                why = reason(error.errno or 0)
+                message = self._file.unwritable("a part of a batch", why)
+                raise SpillError(error.errno, message) from error
+            rest, offset = rest[count:], offset + count
+
+    def _read(self, into: torch.Tensor, offset: int) -> None:
+        rest = _bytes(into)
+        while rest:
+            try:
+                count = os.preadv(self._file.fd, [rest], offset)
+                why = "" if count else "the file is too short"
+                number = 0
+            except OSError as error:
+                count, number, why = 0, error.errno or 0, reason(error.errno or 0)
+            if not count:
+                raise SpillError(number, self._file.unreadable("a part of a batch", why))
+            rest, offset = rest[count:], offset + count
+
+
+def _close(thread: ThreadPoolExecutor, file: SpillFile) -> None:
+    """Have the thread close the file after all else; when the interpreter ends, the system does."""
+    with contextlib.suppress(RuntimeError):
+        thread.submit(file.close)
+    thread.shutdown(wait=False)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    if flat.data_ptr() != tensor.data_ptr():
+        raise ValueError("a tensor that is not contiguous was to be stored")
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class PinnedTier:
+    """Pinned memory of the host, and the stream that copies. It has never run.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = torch.Stream(device)
+        self._device = device
+
+    def store(self, tensor: torch.Tensor) -> Stored:
+        """See `Tier.store`."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return _InHost(self, host, self.copy(host, tensor))
+
+    def copy(self, into: torch.Tensor, given: torch.Tensor) -> Any:
+        """Begin a copy after what the current stream has to do; return its event."""
+        self.stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self.stream:
+            into.copy_(given, non_blocking=True)
+        return self.stream.record_event()
+
+
+class _InHost:
+    """A tensor in pinned memory."""
+
+    def __init__(self, tier: PinnedTier, host: torch.Tensor, event: Any) -> None:
+        self._tier, self._host, self._event = tier, host, event
+
+    def wait(self) -> None:
+        """See `Stored.wait`: the current stream waits."""
+        torch.accelerator.current_stream(self._tier.stream.device).wait_event(self._event)
+
+    def load(self, into: torch.Tensor) -> Copying:
+        """See `Stored.load`."""
+        return _InHost(self._tier, self._host, self._tier.copy(into, self._host))
+
+
+def tier_for(device: torch.device, spill_dir: Path | None, timeout: float) -> Tier:
+    """Return the tier below ``device``."""
+    if device.type == "cpu":
+        return FileTier(spill_dir, timeout=timeout)
+    return PinnedTier(device)

@@ -1,0 +1,52 @@
+"""The bytes of tensors that operators make, followed while they live.
+
+What it is: `Allocations`, a mode that sees every operator's results. What it is not: what an
+operator allocates inside itself and frees again, or memory that the allocator keeps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages, from when an operator returns a tensor of them to when they die.
+
+    Attributes:
+        bytes: that live, of those made since it was entered.
+        peak: the most that lived at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, int] = {}
+        self.bytes = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and count what it returns."""
+        given = {
+            one.untyped_storage()._cdata
+            for one in tree_leaves((args, kwargs))
+            if isinstance(one, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for one in tree_leaves(out):
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                key = storage._cdata
+                if key not in self._known and key not in given:
+                    self._known[key] = storage.nbytes()
+                    self.bytes += storage.nbytes()
+                    self.peak = max(self.peak, self.bytes)
+                    weakref.finalize(storage, self._forget, key)
+        return out
+
+    def _forget(self, key: int) -> None:
+        self.bytes -= self._known.pop(key)

@@ -1,0 +1,180 @@
+"""What parts of a batch rest on: bits of rows, the order of work, memory, the tier below."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import parallel_cases as cases
+import pytest
+import torch
+from torch import Tensor
+
+from dynoffload.errors import SpillError
+from dynoffload.experiments.allocations import Allocations
+from dynoffload.moe.parallel import ExpertParallel, computation, tiers
+from dynoffload.moe.parallel.computation import ROWS
+from dynoffload.moe.parallel.exchange import Exchange, Pending
+from dynoffload.moe.parallel.tiers import FileTier
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_row_has_the_same_bits_in_any_product(dtype: torch.dtype, turned: bool) -> None:
+    torch.manual_seed(0)
+    for width, out in ((12, 20), (64, 256), (768, 320), (320, 768)):
+        matrix = torch.randn((out, width) if turned else (width, out), dtype=dtype)
+        matrix = matrix.t() if turned else matrix
+        rows = torch.randn(300, width, dtype=dtype)
+        wanted = torch.mm(torch.cat((rows, rows.new_zeros(4, width))), matrix)
+        sums = (wanted * wanted).sum(1)
+        for count in (1, 2, 3, 5, 7, 8, 9, 31, 100, 129):
+            filled = rows.new_zeros(-(-count // ROWS) * ROWS, width)
+            filled[:count] = rows[57 : 57 + count]
+            found = torch.mm(filled, matrix)
+            assert torch.equal(found[:count], wanted[57 : 57 + count])
+            assert torch.equal((found * found).sum(1)[:count], sums[57 : 57 + count])
+
+
+# Order
+
+
+class Watched(Exchange):
+    """Writes down what is started and awaited."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def start(self, into: Tensor, given: Tensor, takes: Any, gives: Any, what: str) -> Pending:
+        pending = super().start(into, given, takes, gives, what)
+        self.log.append(what)
+        log = self.log
+
+        class Awaited(Pending):
+            def wait(self) -> None:
+                log.append(f"wait {what}")
+
+        return Awaited(pending, None, what, ())
+
+
+def test_exchanges_of_other_parts_are_on_their_way_while_experts_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    _, layer = cases.layers(1)
+    layer.exchange = Watched(log)
+    for name in ("forward", "backward"):
+        own = getattr(computation, name)
+
+        def logged(*given: Any, name: str = name, own: Any = own, **named: Any) -> None:
+            log.append(name)
+            own(*given, **named)
+
+        monkeypatch.setattr(computation, name, logged)
+    layer.set_pipeline(3, "S4")
+    out = layer(torch.randn(20, cases.WIDTH, dtype=torch.float64, requires_grad=True)).hidden
+    first, last = log.index("forward"), len(log)
+    assert log[first - 3 : last] == [
+        "rows of part 1 of 3", "wait rows of part 1 of 3",
+        "rows of part 2 of 3", "forward", "results of part 1 of 3",
+        "wait rows of part 2 of 3",
+        "rows of part 3 of 3", "forward", "wait results of part 1 of 3", "results of part 2 of 3",
+        "wait rows of part 3 of 3",
+        "forward", "wait results of part 2 of 3", "results of part 3 of 3",
+        "wait results of part 3 of 3",
+    ]  # fmt: skip
+    log.clear()
+    out.sum().backward()
+    at = log.index("backward")
+    assert log[at - 6 : at] == [
+        "rows of part 1 of 3", "rows of part 1 of 3",
+        "wait rows of part 1 of 3", "wait rows of part 1 of 3",
+        "rows of part 2 of 3", "rows of part 2 of 3",
+    ]  # fmt: skip
+    assert log[-2:] == ["gradients of gates", "wait gradients of gates"]
+
+
+# Memory
+
+
+def test_buffers_that_are_used_again_take_less_memory() -> None:
+    torch.manual_seed(0)
+    width, hidden, length = 64, 256, 4096
+    layer = ExpertParallel(width, hidden, 4, 1, activation="silu")
+    tokens = torch.randn(length, width, requires_grad=True)
+    peaks = {}
+    for parts, strategy in ((1, "none"), (2, "S4"), (4, "S1"), (4, "S4"), (8, "S2")):
+        layer.set_pipeline(parts, strategy)
+        layer.zero_grad()
+        gc.collect()
+        with Allocations() as watch:
+            layer(tokens).hidden.sum().backward()
+        peaks[parts, strategy] = watch.peak
+    middle = length * hidden * 4
+    assert peaks[1, "none"] > 2 * middle
+    assert peaks[2, "S4"] < 0.8 * peaks[1, "none"]
+    assert peaks[4, "S4"] < 0.7 * peaks[1, "none"]
+    assert peaks[4, "S1"] < 0.75 * peaks[1, "none"]
+    assert peaks[8, "S2"] < 0.65 * peaks[1, "none"]
+
+
+# The file below
+
+
+def test_what_is_stored_comes_back_and_its_room_is_used_again(tmp_path: Path) -> None:
+    tier = FileTier(tmp_path)
+    for _ in range(5):
+        given = [torch.randn(rows, 7) for rows in (100, 0, 3, 50)]
+        stored = [tier.store(one) for one in given]
+        for one in stored:
+            one.wait()
+        for one, known in zip(stored, given, strict=True):
+            found = torch.empty_like(known)
+            one.load(found).wait()
+            assert torch.equal(found, known)
+            one.load(found).wait()  # as often as one likes
+        del stored, one
+    assert tier.room.end == 153 * 7 * 4
+    assert tier.room._free == [(0, tier.room.end)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_or_read_is_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = FileTier(tmp_path, timeout=0.2)
+    stored = tier.store(torch.ones(10))
+    stored.wait()
+
+    def fails(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.os, "pwrite", fails)
+        with pytest.raises(SpillError, match="cannot write a part of a batch to the spill file"):
+            tier.store(torch.ones(10)).wait()
+        patch.setattr(tiers.os, "preadv", fails)
+        with pytest.raises(SpillError, match="cannot read a part of a batch back"):
+            stored.load(torch.empty(10)).wait()
+        patch.setattr(tiers.os, "preadv", lambda *_: 0)
+        with pytest.raises(SpillError, match="too short"):
+            stored.load(torch.empty(10)).wait()
+    monkeypatch.setattr(FileTier, "_write", lambda *_: time.sleep(1.0))
+    with pytest.raises(SpillError, match=r"was not written to the spill file .* in 0.2 s"):
+        tier.store(torch.ones(10)).wait()
+
+
+def test_parts_leave_no_room_taken(tmp_path: Path) -> None:
+    layer = ExpertParallel(8, 16, 4, parts=4, strategy="S1", spill_dir=tmp_path)
+    ends = []
+    for _ in range(3):
+        layer(torch.randn(40, 8, requires_grad=True)).hidden.sum().backward()
+        tier = layer._tier
+        assert isinstance(tier, FileTier)
+        gc.collect()
+        ends.append(tier.room.end)
+        assert tier.room._free == [(0, tier.room.end)]
+    assert max(ends) < 2 * min(ends)
