@@ -39,6 +39,10 @@ def save_checkpoint(
     The directory is replaced at once when everything is on the disk. A save that fails or is killed
     leaves what was saved there before.
 
+    Of a model that ``fully_shard`` has spread over processes, or of replicas under
+    `DistributedDataParallel`, all ranks call it, with a directory that all see: the files are those
+    that one process would have saved, and load at any number of ranks.
+
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         save_checkpoint(model, optimizer, "run/last", extra={"scheduler": scheduler})
         ...
