@@ -94,12 +94,15 @@ def test_memory_differs_as_allocations_do(activation: str, k: int) -> None:
     for strategy in Strategy:
         for parts in (1, 2, 4, 8):
             layer.set_pipeline(parts, strategy.value)
-            layer.zero_grad()
-            gc.collect()
-            with Allocations() as watch:
-                layer(tokens).hidden.sum().backward()
-            apart[parts, strategy] = watch.peak - memory(strategy, parts, shape)
-            whole = max(watch.peak, memory(Strategy.NONE, 1, shape))
+            peaks = []
+            for _ in range(3):  # what is copied stays until it is, which a busy disk puts off
+                layer.zero_grad()
+                gc.collect()
+                with Allocations() as watch:
+                    layer(tokens).hidden.sum().backward()
+                peaks.append(watch.peak)
+            apart[parts, strategy] = min(peaks) - memory(strategy, parts, shape)
+            whole = max(min(peaks), memory(Strategy.NONE, 1, shape))
     # What the router, index structures, the result, and gradients of weights take is the same.
     assert max(apart.values()) - min(apart.values()) < 0.1 * whole, apart
 

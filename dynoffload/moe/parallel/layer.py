@@ -51,7 +51,7 @@ class ExpertParallel(MoE):
             initialised.
         activation: ``"swiglu"`` or ``"silu"``.
         shared: hidden width of the expert that every token takes beside; 0 for none.
-        normalize: gates of a token are scaled to a sum of 1.
+        normalize: gates of a token are scaled to a sum of 1; by default where k > 1, as `MoE` does.
         parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: tried for each size
             of batch that is new, of 1, 2, 4, 8 and 16.
         strategy: how what reuse overwrites is had again: ``"none"``, ``"S1"`` to ``"S4"``
@@ -85,7 +85,7 @@ class ExpertParallel(MoE):
         group: dist.ProcessGroup | None = None,
         activation: str = "swiglu",
         shared: int = 0,
-        normalize: bool = True,
+        normalize: bool | None = None,
         parts: int | str = 1,
         strategy: str = "none",
         memory: int | str | None = None,
