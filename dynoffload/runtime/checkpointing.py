@@ -65,9 +65,9 @@ def save_checkpoint(
         StepLostError: an update was lost before; see `load_checkpoint`.
     """
     session = _session_of(model, optimizer)
-    model = unwrapped(model)
+    wrapper, model = model, unwrapped(model)
     if session is None:
-        peers = peers_of(model)
+        peers = peers_of(model, [wrapper])
         peers.share(lambda: Aftermath.check(model, optimizer))
         save(
             model,
@@ -107,7 +107,7 @@ def load_checkpoint(
         ConfigError: an argument is wrong.
     """
     session = _session_of(model, optimizer)
-    model = unwrapped(model)
+    wrapper, model = model, unwrapped(model)
     if session is not None:
         session._load(optimizer, directory, extra)
         return
@@ -117,7 +117,15 @@ def load_checkpoint(
                 f"{name!r} is on the meta device, so there is no memory to load it into: load "
                 "inside an offload() block, or call model.to_empty(device='cpu') first"
             )
-    load(model, optimizer, directory, extra=extra, memory=Ordinary(), prepare=lambda: None)
+    load(
+        model,
+        optimizer,
+        directory,
+        extra=extra,
+        memory=Ordinary(),
+        prepare=lambda: None,
+        peers=peers_of(model, [wrapper]),
+    )
     Aftermath.make_up(model, optimizer)
 
 

@@ -551,7 +551,7 @@ class Session:
             self._settle()
             Aftermath.check(self.model, optimizer)
 
-        peers = peers_of(self.model)
+        peers = peers_of(self.model, self._replicas)
         peers.share(settle)
         save(
             self.model,
@@ -591,6 +591,7 @@ class Session:
                 extra=extra,
                 memory=self._paging.adoption if self._paging else Ordinary(),
                 prepare=prepare,
+                peers=peers_of(self.model, self._replicas),
             )
         except BaseException as error:
             if touched and self._paging is not None:

@@ -34,7 +34,7 @@ from dynoffload.runtime.checkpoints.matching import (
     place_of,
 )
 from dynoffload.runtime.checkpoints.opened import Opened, Stored, opened
-from dynoffload.runtime.checkpoints.peers import Peers, inner, peers_of
+from dynoffload.runtime.checkpoints.peers import Peers, peers_of
 from dynoffload.runtime.checkpoints.saving import state_of, things_of
 from dynoffload.runtime.checkpoints.tensors import Memory
 from dynoffload.runtime.sharded import drop_gradients, reshard, spread_like
@@ -63,7 +63,6 @@ def load(
             anything until all have verified.
     """
     peers = peers_of(model) if peers is None else peers
-    model = inner(model)
     with contextlib.ExitStack() as stack:
         matched: list[_Matched] = []
 

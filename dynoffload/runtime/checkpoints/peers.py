@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import CheckpointError
 from dynoffload.runtime.sharded import groups_of
@@ -110,23 +111,22 @@ class Ranks(Peers):
         return found
 
 
-def inner(model: nn.Module) -> nn.Module:
-    """Return the model itself, where it is wrapped in `DistributedDataParallel`."""
-    while isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    return model
-
-
-def peers_of(model: nn.Module) -> Peers:
+def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
     """Return the processes that have parts of ``model``, or replicas of it.
+
+    Args:
+        model: the model itself.
+        wrappers: what may be its `DistributedDataParallel`.
 
     Raises:
         CheckpointError: its parts lie in different sets of processes.
     """
     groups = groups_of(model)
     if not groups:
-        replicated = isinstance(model, nn.parallel.DistributedDataParallel)
-        return Ranks(model.process_group) if replicated else Peers()
+        for wrapper in wrappers:
+            if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:
+                return Ranks(wrapper.process_group)
+        return Peers()
     meshes = {id(one.mesh_info.mesh): one.mesh_info.mesh for group in groups for one in group.own}
     sets = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes.values()}
     if len(sets) > 1:

@@ -35,7 +35,7 @@ from dynoffload.runtime.checkpoints.contents import (
 )
 from dynoffload.runtime.checkpoints.directory import replacing, target_of
 from dynoffload.runtime.checkpoints.manifest import File, Manifest
-from dynoffload.runtime.checkpoints.peers import Peers, inner, peers_of
+from dynoffload.runtime.checkpoints.peers import Peers, peers_of
 from dynoffload.runtime.checkpoints.ranges import Span, joined
 from dynoffload.runtime.checkpoints.shards import Shard
 from dynoffload.runtime.checkpoints.tensors import Memory, check_savable
@@ -184,7 +184,6 @@ def _laid_out(
     if limit < 1:
         raise ConfigError(f"max_shard_size={max_shard_size!r} holds nothing: pass, say, '5GB'")
     target = target_of(directory)
-    model = inner(model)
     reshard(model)
     weights, tied = tensors_of(model)
     for name, tensor in weights.items():
