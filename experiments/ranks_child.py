@@ -82,7 +82,25 @@ def replicated(model: nn.Module) -> Spread:
     return Spread(ddp, bucket_bytes(replicas_of(ddp)))
 
 
-WAYS: dict[str, Callable[[nn.Module], Spread]] = {"ddp": replicated}
+def sharded(model: nn.Module) -> Spread:
+    """Return ``model`` with a shard of each parameter on every rank, by `fully_shard`.
+
+    What one rank leaves out and another does not has to lie inside of what is gathered at once: the
+    layers where all ranks run all of them, and else the whole model.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if not getattr(model.config, "layerdrop", 0.0):
+        for layer in model.get_submodule("model.layers").children():
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    return Spread(model, 0)
+
+
+WAYS: dict[str, Callable[[nn.Module], Spread]] = {"ddp": replicated, "fsdp": sharded}
 """By name, how a model is spread over ranks; each is called in all of them at once."""
 
 
