@@ -624,3 +624,19 @@ def test_importing_it_imports_no_transformers() -> None:
         "assert not {'transformers', 'triton', 'torch.distributed.fsdp'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_backward_that_does_not_end_at_the_matrices_leaves_nothing_in_them() -> None:
+    """The gradient of tokens alone, of some other experts; then all of them."""
+    given = inputs(64, 16, 32, count=4, k=2)
+    chosen = choice(64, 4, 2)
+    out = experts(given[0], chosen, *given[1:])
+    torch.autograd.grad(out.sin().sum(), given[:2], retain_graph=True)
+    torch.autograd.grad(out[:3].sum(), given[0], retain_graph=True)
+    found = torch.autograd.grad(out.square().sum(), given, retain_graph=True)
+    again = torch.autograd.grad(out.square().sum(), given)
+    fresh = experts(given[0], chosen, *given[1:])
+    wanted = torch.autograd.grad(fresh.square().sum(), given)
+    for one, two, three in zip(found, again, wanted, strict=True):
+        assert torch.equal(one, three)
+        assert torch.equal(two, three)

@@ -35,7 +35,7 @@ from dynoffload.moe import kernels as gpu
 from dynoffload.moe.activations import Activation, SwiGLU
 from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.shapes import Weights, check_shapes
-from dynoffload.moe.slices import Sliced, slices_of
+from dynoffload.moe.slices import Sliced, Slices, slices_of
 
 TILE = 1024
 """Rows of an expert that are gathered at one time."""
@@ -51,6 +51,7 @@ class _Call:
         transposed: matrices are (in, out), not (out, in).
         first: the expert whose node is the last in backward.
         last: the one whose is the first.
+        matrices: the first and the second of all experts.
         sums: of backward: gradients of tokens and gates.
     """
 
@@ -59,7 +60,14 @@ class _Call:
     transposed: bool
     first: int
     last: int
+    matrices: tuple[Sliced | None, Sliced | None]
     sums: list[torch.Tensor | None] = field(default_factory=list)
+
+    def place(self, which: int, expert: int, matrix: torch.Tensor) -> torch.Tensor:
+        """Return zeros for the gradient of an expert's first or second matrix."""
+        own = self.matrices[which]
+        found = own.place(expert, matrix) if isinstance(own, Slices) else None
+        return torch.zeros_like(matrix) if found is None else found
 
     def rows(self, expert: int) -> list[tuple[slice, torch.Tensor]]:
         """Return the tiles of an expert: which of its rows, and whose tokens those are."""
@@ -78,11 +86,11 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
 
 
 def _add_product(
-    into: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, transposed: bool, is_first: bool
+    into: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, transposed: bool
 ) -> None:
-    """Add a matrix's gradient, in the matrix's own form; the first fills what holds nothing."""
+    """Add a matrix's gradient, in the matrix's own form."""
     left, right = (rows, gradient) if transposed else (gradient, rows)
-    torch.addmm(into, left.t(), right, beta=0 if is_first else 1, out=into)
+    into.addmm_(left.t(), right)
 
 
 class _Nothing(torch.autograd.Function):
@@ -165,8 +173,8 @@ class _Expert(torch.autograd.Function):
                 torch.zeros_like(gates) if needs["gates"] else None,
             ]
         d_tokens, d_gates = call.sums
-        d_up = torch.empty_like(up) if needs["up"] else None
-        d_down = torch.empty_like(down) if needs["down"] else None
+        d_up = call.place(0, expert, up) if needs["up"] else None
+        d_down = call.place(1, expert, down) if needs["down"] else None
         d_up_bias = up.new_zeros(w_up.shape[1]) if ctx.has_up_bias else None
         d_down_bias = None if down_bias is None else torch.zeros_like(down_bias)
         for rows, index in call.rows(expert):
@@ -182,7 +190,7 @@ class _Expert(torch.autograd.Function):
             d_made *= g
             back *= g
             if d_down is not None:
-                _add_product(d_down, between, d_made, call.transposed, is_first=not rows.start)
+                _add_product(d_down, between, d_made, call.transposed)
             if d_down_bias is not None:
                 d_down_bias += d_made.sum(0)
             del between
@@ -190,7 +198,7 @@ class _Expert(torch.autograd.Function):
             del back, made
             if d_up is not None:
                 given = tokens.index_select(0, index)
-                _add_product(d_up, given, d_first, call.transposed, is_first=not rows.start)
+                _add_product(d_up, given, d_first, call.transposed)
             if d_up_bias is not None:
                 d_up_bias += d_first.sum(0)
             if d_tokens is not None:
@@ -303,8 +311,8 @@ def _experts(
         why = "matrices are no tensors"
     if kernels:
         raise ConfigError(f"kernels cannot compute these experts: {why}")
-    call = _Call(chosen, activation, transposed, hit[0], hit[-1])
     sliced = [slices_of(one) for one in weights]
+    call = _Call(chosen, activation, transposed, hit[0], hit[-1], (sliced[0], sliced[1]))
     own = torch.empty_like(gates.reshape(-1)).index_copy(
         0, chosen.token_index_map.reshape(-1), gates.reshape(-1)
     )

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+_LINE = 64  # bytes that memory of torch's begins at multiples of
+
 
 class Sliced(Protocol):
     """What gives an expert's slice."""
@@ -26,19 +28,34 @@ class _Gathering:
     def __init__(self, like: torch.Tensor) -> None:
         self._like, self._whole = like, None  # type: tuple[torch.Tensor, torch.Tensor | None]
         self._only: torch.Tensor | None = None  # the first slice, until there is another
+        self._placed: set[int] = set()
 
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         if self._whole is None:
             self._whole = torch.zeros_like(self._like)
             self._only = self._whole[number]
             return self._only.copy_(gradient)
+        if gradient.data_ptr() == self._whole[number].data_ptr():
+            return gradient  # see `place`
         if self._only is not None:
             self._only.add_(0.0)
             self._only = None
         return torch.add(gradient, 0.0, out=self._whole[number])
 
+    def place(self, number: int) -> torch.Tensor:
+        """Return zeros, to which the gradient of one slice may be added before it is `put`: those
+        have no sign that is lost. What a backward has left that did not end here is overwritten."""
+        if self._whole is None:
+            self._whole = torch.zeros_like(self._like)
+        found = self._whole[number]
+        if number in self._placed:
+            found.zero_()
+        self._placed.add(number)
+        return found
+
     def finish(self) -> torch.Tensor | None:
         whole, self._whole, self._only = self._whole, None, None
+        self._placed.clear()
         return whole
 
 
@@ -89,6 +106,19 @@ class Slices:
         if not self._unbound:
             self._unbound = _Unbind.apply(self._whole, self._gathering)  # type: ignore[no-untyped-call]
         return _Place.apply(self._unbound[index], self._gathering, index)  # type: ignore[no-any-return, no-untyped-call]
+
+    def place(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return where the gradient of a slice may be made at once, zeros; None where it cannot,
+        as its bits could depend on where it lies.
+
+        Args:
+            index: of the slice.
+            like: the slice as it was used.
+        """
+        if like.dtype != self._whole.dtype or like.nbytes % _LINE or not self._unbound:
+            return None
+        found = self._gathering.place(index)
+        return found if found.is_contiguous() and not found.data_ptr() % _LINE else None
 
 
 def slices_of(weight: torch.Tensor | Sliced | None) -> Sliced | None:
