@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import dynoffload
 from dynoffload.errors import ConfigError
-from dynoffload.moe import MoE, experts, indices, route
+from dynoffload.moe import MoE, computation, experts, indices, route
 from dynoffload.moe.activations import SiLU, SwiGLU, Traced
 from dynoffload.moe.slices import slices_of
 
@@ -640,3 +640,20 @@ def test_a_backward_that_does_not_end_at_the_matrices_leaves_nothing_in_them() -
     for one, two, three in zip(found, again, wanted, strict=True):
         assert torch.equal(one, three)
         assert torch.equal(two, three)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_products_of_several_rows_have_no_negative_zero(dtype: torch.dtype) -> None:
+    """All their terms are negative zeros; of one row torch's own may have them."""
+    for rows in (1, 2, 9, 64):
+        for width, height in ((1, 8), (8, 1), (7, 33), (64, 128)):
+            ones, zeros = (
+                -torch.ones(rows, width, dtype=dtype),
+                torch.zeros(rows, height, dtype=dtype),
+            )
+            for transposed in (False, True):
+                into = torch.full((width, height), torch.nan, dtype=dtype)
+                given = (ones, zeros) if transposed else (zeros, ones)
+                computation._add_product(into, *given, transposed, is_first=True)
+                assert not into.signbit().any(), (rows, width, height)
+                assert not into.any()

@@ -39,6 +39,9 @@ from dynoffload.moe.slices import Sliced, Slices, slices_of
 
 TILE = 1024
 """Rows of an expert that are gathered at one time."""
+_FEW = (
+    8  # rows whose product may have a zero that is negative: more than one begin at a positive one
+)
 
 
 @dataclass(eq=False)
@@ -64,10 +67,10 @@ class _Call:
     sums: list[torch.Tensor | None] = field(default_factory=list)
 
     def place(self, which: int, expert: int, matrix: torch.Tensor) -> torch.Tensor:
-        """Return zeros for the gradient of an expert's first or second matrix."""
+        """Return memory for the gradient of an expert's first or second matrix."""
         own = self.matrices[which]
         found = own.place(expert, matrix) if isinstance(own, Slices) else None
-        return torch.zeros_like(matrix) if found is None else found
+        return torch.empty_like(matrix) if found is None else found
 
     def rows(self, expert: int) -> list[tuple[slice, torch.Tensor]]:
         """Return the tiles of an expert: which of its rows, and whose tokens those are."""
@@ -86,11 +89,13 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
 
 
 def _add_product(
-    into: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, transposed: bool
+    into: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, transposed: bool, is_first: bool
 ) -> None:
-    """Add a matrix's gradient, in the matrix's own form."""
+    """Add a matrix's gradient, in the matrix's own form; the first fills what holds nothing."""
     left, right = (rows, gradient) if transposed else (gradient, rows)
-    into.addmm_(left.t(), right)
+    torch.addmm(into, left.t(), right, beta=0 if is_first else 1, out=into)
+    if len(rows) <= _FEW:
+        into += 0.0
 
 
 class _Nothing(torch.autograd.Function):
@@ -190,7 +195,7 @@ class _Expert(torch.autograd.Function):
             d_made *= g
             back *= g
             if d_down is not None:
-                _add_product(d_down, between, d_made, call.transposed)
+                _add_product(d_down, between, d_made, call.transposed, is_first=not rows.start)
             if d_down_bias is not None:
                 d_down_bias += d_made.sum(0)
             del between
@@ -198,7 +203,7 @@ class _Expert(torch.autograd.Function):
             del back, made
             if d_up is not None:
                 given = tokens.index_select(0, index)
-                _add_product(d_up, given, d_first, call.transposed)
+                _add_product(d_up, given, d_first, call.transposed, is_first=not rows.start)
             if d_up_bias is not None:
                 d_up_bias += d_first.sum(0)
             if d_tokens is not None:

@@ -26,35 +26,36 @@ class _Gathering:
     """One gradient in the making."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._like, self._whole = like, None  # type: tuple[torch.Tensor, torch.Tensor | None]
+        self._like = like
+        self._whole: torch.Tensor | None = None
         self._only: torch.Tensor | None = None  # the first slice, until there is another
         self._placed: set[int] = set()
 
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        if self._whole is None:
-            self._whole = torch.zeros_like(self._like)
-            self._only = self._whole[number]
-            return self._only.copy_(gradient)
-        if gradient.data_ptr() == self._whole[number].data_ptr():
-            return gradient  # see `place`
+        known = number in self._placed
+        place = self.place(number)
+        if known and gradient.data_ptr() == place.data_ptr():
+            return gradient
+        if len(self._placed) == 1:
+            self._only = place
+            return place.copy_(gradient)
         if self._only is not None:
             self._only.add_(0.0)
             self._only = None
-        return torch.add(gradient, 0.0, out=self._whole[number])
+        return torch.add(gradient, 0.0, out=place)
 
     def place(self, number: int) -> torch.Tensor:
-        """Return zeros, to which the gradient of one slice may be added before it is `put`: those
-        have no sign that is lost. What a backward has left that did not end here is overwritten."""
+        """Return memory that the gradient of one slice is written to before it is `put`."""
         if self._whole is None:
-            self._whole = torch.zeros_like(self._like)
-        found = self._whole[number]
-        if number in self._placed:
-            found.zero_()
+            self._whole = torch.empty_like(self._like)
         self._placed.add(number)
-        return found
+        return self._whole[number]
 
     def finish(self) -> torch.Tensor | None:
         whole, self._whole, self._only = self._whole, None, None
+        if whole is not None:
+            for number in set(range(len(whole))) - self._placed:
+                whole[number].zero_()
         self._placed.clear()
         return whole
 
@@ -108,8 +109,8 @@ class Slices:
         return _Place.apply(self._unbound[index], self._gathering, index)  # type: ignore[no-any-return, no-untyped-call]
 
     def place(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return where the gradient of a slice may be made at once, zeros; None where it cannot,
-        as its bits could depend on where it lies.
+        """Return where the gradient of a slice may be made at once, with zeros that are positive;
+        None where it cannot, as its bits could depend on where it lies.
 
         Args:
             index: of the slice.
