@@ -193,6 +193,24 @@ def test_without_a_limit_all_is_kept() -> None:
     assert len(tried) == count == found.trials
 
 
+@pytest.mark.parametrize(("gain", "taken"), [(0.99, False), (0.5, True)])
+def test_parts_that_are_no_quicker_give_way_to_one(gain: float, taken: bool) -> None:
+    """Several were quicker once; tried again, they are so by what is said."""
+    model = CostModel(Speed(((1e6, 1e-3),)), Speed(((1e6, 1e-3),)), Speed(((1e6, 1e-3),)))
+    tried: list[Choice] = []
+
+    def trial(choice: Choice) -> float:
+        tried.append(choice)
+        if choice == Choice(1, Strategy.NONE):
+            return 1.0
+        return gain if tried.count(choice) > 1 else 0.1
+
+    found = Chooser(model, lambda tokens: Shape(tokens, tokens, tokens, 64, 256, 1, 4), trial)
+    choice = found.choose(4096)
+    assert (choice == Choice(1, Strategy.NONE)) != taken
+    assert len(tried) == found.trials
+
+
 def test_a_limit_makes_it_reuse_buffers_by_what_is_cheapest() -> None:
     shape = Shape(4096, 4096, 4096, 64, 256, 1, 4)
     limit = memory(Strategy.NONE, 8, shape) * 7 // 10

@@ -17,8 +17,6 @@ from dynoffload.moe.parallel.granularity import NUMBERS, Granularity
 from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.units import format_bytes
 
-_NEAR = 1.15  # times the best prediction: such strategies are tried
-
 
 class Choice(NamedTuple):
     """How a batch is cut.
@@ -30,6 +28,11 @@ class Choice(NamedTuple):
 
     parts: int
     strategy: Strategy
+
+
+_NEAR = 1.15  # times the best prediction: such strategies are tried
+_MORE = 0.97  # of the time of what does less work, below which what does more is taken
+_PLAIN = Choice(1, Strategy.NONE)
 
 
 class Chooser:
@@ -66,11 +69,12 @@ class Chooser:
             for one in strategies
         }
         self._known: dict[int, Choice] = {}
+        self._confirmations = 0
 
     @property
     def trials(self) -> int:
         """How many choices were tried."""
-        return sum(one.trials for one in self._searches.values())
+        return self._confirmations + sum(one.trials for one in self._searches.values())
 
     def choose(self, tokens: int) -> Choice:
         """Return the choice for a batch.
@@ -123,7 +127,7 @@ class Chooser:
             found = self._searches[strategy].find(tokens)
             if found is None or not self._fits(strategy, found.parts, shape):
                 continue
-            if best is None or found.rate < best[0]:
+            if best is None or found.rate < _MORE * best[0]:
                 best = (found.rate, Choice(found.parts, strategy))
         if best is None:  # a range is wider than what fits: the model decides
             return min(
@@ -135,7 +139,16 @@ class Chooser:
                 ),
                 key=lambda one: self.model.seconds(one.strategy, one.parts, shape),
             )
-        return best[1]
+        return self._confirmed(best[1], tokens, shape)
+
+    def _confirmed(self, best: Choice, tokens: int, shape: Shape) -> Choice:
+        """Return the best, or one part where that is as quick: both are tried once more, as the
+        quickest of many trials may have been lucky."""
+        plain = _PLAIN.strategy in self._searches and 1 in self._numbers
+        if best == _PLAIN or not plain or not self._fits(_PLAIN.strategy, 1, shape):
+            return best
+        self._confirmations += 2
+        return best if self._trial(best) < _MORE * self._trial(_PLAIN) else _PLAIN
 
     def _fits(self, strategy: Strategy, parts: int, shape: Shape) -> bool:
         return self._limit is None or memory(strategy, parts, shape) <= self._limit
