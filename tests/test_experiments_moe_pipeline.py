@@ -30,7 +30,7 @@ def test_it_measures_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[s
         one["seconds"] for one in row["seconds"] if (one["parts"], one["strategy"]) == (1, "none")
     )
     assert one_part > 3 * 256 * 32 * 4 * 8 / 40e6
-    assert 0 < row["communication_share"] < 1
+    assert 0.3 < row["communication_share"] < 2  # of two measurements
     for name in ("free", "bound"):
         assert row[name]["behind"] >= 0
         assert row[name]["trials"] >= 2

@@ -35,7 +35,7 @@ from dynoffload.moe import kernels as gpu
 from dynoffload.moe.activations import Activation, SwiGLU
 from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.shapes import Weights, check_shapes
-from dynoffload.moe.slices import Sliced, Slices, slices_of
+from dynoffload.moe.slices import Gathering, Sliced, Slices, slices_of
 
 TILE = 1024
 """Rows of an expert that are gathered at one time."""
@@ -54,7 +54,8 @@ class _Call:
         transposed: matrices are (in, out), not (out, in).
         first: the expert whose node is the last in backward.
         last: the one whose is the first.
-        matrices: the first and the second of all experts.
+        places: where gradients of the first matrices and of the second go, as far as that is known;
+            no more, as a graph that somebody keeps must keep no matrix.
         sums: of backward: gradients of tokens and gates.
     """
 
@@ -63,13 +64,13 @@ class _Call:
     transposed: bool
     first: int
     last: int
-    matrices: tuple[Sliced | None, Sliced | None]
+    places: tuple[Gathering | None, ...] = ()
     sums: list[torch.Tensor | None] = field(default_factory=list)
 
     def place(self, which: int, expert: int, matrix: torch.Tensor) -> torch.Tensor:
         """Return memory for the gradient of an expert's first or second matrix."""
-        own = self.matrices[which]
-        found = own.place(expert, matrix) if isinstance(own, Slices) else None
+        own = self.places[which]
+        found = None if own is None else own.offer(expert, matrix)
         return torch.empty_like(matrix) if found is None else found
 
     def rows(self, expert: int) -> list[tuple[slice, torch.Tensor]]:
@@ -317,7 +318,7 @@ def _experts(
     if kernels:
         raise ConfigError(f"kernels cannot compute these experts: {why}")
     sliced = [slices_of(one) for one in weights]
-    call = _Call(chosen, activation, transposed, hit[0], hit[-1], (sliced[0], sliced[1]))
+    call = _Call(chosen, activation, transposed, hit[0], hit[-1])
     own = torch.empty_like(gates.reshape(-1)).index_copy(
         0, chosen.token_index_map.reshape(-1), gates.reshape(-1)
     )
@@ -326,6 +327,7 @@ def _experts(
         parts = [None if one is None else one[expert].to(tokens.dtype) for one in sliced]
         with torch.autocast(kind, enabled=False):
             out = _Expert.apply(out, tokens, own, *parts, call, expert)  # type: ignore[no-untyped-call]
+    call.places = tuple(one.gathering if isinstance(one, Slices) else None for one in sliced[:2])
     return out
 
 

@@ -22,8 +22,12 @@ class Sliced(Protocol):
         """Return the slice of one expert."""
 
 
-class _Gathering:
-    """One gradient in the making."""
+class Gathering:
+    """One gradient of a whole tensor in the making.
+
+    Args:
+        like: the tensor.
+    """
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
@@ -32,6 +36,7 @@ class _Gathering:
         self._placed: set[int] = set()
 
     def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Take the gradient of one slice, and return it as it stays."""
         known = number in self._placed
         place = self.place(number)
         if known and gradient.data_ptr() == place.data_ptr():
@@ -51,7 +56,21 @@ class _Gathering:
         self._placed.add(number)
         return self._whole[number]
 
+    def offer(self, number: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return where the gradient of a slice may be made at once, with zeros that are positive;
+        None where it cannot, as its bits could depend on where it lies.
+
+        Args:
+            number: of the slice.
+            like: the slice as it was used.
+        """
+        if like.dtype != self._like.dtype or like.nbytes % _LINE:
+            return None
+        found = self.place(number)
+        return found if found.is_contiguous() and not found.data_ptr() % _LINE else None
+
     def finish(self) -> torch.Tensor | None:
+        """Return the gradient of the whole, None if no slice had one, and begin anew."""
         whole, self._whole, self._only = self._whole, None, None
         if whole is not None:
             for number in set(range(len(whole))) - self._placed:
@@ -64,7 +83,7 @@ class _Unbind(torch.autograd.Function):
     """All slices; the gradient of the whole, once those of slices are at their places."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, gathering: _Gathering) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, whole: torch.Tensor, gathering: Gathering) -> tuple[torch.Tensor, ...]:
         ctx.gathering = gathering
         ctx.set_materialize_grads(False)
         return whole.detach().unbind(0)
@@ -79,7 +98,7 @@ class _Place(torch.autograd.Function):
     """One slice as it is; its gradient goes to its place."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, gathering: _Gathering, number: int) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, gathering: Gathering, number: int) -> torch.Tensor:
         ctx.gathering, ctx.number = gathering, number
         return part.view_as(part)
 
@@ -97,7 +116,7 @@ class Slices:
     """
 
     def __init__(self, whole: torch.Tensor) -> None:
-        self._whole, self._gathering = whole, _Gathering(whole)
+        self._whole, self._gathering = whole, Gathering(whole)
         self._unbound: tuple[torch.Tensor, ...] = ()
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -108,18 +127,10 @@ class Slices:
             self._unbound = _Unbind.apply(self._whole, self._gathering)  # type: ignore[no-untyped-call]
         return _Place.apply(self._unbound[index], self._gathering, index)  # type: ignore[no-any-return, no-untyped-call]
 
-    def place(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return where the gradient of a slice may be made at once, with zeros that are positive;
-        None where it cannot, as its bits could depend on where it lies.
-
-        Args:
-            index: of the slice.
-            like: the slice as it was used.
-        """
-        if like.dtype != self._whole.dtype or like.nbytes % _LINE or not self._unbound:
-            return None
-        found = self._gathering.place(index)
-        return found if found.is_contiguous() and not found.data_ptr() % _LINE else None
+    @property
+    def gathering(self) -> Gathering | None:
+        """What gathers gradients; None where nothing has one."""
+        return self._gathering if self._unbound else None
 
 
 def slices_of(weight: torch.Tensor | Sliced | None) -> Sliced | None:

@@ -237,9 +237,9 @@ class Session:
 
     def _watch_ranks(self) -> Watch | None:
         groups = [one.process_group for one in self._replicas]
-        return watch(self.standing, self._config.rank_timeout, groups)
+        return watch(self._standing, self._config.rank_timeout, groups)
 
-    def standing(self) -> Standing:
+    def _standing(self) -> Standing:
         """Return where the session stands. It reads no tensor, and any thread may ask."""
         paging = self._paging
         return Standing(
