@@ -1,0 +1,97 @@
+"""Ranks that train experts spread over processes, with and without a session: no tests here.
+
+Gradients of what is on several ranks are summed by the loop, as a user would: of the router over
+all ranks, of experts over the ranks that hold the same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dynoffload
+from dynoffload.moe.parallel import ExpertParallel
+
+CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
+
+
+class Net(nn.Module):
+    """Two layers of experts and a head."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.first = ExpertParallel(
+            32, 64, 4, 2, group=group, parts=2, strategy="S3", timeout=60, name="first"
+        )
+        self.second = ExpertParallel(
+            32, 64, 4, 1, group=group, shared=16, timeout=60, name="second"
+        )
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the loss of tokens, ``[n, 32]``."""
+        one = self.first(x)
+        two = self.second(one.hidden + x)
+        loss: Tensor = self.head(two.hidden).square().mean()
+        return loss + 0.01 * (one.balance + two.balance)
+
+
+def trained(rank: int, experts: Any, data: Any, share: float | None) -> list[Tensor]:
+    """Train in a group of ranks that share experts, among groups of the same."""
+    torch.manual_seed(0)
+    model = Net(experts)
+    for parameter in (model.head.weight, model.head.bias):
+        dist.broadcast(parameter.data, 0)
+    if data is not None:  # the same experts hold the same
+        for layer in (model.first, model.second):
+            for parameter in layer.parameters():
+                dist.broadcast(parameter.data, dist.get_global_rank(data, 0), group=data)
+    alike = [p for layer in (model.first, model.second) for p in layer.replicated_parameters()]
+    alike += model.head.parameters()
+    own = [p for p in model.parameters() if not any(p is other for other in alike)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
+    block: Any = contextlib.nullcontext()
+    if share is not None:
+        block = dynoffload.offload(
+            model, optimizer, budget=int(share * whole), pilot=None, config=CONFIG
+        )
+    losses = []
+    with block as session:
+        for step in range(4):
+            drawn = torch.Generator().manual_seed(10 * step + rank)
+            loss = model(torch.randn(5 + 3 * rank + step, 32, generator=drawn))
+            loss.backward()
+            for some, group in ((alike, None), (own, data)):
+                for parameter in some if group is not None or some is alike else ():
+                    summed = parameter.grad.clone()  # type: ignore[union-attr]
+                    dist.all_reduce(summed, group=group)
+                    parameter.grad.copy_(summed)  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        if session is not None:
+            assert session.stats["bytes_in"].sum() > 0, "nothing was paged"
+    return [torch.stack(losses), *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def compared(rank: int, world: int, width: int) -> dict[str, Any]:
+    """Train plainly and in a block, with groups of ``width`` ranks that share experts."""
+    experts = data = None
+    if width < world:
+        for begin in range(0, world, width):
+            ranks = list(range(begin, begin + width))
+            group = dist.new_group(ranks)
+            experts = group if rank in ranks else experts
+        for begin in range(width):
+            ranks = list(range(begin, world, width))
+            group = dist.new_group(ranks)
+            data = group if rank in ranks else data
+    plain = trained(rank, experts, data, None)
+    paged = trained(rank, experts, data, 0.7)
+    same = all(torch.equal(one, two) for one, two in zip(plain, paged, strict=True))
+    return {"same": same, "count": len(plain), "head": paged[-2], "up": paged[2]}
