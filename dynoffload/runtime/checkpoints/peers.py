@@ -8,11 +8,16 @@ one that is gone. A rank that dies, or never comes, ends the wait of the others 
 the process group; ``torch.distributed.init_process_group(timeout=...)`` sets it.
 
 What they tell each other is JSON, so nothing is unpickled.
+
+[Note: apart]  Where tensors of one name are other tensors on each rank, as the experts of an
+`ExpertParallel` are, no rank can write for another: each has a checkpoint of its own, in a
+directory of its own. A common one would hold the experts of whoever was last.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -51,6 +56,13 @@ class Peers:
             BaseException: what ``work`` has raised here.
         """
         return [work()]
+
+    def check(self, directory: str | os.PathLike[str]) -> None:
+        """Refuse a directory that does not suit; all do so together.
+
+        Raises:
+            CheckpointError: several ranks name it that have checkpoints of their own.
+        """
 
 
 class Ranks(Peers):
@@ -111,6 +123,33 @@ class Ranks(Peers):
         return found
 
 
+class Apart(Peers):
+    """Processes that have a checkpoint each, and go on or raise together; see [Note: apart].
+
+    Args:
+        ranks: all of them.
+        kind: of the model, for errors.
+    """
+
+    def __init__(self, ranks: Ranks, kind: str) -> None:
+        self._ranks, self._kind = ranks, kind
+
+    def share(self, work: Callable[[], Any]) -> list[Any]:
+        """Do ``work``, and return what it has returned here; see `Peers.share`."""
+        return [self._ranks.share(work)[self._ranks.rank]]
+
+    def check(self, directory: str | os.PathLike[str]) -> None:
+        """See `Peers.check`."""
+        named = self._ranks.share(lambda: os.path.realpath(os.fspath(directory)))
+        for rank, path in enumerate(named):
+            if (before := named.index(path)) != rank:
+                raise CheckpointError(
+                    f"ranks {before} and {rank} name one directory, {path}, for this {self._kind}, "
+                    "whose experts are other ones on each rank: give each rank a directory of its "
+                    "own, such as rank0, and the same again when it loads"
+                )
+
+
 def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
     """Return the processes that have parts of ``model``, or replicas of it.
 
@@ -122,6 +161,13 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
         CheckpointError: its parts lie in different sets of processes.
     """
     groups = groups_of(model)
+    if any(getattr(module, "has_part_of_experts", False) for module in model.modules()):
+        if groups:
+            raise CheckpointError(
+                f"this {type(model).__name__} has shards of fully_shard and experts that are other "
+                "ones on each rank, which no checkpoint holds together"
+            )
+        return Apart(Ranks(torch.distributed.group.WORLD), type(model).__name__)
     if not groups:
         for wrapper in wrappers:
             if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:
