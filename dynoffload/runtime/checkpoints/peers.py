@@ -10,8 +10,9 @@ the process group; ``torch.distributed.init_process_group(timeout=...)`` sets it
 What they tell each other is JSON, so nothing is unpickled.
 
 [Note: apart]  Where tensors of one name are other tensors on each rank, as the experts of an
-`ExpertParallel` are, no rank can write for another: each has a checkpoint of its own, in a
-directory of its own. A common one would hold the experts of whoever was last.
+`ExpertParallel` are, or parameters beside a `DistributedDataParallel` inside of the model, no rank
+can write for another: each has a checkpoint of its own, in a directory of its own. A common one
+would hold what whoever was last has had.
 """
 
 from __future__ import annotations
@@ -128,11 +129,11 @@ class Apart(Peers):
 
     Args:
         ranks: all of them.
-        kind: of the model, for errors.
+        what: each has, for errors.
     """
 
-    def __init__(self, ranks: Ranks, kind: str) -> None:
-        self._ranks, self._kind = ranks, kind
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        self._ranks, self._what = ranks, what
 
     def share(self, work: Callable[[], Any]) -> list[Any]:
         """Do ``work``, and return what it has returned here; see `Peers.share`."""
@@ -144,9 +145,9 @@ class Apart(Peers):
         for rank, path in enumerate(named):
             if (before := named.index(path)) != rank:
                 raise CheckpointError(
-                    f"ranks {before} and {rank} name one directory, {path}, for this {self._kind}, "
-                    "whose experts are other ones on each rank: give each rank a directory of its "
-                    "own, such as rank0, and the same again when it loads"
+                    f"ranks {before} and {rank} name one directory, {path}, for {self._what}: give "
+                    "each rank a directory of its own, such as rank0, and the same again when it "
+                    "loads"
                 )
 
 
@@ -167,7 +168,11 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
                 f"this {type(model).__name__} has shards of fully_shard and experts that are other "
                 "ones on each rank, which no checkpoint holds together"
             )
-        return Apart(Ranks(torch.distributed.group.WORLD), type(model).__name__)
+        what = f"this {type(model).__name__}, whose experts are other ones on each rank"
+        return Apart(Ranks(torch.distributed.group.WORLD), what)
+    inner = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    if inner and not groups:
+        return _of_inner(model, inner)
     if not groups:
         for wrapper in wrappers:
             if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:
@@ -190,3 +195,19 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
             "checkpoint takes one dimension, or all ranks"
         )
     return Ranks(torch.distributed.group.WORLD)
+
+
+def _of_inner(model: nn.Module, wrappers: list[DistributedDataParallel]) -> Peers:
+    """Return the processes of a model with replicas inside: they have it alike if all of its
+    parameters are of those; nobody knows of others."""
+    alike = {id(parameter) for one in wrappers for parameter in one._module_parameters}
+    same = all(id(parameter) in alike for parameter in model.parameters())
+    groups = [one.process_group for one in wrappers]
+    members = {tuple(torch.distributed.get_process_group_ranks(one)) for one in groups}
+    if same and len(members) == 1:
+        return Ranks(groups[0])
+    what = (
+        f"this {type(model).__name__}, which has parameters beside its DistributedDataParallel "
+        "that may differ between ranks"
+    )
+    return Apart(Ranks(torch.distributed.group.WORLD), what)
