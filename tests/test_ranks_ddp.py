@@ -241,7 +241,6 @@ def test_a_checkpoint_has_the_names_of_the_model_itself(tmp_path: Path) -> None:
             assert torch.equal(tensor, expected[name]), f"{run}: {name}"
 
 
-@pytest.mark.usefixtures("group")
 @needs_pager
 @pytest.mark.parametrize(("head_too", "pages"), [(True, False), (False, False), (False, True)])
 def test_what_is_no_replica_is_saved_by_each_rank(
@@ -252,6 +251,7 @@ def test_what_is_no_replica_is_saved_by_each_rank(
         assert ("ranks 0 and 1 name one directory" in found["refused"]) is not head_too
 
 
+@pytest.mark.usefixtures("group")
 def test_a_wrapper_of_which_nobody_was_told_is_refused() -> None:
     model = Dropped()
     ddp = DistributedDataParallel(model, **UNUSED)
