@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import CheckpointError
+from dynoffload.runtime.replicas import has_part_of_experts
 from dynoffload.runtime.sharded import groups_of
 
 
@@ -162,7 +163,7 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
         CheckpointError: its parts lie in different sets of processes.
     """
     groups = groups_of(model)
-    if any(getattr(module, "has_part_of_experts", False) for module in model.modules()):
+    if has_part_of_experts(model):
         if groups:
             raise CheckpointError(
                 f"this {type(model).__name__} has shards of fully_shard and experts that are other "
