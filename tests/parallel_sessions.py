@@ -7,13 +7,16 @@ all ranks, of experts over the ranks that hold the same ones.
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
+from dynoffload.errors import CheckpointError
 from dynoffload.moe.parallel import ExpertParallel
 
 CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
@@ -95,3 +98,37 @@ def compared(rank: int, world: int, width: int) -> dict[str, Any]:
     paged = trained(rank, experts, data, 0.7)
     same = all(torch.equal(one, two) for one, two in zip(plain, paged, strict=True))
     return {"same": same, "count": len(plain), "head": paged[-2], "up": paged[2]}
+
+
+def saved(rank: int, world: int, folder: str, pages: bool, replicated: bool) -> dict[str, Any]:
+    """Save and load experts that are other ones on each rank, to one directory and to own ones."""
+    torch.manual_seed(0)
+    model: nn.Module = Net(None)
+    inner, optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if replicated:
+        ignored = [f"{layer}.{name}" for layer in ("first", "second") for name in ("up", "down")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        model = DistributedDataParallel(model)
+    block: Any = contextlib.nullcontext()
+    if pages:
+        whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
+        block = dynoffload.offload(model, optimizer, budget=whole, pilot=None, config=CONFIG)
+    common, own, refused = Path(folder) / "common", Path(folder) / f"rank{rank}", []
+    with block:
+        model(torch.randn(5 + rank, 32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept = [parameter.detach().clone() for parameter in inner.parameters()]
+        for call in (dynoffload.save_checkpoint, dynoffload.load_checkpoint):
+            try:
+                call(model, optimizer, common)
+            except CheckpointError as error:
+                refused.append(str(error))
+        dynoffload.save_checkpoint(model, optimizer, own)
+        with torch.no_grad():
+            for parameter in inner.parameters():
+                parameter.zero_()
+        dynoffload.load_checkpoint(model, optimizer, own)
+        found = [parameter.detach().clone() for parameter in inner.parameters()]
+    same = all(torch.equal(one, two) for one, two in zip(kept, found, strict=True))
+    return {"same": same, "refused": refused, "common": common.exists(), "up": found[1]}

@@ -306,6 +306,20 @@ def test_ctrl_c_comes_after_the_step(call: int) -> None:
 # What is refused
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_parameters_are_let_go_of_with_their_optimizer(closes: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = HostOptimizer([parameter], torch.optim.AdamW, threads=1)
+    parameter.square().sum().backward()
+    optimizer.step()
+    if closes:
+        optimizer.close()
+    gone = weakref.ref(parameter)
+    del parameter, optimizer
+    gc.collect()
+    assert gone() is None
+
+
 def test_options_that_make_no_sense() -> None:
     weights = [nn.Parameter(torch.zeros(3))]
     for options, told in (

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from emulated import DEVICE, Emulated
 from exactness import SMALL_PAGES, assert_same_training, footprint_of, needs_pager
 from fused_networks import paging_of
+from gloo_ranks import run_ranks
+from ranks_inner import saved
 from ranks_worker import CASES, UNUSED, Dropped, all_layers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -237,6 +239,16 @@ def test_a_checkpoint_has_the_names_of_the_model_itself(tmp_path: Path) -> None:
         dynoffload.load_checkpoint(plain, adamw(plain), tmp_path / run)
         for name, tensor in plain.state_dict().items():
             assert torch.equal(tensor, expected[name]), f"{run}: {name}"
+
+
+@needs_pager
+@pytest.mark.parametrize(("head_too", "pages"), [(True, False), (False, False), (False, True)])
+def test_what_is_no_replica_is_saved_by_each_rank(
+    tmp_path: Path, head_too: bool, pages: bool
+) -> None:
+    for found in run_ranks(saved, 2, str(tmp_path), head_too, pages):
+        assert found["same"]
+        assert ("ranks 0 and 1 name one directory" in found["refused"]) is not head_too
 
 
 @pytest.mark.usefixtures("group")

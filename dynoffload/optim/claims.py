@@ -20,7 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dynoffload.errors import ConfigError
 from dynoffload.optim.shelves import Entry
 
-_claims: Any = WeakTensorKeyDictionary()  # of each parameter, who claimed it last and its entry
+# Of each parameter, who claimed it last and its entry: weakly, as the entry has the parameter, and
+# neither would ever be let go of.
+_claims: Any = WeakTensorKeyDictionary()
 _hooks: list[Any] = []
 
 
@@ -41,7 +43,7 @@ class Claims:
     def add(self, entries: Iterable[Entry]) -> None:
         """Claim parameters, also such as another has claimed."""
         for entry in entries:
-            _claims[entry.parameter] = self, entry
+            _claims[entry.parameter] = self, weakref.ref(entry)
 
     def has(self, entry: Entry) -> bool:
         """Return whether the parameter's gradients are for this optimizer."""
@@ -89,8 +91,11 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         p for group in optimizer.param_groups for p in group["params"]
     ]
     for parameter in parameters:
-        claims, entry = _claims.get(parameter, (None, None))
-        if claims is not None and not claims.is_of(optimizer) and claims.lacks(entry):
+        claims, held = _claims.get(parameter, (None, None))
+        entry = None if held is None else held()
+        if entry is None or claims.is_of(optimizer):
+            continue
+        if claims.lacks(entry):
             raise ConfigError(
                 f"this {type(optimizer).__name__} would train nothing of {entry.name}, of shape "
                 f"{list(parameter.shape)}, as a HostOptimizer has taken its gradient: step that "

@@ -643,9 +643,11 @@ def _leaving(optimizer: weakref.ref[HostOptimizer]) -> Callable[[Entry], bool]:
 
 
 def _leaver(optimizer: weakref.ref[HostOptimizer], entry: Entry) -> Callable[[torch.Tensor], None]:
+    known = weakref.ref(entry)  # a parameter that its own hook holds is never let go of
+
     def leave(parameter: torch.Tensor) -> None:
-        alive = optimizer()
-        if alive is None or alive._stores is None or alive._closed:
+        alive, entry = optimizer(), known()
+        if alive is None or entry is None or alive._stores is None or alive._closed:
             return
         if alive._claims.has(entry):
             alive._stores.departures.leave(entry)

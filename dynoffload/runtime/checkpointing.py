@@ -41,7 +41,9 @@ def save_checkpoint(
 
     Of a model that ``fully_shard`` has spread over processes, or of replicas under
     `DistributedDataParallel`, all ranks call it, with a directory that all see: the files are those
-    that one process would have saved, and load at any number of ranks.
+    that one process would have saved, and load at any number of ranks. Of a model with experts that
+    are other ones on each rank (`dynoffload.moe.parallel.ExpertParallel`) all ranks call it too,
+    each with a directory of its own.
 
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         save_checkpoint(model, optimizer, "run/last", extra={"scheduler": scheduler})

@@ -40,7 +40,13 @@ from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.ranks.launch import own_file
 from dynoffload.runtime.recompute.session import recomputing
-from dynoffload.runtime.replicas import bucket_bytes, check_replicas, replicas_of, unwrapped
+from dynoffload.runtime.replicas import (
+    bucket_bytes,
+    check_experts,
+    check_replicas,
+    replicas_of,
+    unwrapped,
+)
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.swapping import swapping
@@ -290,6 +296,7 @@ def _plan(
         options,
     )
     check_replicas(replicas, optimizer, options, target)
+    check_experts(model, options)
     if replicas:
         options = replace(options, draft_share=0.0)  # gradients are not final before step()
     if given.profile_dir is not None:

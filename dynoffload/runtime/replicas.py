@@ -84,6 +84,24 @@ def check_replicas(
             )
 
 
+def has_part_of_experts(model: nn.Module) -> bool:
+    """Return whether ``model`` has layers whose experts are other ones on other ranks."""
+    return any(getattr(module, "has_part_of_experts", False) for module in model.modules())
+
+
+def check_experts(model: nn.Module, options: OffloadConfig) -> None:
+    """Refuse a policy under which one rank may leave a step that the others are in.
+
+    Raises:
+        ConfigError: it is that.
+    """
+    if options.policy == "dtr" and has_part_of_experts(model):
+        raise ConfigError(
+            f"policy='dtr' watches one process, and experts of this {type(model).__name__} are on "
+            "other ranks: choose another policy"
+        )
+
+
 def bucket_bytes(replicas: tuple[DistributedDataParallel, ...]) -> int:
     """Return the bytes of the buckets, which are those of all dense gradients that are reduced."""
     found: dict[int, int] = {}

@@ -2,7 +2,9 @@
 
 What it is: `Adapting`, which a layer asks before each batch. What it is not: the choice
 (`dynoffload.moe.parallel.choice`). A trial is a forward and backward of the batch at hand, of
-which nothing remains: neither gradients nor random numbers.
+which nothing remains: neither gradients nor random numbers, nor what autograd saves. That is out of
+sight of whoever looks at what the layer's own forward saves, as activation checkpointing does,
+which would run the forward around the trial again.
 """
 
 from __future__ import annotations
@@ -145,7 +147,7 @@ class Adapting:
             tokens, gates, up, down = leaves
             self._exchange.largest([0.0], device, "the others before a trial")
             start = time.perf_counter()
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 out = self._run(choice, Batch(tokens, batch.chosen, gates, up, down))
                 torch.autograd.grad(out, leaves, torch.zeros_like(out))
             if device.type != "cpu":
@@ -157,3 +159,7 @@ class Adapting:
                 break
         self._best = min(self._best, agreed)
         return agreed
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

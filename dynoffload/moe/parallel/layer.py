@@ -182,6 +182,11 @@ class ExpertParallel(MoE):
                     nn.init.uniform_(weight, -bound, bound, generator=random)
         nn.init.zeros_(self.choice_bias)
 
+    @property
+    def has_part_of_experts(self) -> bool:
+        """Whether other ranks have other experts; checkpoints ask for it."""
+        return self.exchange.world > 1
+
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
         where = f"rank {self.exchange.rank} of {self.exchange.world}"

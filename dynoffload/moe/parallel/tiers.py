@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -50,13 +51,19 @@ class Tier(Protocol):
 
 
 class _Room:
-    """Free extents of a file that grows."""
+    """Free extents of a file that grows.
+
+    Extents come back when nobody has them any more, which may be in the midst of anything, as the
+    garbage collector runs: so they are put aside, and are free from the next `take` on.
+    """
 
     def __init__(self) -> None:
         self.end = 0
         self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
+        self._back: deque[tuple[int, int]] = deque()
 
     def take(self, size: int) -> int:
+        self.settle()
         for at, (offset, room) in enumerate(self._free):
             if room >= size:
                 rest = [(offset + size, room - size)] if room > size else []
@@ -66,8 +73,15 @@ class _Room:
         return offset
 
     def give_back(self, offset: int, size: int) -> None:
+        self._back.append((offset, size))
+
+    def settle(self) -> None:
+        while self._back:
+            self._join(self._back.popleft())
+
+    def _join(self, extent: tuple[int, int]) -> None:
         joined: list[tuple[int, int]] = []
-        for one in sorted([*self._free, (offset, size)]):
+        for one in sorted([*self._free, extent]):
             if joined and sum(joined[-1]) == one[0]:
                 joined[-1] = (joined[-1][0], joined[-1][1] + one[1])
             else:

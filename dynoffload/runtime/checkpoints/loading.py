@@ -63,6 +63,7 @@ def load(
             anything until all have verified.
     """
     peers = peers_of(model) if peers is None else peers
+    peers.check(directory)
     with contextlib.ExitStack() as stack:
         matched: list[_Matched] = []
 

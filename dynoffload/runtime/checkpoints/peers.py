@@ -8,11 +8,17 @@ one that is gone. A rank that dies, or never comes, ends the wait of the others 
 the process group; ``torch.distributed.init_process_group(timeout=...)`` sets it.
 
 What they tell each other is JSON, so nothing is unpickled.
+
+[Note: apart]  Where tensors of one name are other tensors on each rank, as the experts of an
+`ExpertParallel` are, or parameters beside a `DistributedDataParallel` inside of the model, no rank
+can write for another: each has a checkpoint of its own, in a directory of its own. A common one
+would hold what whoever was last has had.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import CheckpointError
+from dynoffload.runtime.replicas import has_part_of_experts
 from dynoffload.runtime.sharded import groups_of
 
 
@@ -51,6 +58,13 @@ class Peers:
             BaseException: what ``work`` has raised here.
         """
         return [work()]
+
+    def check(self, directory: str | os.PathLike[str]) -> None:
+        """Refuse a directory that does not suit; all do so together.
+
+        Raises:
+            CheckpointError: several ranks name it that have checkpoints of their own.
+        """
 
 
 class Ranks(Peers):
@@ -111,6 +125,33 @@ class Ranks(Peers):
         return found
 
 
+class Apart(Peers):
+    """Processes that have a checkpoint each, and go on or raise together; see [Note: apart].
+
+    Args:
+        ranks: all of them.
+        what: each has, for errors.
+    """
+
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        self._ranks, self._what = ranks, what
+
+    def share(self, work: Callable[[], Any]) -> list[Any]:
+        """Do ``work``, and return what it has returned here; see `Peers.share`."""
+        return [self._ranks.share(work)[self._ranks.rank]]
+
+    def check(self, directory: str | os.PathLike[str]) -> None:
+        """See `Peers.check`."""
+        named = self._ranks.share(lambda: os.path.realpath(os.fspath(directory)))
+        for rank, path in enumerate(named):
+            if (before := named.index(path)) != rank:
+                raise CheckpointError(
+                    f"ranks {before} and {rank} name one directory, {path}, for {self._what}: give "
+                    "each rank a directory of its own, such as rank0, and the same again when it "
+                    "loads"
+                )
+
+
 def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
     """Return the processes that have parts of ``model``, or replicas of it.
 
@@ -122,6 +163,17 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
         CheckpointError: its parts lie in different sets of processes.
     """
     groups = groups_of(model)
+    if has_part_of_experts(model):
+        if groups:
+            raise CheckpointError(
+                f"this {type(model).__name__} has shards of fully_shard and experts that are other "
+                "ones on each rank, which no checkpoint holds together"
+            )
+        what = f"this {type(model).__name__}, whose experts are other ones on each rank"
+        return Apart(Ranks(torch.distributed.group.WORLD), what)
+    inner = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    if inner and not groups:
+        return _of_inner(model, inner)
     if not groups:
         for wrapper in wrappers:
             if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:
@@ -144,3 +196,19 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
             "checkpoint takes one dimension, or all ranks"
         )
     return Ranks(torch.distributed.group.WORLD)
+
+
+def _of_inner(model: nn.Module, wrappers: list[DistributedDataParallel]) -> Peers:
+    """Return the processes of a model with replicas inside: they have it alike if all of its
+    parameters are of those; nobody knows of others."""
+    alike = {id(parameter) for one in wrappers for parameter in one._module_parameters}
+    same = all(id(parameter) in alike for parameter in model.parameters())
+    groups = [one.process_group for one in wrappers]
+    members = {tuple(torch.distributed.get_process_group_ranks(one)) for one in groups}
+    if same and len(members) == 1:
+        return Ranks(groups[0])
+    what = (
+        f"this {type(model).__name__}, which has parameters beside its DistributedDataParallel "
+        "that may differ between ranks"
+    )
+    return Apart(Ranks(torch.distributed.group.WORLD), what)

@@ -95,6 +95,7 @@ def save(
     """Save; see `dynoffload.save_checkpoint`. No update may be pending, on any of ``peers``,
     which are those of the model by default."""
     peers = peers_of(model) if peers is None else peers
+    peers.check(directory)
     made: list[_Layout] = []
 
     def lay_out() -> dict[str, Any]:
