@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -199,3 +202,40 @@ def test_parts_leave_no_room_taken(tmp_path: Path) -> None:
         tier.room.settle()
         assert tier.room._free == [(0, tier.room.end)]
     assert max(ends) < 2 * min(ends)
+
+
+def test_a_layer_that_is_collected_in_the_midst_of_another_ones_copies_ends_nothing(
+    tmp_path: Path,
+) -> None:
+    """Layers in cycles are collected at any moment: here after so many allocations from the call on
+    that asks for a copy, whatever it holds by then."""
+    code = """
+        import gc, sys, torch
+        from pathlib import Path
+        from dynoffload.moe.parallel.tiers import FileTier
+        tier, content = FileTier(Path(sys.argv[1])), torch.randn(64)
+        for count in range(100):
+            gc.collect()
+            gc.disable()
+            other = FileTier(Path(sys.argv[1]))
+            other.itself = other
+            other.store(torch.ones(8)).wait()
+            del other
+            into = torch.empty(64)
+            gc.set_threshold(gc.get_count()[0] + count % 50)
+            gc.enable()
+            stored = tier.store(content)
+            gc.disable()
+            stored.wait()
+            stored.load(into).wait()
+            assert torch.equal(into, content)
+        print("ended")
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "ended\n", done.stderr[-2000:]

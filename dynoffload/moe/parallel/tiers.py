@@ -11,13 +11,16 @@ system's page cache, which is no memory of the process and can be taken from it 
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -116,6 +119,41 @@ class _Reading:
         self._tier.result(self._reading, "read from")
 
 
+class _Copier:
+    """A thread that makes copies in the order in which they are asked for.
+
+    It may be asked to end by a finalizer, which the garbage collector runs in the midst of
+    anything, so also of asking for a copy: that takes no lock but the queue's, which is made for
+    it. (Executors of `concurrent.futures` share one, and the thread would wait for itself.)
+    """
+
+    def __init__(self, name: str) -> None:
+        self._asked: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        threading.Thread(target=_copy, args=(self._asked,), name=name, daemon=True).start()
+
+    def ask(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._asked.put((future, work))
+        return future
+
+    def end(self, last: Callable[[], None]) -> None:
+        """End after all that was asked for, and ``last``."""
+        self._asked.put((Future(), last))
+        self._asked.put(None)
+
+
+def _copy(asked: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
+    while (given := asked.get()) is not None:
+        future, work = given
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del given, future, work  # while it waits it holds nothing
+
+
 class FileTier:
     """A private file on a disk, and the thread that copies.
 
@@ -132,8 +170,8 @@ class FileTier:
         self._file = SpillFile(where, 0, direct=False, purpose="offloaded parts of batches")
         self._timeout = timeout
         self.room = _Room()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynoffload-parts")
-        weakref.finalize(self, _close, self._thread, self._file)
+        self._copier = _Copier("dynoffload-parts")
+        weakref.finalize(self, self._copier.end, self._file.close)  # after all else
 
     def store(self, tensor: torch.Tensor) -> Stored:
         """See `Tier.store`."""
@@ -144,11 +182,11 @@ class FileTier:
         except SpillError:
             self.room.give_back(offset, size)
             raise
-        return _InFile(self, offset, size, self._thread.submit(self._write, tensor, offset))
+        return _InFile(self, offset, size, self._copier.ask(partial(self._write, tensor, offset)))
 
     def read(self, into: torch.Tensor, offset: int) -> Future[None]:
         """Begin to read what lies at ``offset``, after what was asked for before."""
-        return self._thread.submit(self._read, into, offset)
+        return self._copier.ask(partial(self._read, into, offset))
 
     def result(self, copying: Future[None], what: str) -> None:
         """Wait for a copy.
@@ -187,13 +225,6 @@ class FileTier:
             if not count:
                 raise SpillError(number, self._file.unreadable("a part of a batch", why))
             rest, offset = rest[count:], offset + count
-
-
-def _close(thread: ThreadPoolExecutor, file: SpillFile) -> None:
-    """Have the thread close the file after all else; when the interpreter ends, the system does."""
-    with contextlib.suppress(RuntimeError):
-        thread.submit(file.close)
-    thread.shutdown(wait=False)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
