@@ -196,11 +196,12 @@ class Watch:
             return f"rank {rank} has left its block by an error ({line.left}) in {stood}"
         if line.left is not None and line.block >= self._block:
             return f"rank {rank} has left its block, after {line.standing.step} steps"
+        silent = now - self._board.heard[rank]
         if line.is_gone():
             return (
-                f"rank {rank} is gone, its process {line.pid} has ended; last heard of in {stood}"
+                f"rank {rank} is gone, its process {line.pid} has ended; last heard of "
+                f"{silent:.0f} s ago, in {stood}"
             )
-        silent = now - self._board.heard[rank]
         if silent > _SILENT_BEATS * _BEAT_S:
             return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {stood}"
         if line.block < self._block or line.left is not None:
