@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
-from dynoffload.errors import CheckpointError
-from dynoffload.moe.parallel import ExpertParallel
+from dynoffload.errors import CheckpointError, ConfigError
+from dynoffload.moe import MoE
+from dynoffload.moe.parallel import ExpertParallel, keep_apart
 
 CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
 
@@ -106,8 +107,7 @@ def saved(rank: int, world: int, folder: str, pages: bool, replicated: bool) -> 
     model: nn.Module = Net(None)
     inner, optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-2)
     if replicated:
-        ignored = [f"{layer}.{name}" for layer in ("first", "second") for name in ("up", "down")]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        assert len(keep_apart(model)) == 4
         model = DistributedDataParallel(model)
     block: Any = contextlib.nullcontext()
     if pages:
@@ -132,3 +132,44 @@ def saved(rank: int, world: int, folder: str, pages: bool, replicated: bool) -> 
         found = [parameter.detach().clone() for parameter in inner.parameters()]
     same = all(torch.equal(one, two) for one, two in zip(kept, found, strict=True))
     return {"same": same, "refused": refused, "common": common.exists(), "up": found[1]}
+
+
+def replicated(rank: int, world: int) -> dict[str, Any]:
+    """Compare a step beside `DistributedDataParallel` with the layer of one process that has all
+    experts and all tokens, whose loss is the mean of the ranks'; and refuse experts as replicas."""
+    torch.manual_seed(0)
+    wrong = DistributedDataParallel(ExpertParallel(8, 16, 4, 2, timeout=30, name="wrong"))
+    said = ""
+    try:
+        wrong(torch.randn(3, 8))
+    except ConfigError as error:
+        said = str(error)
+    whole = MoE(8, 16, 4, 2, shared=8, dtype=torch.float64)
+    for parameter in whole.parameters():
+        dist.broadcast(parameter.data, 0)
+    layer = ExpertParallel(8, 16, 4, 2, shared=8, dtype=torch.float64, timeout=30)
+    layer.load_whole(whole.state_dict())
+    names = keep_apart(layer)
+    model = DistributedDataParallel(layer)
+    tokens = [torch.randn(3 + 2 * other, 8, dtype=torch.float64) for other in range(world)]
+    for one in tokens:
+        dist.broadcast(one, 0)
+    model(tokens[rank]).hidden.square().mean().backward()
+    torch.stack([whole(one).hidden.square().mean() for one in tokens]).mean().backward()
+    apart = {}
+    for (name, one), other in zip(layer.named_parameters(), whole.parameters(), strict=True):
+        wanted = layer.own(other.grad) if name in names else other.grad  # type: ignore[arg-type]
+        found = one.grad / world if name in names else one.grad  # type: ignore[operator]
+        apart[name] = float((found - wanted).abs().max())  # type: ignore[operator]
+    return {"said": said, "names": names, "apart": apart}
+
+
+def unlike(rank: int, world: int, first: list[Any], second: list[Any]) -> str:
+    """Return what a layer says whose ranks cut batches otherwise."""
+    parts, strategy = second if rank else first
+    layer = ExpertParallel(8, 16, 4, parts=parts, strategy=strategy, timeout=30, name="a.moe")
+    try:
+        layer(torch.randn(6, 8))
+    except ConfigError as error:
+        return str(error)
+    return ""

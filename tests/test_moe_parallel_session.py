@@ -8,7 +8,7 @@ import pytest
 import torch
 from exactness import needs_pager
 from gloo_ranks import run_ranks
-from parallel_sessions import compared, saved
+from parallel_sessions import compared, replicated, saved, unlike
 
 import dynoffload
 from dynoffload.errors import ConfigError
@@ -48,3 +48,20 @@ def test_each_ranks_experts_are_saved_apart(tmp_path: Path, pages: bool, replica
         assert len(one["refused"]) == 2
         assert all("ranks 0 and 1 name one directory" in said for said in one["refused"])
     assert not torch.equal(found[0]["up"], found[1]["up"]), "ranks have the same experts"
+
+
+def test_experts_beside_replicas_have_the_gradients_of_one_process() -> None:
+    for one in run_ranks(replicated, 2):
+        assert "call dynoffload.moe.parallel.keep_apart(model) before it is wrapped" in one["said"]
+        assert one["names"] == ["up", "down"]
+        assert max(one["apart"].values()) < 1e-12, one["apart"]
+
+
+@pytest.mark.parametrize("second", [[4, "S1"], [2, "none"], ["auto", "S1"]])
+def test_ranks_that_cut_batches_otherwise_are_told(second: list[object]) -> None:
+    for rank, said in enumerate(run_ranks(unlike, 2, [2, "S1"], second)):
+        parts, strategy = ([2, "S1"], second)[rank]
+        told = ("auto", "auto") if parts == "auto" else (parts, strategy)
+        assert (
+            f"layer 'a.moe' has parts={told[0]!r} and strategy={told[1]!r} on rank {rank}" in said
+        )

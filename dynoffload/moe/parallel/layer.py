@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import ConfigError
 from dynoffload.moe.indices import Routing
@@ -31,6 +33,29 @@ from dynoffload.units import parse_bytes
 AUTO = "auto"
 
 _SHARDED = ("up", "down")
+
+
+def keep_apart(model: nn.Module) -> list[str]:
+    """Have `DistributedDataParallel` leave the experts of `ExpertParallel` layers to their ranks.
+
+    It is called before ``model`` is wrapped, on all ranks. The wrapper averages gradients over
+    ranks, and those of experts are of the sum of the ranks' losses: divide these by the number of
+    ranks after backward, and all are of the mean.
+
+    Returns:
+        The names that are left out.
+    """
+    names = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, ExpertParallel)
+        for name in _SHARDED
+    ]
+    known = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    at_root = [f".{name}" for name in names if "." not in name]  # as its reducer spells them
+    ignore(model, [*known, *names, *at_root])
+    return names
 
 
 class ExpertParallel(MoE):
@@ -141,6 +166,7 @@ class ExpertParallel(MoE):
                 "are given"
             )
         limit = None if memory is None else parse_bytes(memory)
+        self._agreed = False
         self.adapting: Adapting | None = None
         if AUTO not in (parts, strategy):
             self._fixed = Choice(int(parts), strategy_of(strategy))
@@ -215,8 +241,38 @@ class ExpertParallel(MoE):
             {name: self.own(one) if name in _SHARDED else one for name, one in state.items()}
         )
 
+    def _check(self) -> None:
+        """Refuse what would train other experts than were asked for, or end in the midst of an
+        exchange.
+
+        Raises:
+            ConfigError: ranks cut batches otherwise, or a wrapper takes experts for replicas.
+        """
+        wrapper = DistributedDataParallel._active_ddp_module
+        wrapped = () if wrapper is None or self.exchange.world == 1 else wrapper._module_parameters
+        if any(one is self.up or one is self.down for one in wrapped):
+            raise ConfigError(
+                f"the experts of layer {self.exchange.name!r} are other ones on each rank, and "
+                "DistributedDataParallel has given all ranks those of the first: make the model "
+                "anew, and call dynoffload.moe.parallel.keep_apart(model) before it is wrapped"
+            )
+        if self._agreed:
+            return
+        parts, strategy = (0, -1) if self.adapting else self._fixed
+        of = strategy if isinstance(strategy, int) else list(Strategy).index(strategy)
+        given = [parts, -parts, of, -of]
+        found = self.exchange.largest(given, self.router.device, "parts and strategy of all ranks")
+        if found != given:
+            raise ConfigError(
+                f"layer {self.exchange.name!r} has parts={parts or AUTO!r} and strategy="
+                f"{AUTO if isinstance(strategy, int) else strategy.value!r} on rank "
+                f"{self.exchange.rank}, and others on another rank: give all ranks the same"
+            )
+        self._agreed = True
+
     def mix(self, tokens: torch.Tensor, routing: Routing, gates: torch.Tensor) -> torch.Tensor:
         """See `MoE.mix`."""
+        self._check()
         kind = tokens.device.type
         result = tokens.dtype
         if torch.is_autocast_enabled(kind):
