@@ -1,7 +1,7 @@
 """Train a mixture-of-experts language model in two processes, each under a budget of its own.
 
-    torchrun --nproc-per-node 2 examples/two_processes.py --budget 100MB
-    torchrun --nproc-per-node 2 -m dynoffload run --budget 100MB examples/two_processes.py --offload
+    torchrun --nproc-per-node 2 examples/two_processes.py --budget 200MB
+    torchrun --nproc-per-node 2 -m dynoffload run --budget 200MB examples/two_processes.py --offload
 
 What it is: replicas by `DistributedDataParallel`, whose tokens take other experts on each rank. The
 model is wrapped before the block, and the wrapped one is passed to it. What it is not: changed by
@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--preset", default="small", choices=sorted(moe_lm.PRESETS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per batch")
-    parser.add_argument("--budget", help="of each rank, such as 100MB")
+    parser.add_argument("--budget", help="of each rank, such as 200MB")
     parser.add_argument("--offload", action="store_true", help="the budget is the launcher's")
     return parser.parse_args()
 

@@ -7,6 +7,7 @@ all ranks, of experts over the ranks that hold the same ones.
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dynoffload
 from dynoffload.errors import CheckpointError, ConfigError
 from dynoffload.moe import MoE
-from dynoffload.moe.parallel import ExpertParallel, keep_apart
+from dynoffload.moe.parallel import ExpertParallel, clip_grad_norm_, keep_apart
 
 CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
 
@@ -75,9 +76,9 @@ def trained(rank: int, experts: Any, data: Any, share: float | None) -> list[Ten
                     summed = parameter.grad.clone()  # type: ignore[union-attr]
                     dist.all_reduce(summed, group=group)
                     parameter.grad.copy_(summed)  # type: ignore[union-attr]
+            losses += [loss.detach(), clip_grad_norm_(model, 0.5)]
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.detach())
         if session is not None:
             assert session.stats["bytes_in"].sum() > 0, "nothing was paged"
     return [torch.stack(losses), *(parameter.detach().clone() for parameter in model.parameters())]
@@ -156,12 +157,28 @@ def replicated(rank: int, world: int) -> dict[str, Any]:
         dist.broadcast(one, 0)
     model(tokens[rank]).hidden.square().mean().backward()
     torch.stack([whole(one).hidden.square().mean() for one in tokens]).mean().backward()
+    for name, one in layer.named_parameters():
+        if name in names:
+            one.grad /= world  # type: ignore[operator]
+    before, norms = whole.router.grad.clone(), []  # type: ignore[union-attr]
+    for order in (2.0, 3.0, math.inf):  # each clips what the one before has left
+        for most in (1e-3, 1e9):
+            wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), most, order)
+            norms.append(float(clip_grad_norm_(model, most, order) / wanted) - 1)
+    assert not torch.equal(whole.router.grad, before), "nothing was clipped"  # type: ignore[arg-type]
     apart = {}
     for (name, one), other in zip(layer.named_parameters(), whole.parameters(), strict=True):
         wanted = layer.own(other.grad) if name in names else other.grad  # type: ignore[arg-type]
-        found = one.grad / world if name in names else one.grad  # type: ignore[operator]
-        apart[name] = float((found - wanted).abs().max())  # type: ignore[operator]
-    return {"said": said, "names": names, "apart": apart}
+        apart[name] = float((one.grad - wanted).abs().max())  # type: ignore[operator]
+    if rank:
+        layer.up.grad[0] = math.nan  # type: ignore[index]
+    broken = []
+    for order in (2.0, math.inf):
+        try:
+            clip_grad_norm_(model, 1.0, order, error_if_nonfinite=True)
+        except RuntimeError as error:
+            broken.append(str(error))
+    return {"said": said, "names": names, "apart": apart, "norms": norms, "broken": broken}
 
 
 def unlike(rank: int, world: int, first: list[Any], second: list[Any]) -> str:

@@ -55,6 +55,10 @@ def test_experts_beside_replicas_have_the_gradients_of_one_process() -> None:
         assert "call dynoffload.moe.parallel.keep_apart(model) before it is wrapped" in one["said"]
         assert one["names"] == ["up", "down"]
         assert max(one["apart"].values()) < 1e-12, one["apart"]
+        assert len(one["norms"]) == 6
+        assert max(map(abs, one["norms"])) < 1e-9, one["norms"]
+        assert len(one["broken"]) == 2
+        assert all("of the gradients of all ranks is nan" in said for said in one["broken"])
 
 
 @pytest.mark.parametrize("second", [[4, "S1"], [2, "none"], ["auto", "S1"]])

@@ -8,7 +8,8 @@ Source: MPipeMoE (arXiv 2506.22175).
 
 from __future__ import annotations
 
-from dynoffload.moe.parallel.layer import ExpertParallel, keep_apart
+from dynoffload.moe.parallel.beside import clip_grad_norm_, keep_apart
+from dynoffload.moe.parallel.layer import ExpertParallel
 from dynoffload.moe.parallel.strategies import Strategy
 
-__all__ = ["ExpertParallel", "Strategy", "keep_apart"]
+__all__ = ["ExpertParallel", "Strategy", "clip_grad_norm_", "keep_apart"]

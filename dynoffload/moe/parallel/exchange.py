@@ -161,8 +161,14 @@ class Exchange:
 
     def largest(self, given: Sequence[float], device: torch.device, what: str) -> list[float]:
         """Return the largest of each number over all ranks, which is the same on all of them."""
+        return [max(column) for column in zip(*self.gathered(given, device, what), strict=True)]
+
+    def gathered(
+        self, given: Sequence[float], device: torch.device, what: str
+    ) -> list[list[float]]:
+        """Return the numbers of all ranks, rank by rank."""
         rows = torch.tensor([list(given)] * self.world, dtype=torch.float64, device=device)
         into = torch.empty_like(rows)
         ones = [1] * self.world
         self.start(into, rows, ones, ones, what).wait()
-        return [float(one) for one in into.amax(0).tolist()]
+        return [[float(one) for one in row] for row in into.tolist()]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,30 +31,8 @@ from dynoffload.units import parse_bytes
 
 AUTO = "auto"
 
-_SHARDED = ("up", "down")
-
-
-def keep_apart(model: nn.Module) -> list[str]:
-    """Have `DistributedDataParallel` leave the experts of `ExpertParallel` layers to their ranks.
-
-    It is called before ``model`` is wrapped, on all ranks. The wrapper averages gradients over
-    ranks, and those of experts are of the sum of the ranks' losses: divide these by the number of
-    ranks after backward, and all are of the mean.
-
-    Returns:
-        The names that are left out.
-    """
-    names = [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, ExpertParallel)
-        for name in _SHARDED
-    ]
-    known = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    at_root = [f".{name}" for name in names if "." not in name]  # as its reducer spells them
-    ignore(model, [*known, *names, *at_root])
-    return names
+SHARDED = ("up", "down")
+"""Parameters of which each rank has those of its own experts."""
 
 
 class ExpertParallel(MoE):
@@ -223,7 +200,7 @@ class ExpertParallel(MoE):
     def replicated_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that are on every rank, whose gradients are to be summed."""
         for name, parameter in self.named_parameters():
-            if name not in _SHARDED:
+            if name not in SHARDED:
                 yield parameter
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
@@ -238,7 +215,7 @@ class ExpertParallel(MoE):
             RuntimeError: it is of another layer, as of `torch.nn.Module.load_state_dict`.
         """
         self.load_state_dict(
-            {name: self.own(one) if name in _SHARDED else one for name, one in state.items()}
+            {name: self.own(one) if name in SHARDED else one for name, one in state.items()}
         )
 
     def _check(self) -> None:

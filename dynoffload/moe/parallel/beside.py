@@ -1,0 +1,111 @@
+"""What a loop does about experts that are other ones on each rank, beside data parallelism.
+
+What it is: `keep_apart`, which has `DistributedDataParallel` leave them alone, and
+`clip_grad_norm_`, whose norm is that of the experts of all ranks. What it is not: the sums of what
+is replicated, which the wrapper makes, or the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynoffload.moe.parallel.exchange import Exchange
+from dynoffload.moe.parallel.layer import SHARDED, ExpertParallel
+
+
+def keep_apart(model: nn.Module) -> list[str]:
+    """Have `DistributedDataParallel` leave the experts of `ExpertParallel` layers to their ranks.
+
+    It is called before ``model`` is wrapped, on all ranks. The wrapper averages gradients over
+    ranks, and those of experts are of the sum of the ranks' losses: divide these by the number of
+    ranks after backward, and all are of the mean.
+
+    Returns:
+        The names that are left out.
+    """
+    names = [f"{path}.{name}" if path else name for path, _ in _layers(model) for name in SHARDED]
+    known = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    at_root = [f".{name}" for name in names if "." not in name]  # as its reducer spells them
+    ignore(model, [*known, *names, *at_root])
+    return names
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip the gradients of ``model`` by their norm over all ranks, as `torch.nn.utils` does.
+
+    `torch.nn.utils.clip_grad_norm_` sees this rank's experts alone, so that ranks would scale what
+    is replicated by numbers of their own, and have other weights from then on. All ranks call this
+    together, once the gradients of what is replicated, and of experts that several groups hold, are
+    the same wherever they are.
+
+    Args:
+        model: with `ExpertParallel` layers, or a wrapper around it.
+        max_norm: of all gradients together.
+        norm_type: p; `inf` for the largest.
+        error_if_nonfinite: raise where the norm is not finite, on all ranks.
+
+    Returns:
+        The norm before, (), the same on all ranks, in the gradients' widest dtype.
+
+    Raises:
+        RuntimeError: it is not finite, and that was to be an error.
+        ExchangeError: a rank did not come in time.
+    """
+    apart: dict[int, Exchange] = {}  # by experts' parameters
+    for _, layer in _layers(model):
+        apart.update({id(getattr(layer, name)): layer.exchange for name in SHARDED})
+    given = [one for one in model.parameters() if one.grad is not None]
+    if all(exchange.world == 1 for exchange in apart.values()):
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite)
+    device = next(iter(model.parameters())).device
+    powers = [_power([one for one in given if id(one) not in apart], norm_type)]
+    for group, exchange in {id(one.group): one for one in apart.values()}.items():
+        own = [one for one in given if id(one) in apart and id(apart[id(one)].group) == group]
+        found = exchange.gathered([_power(own, norm_type)], device, "norms of gradients")
+        powers += [one for (one,) in found]
+    norm = _joined(powers, norm_type).to(max((one.dtype for one in given), key=_width))
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients of all ranks is {norm.item()}, and "
+            "cannot be clipped; without error_if_nonfinite=True they are scaled all the same"
+        )
+    torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+    return norm
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, ExpertParallel]]:
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertParallel):
+            yield path, module
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _power(parameters: list[nn.Parameter], order: float) -> float:
+    """Return the sum over gradients of their norms to the power of p, or the largest norm."""
+    norms = [
+        float(torch.linalg.vector_norm(one.grad, order, dtype=torch.float64))
+        for one in parameters
+        if one.grad is not None
+    ]
+    if order == inf:
+        # Not a number if one of them is not.
+        return float(torch.tensor([0.0, *norms], dtype=torch.float64).max())
+    return float(sum(one**order for one in norms))
+
+
+def _joined(powers: list[float], order: float) -> torch.Tensor:
+    """Return the norm of what `_power` has given for its parts."""
+    parts = torch.tensor(powers, dtype=torch.float64)
+    return parts.max() if order == inf else parts.sum() ** (1 / order)
