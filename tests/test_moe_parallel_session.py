@@ -69,3 +69,4 @@ def test_ranks_that_cut_batches_otherwise_are_told(second: list[object]) -> None
         assert (
             f"layer 'a.moe' has parts={told[0]!r} and strategy={told[1]!r} on rank {rank}" in said
         )
+        assert ", and others on another rank: give all ranks the same" in said
