@@ -45,7 +45,7 @@ def run(
     """Train in several processes, with and without a block, and kill one.
 
     Args:
-        json_path: what there is so far is written here after each network.
+        json_path: what there is so far is written here after each row.
         ways: how models are spread over ranks; all by default.
         networks: what is trained; all by default.
         steps: of each training.
@@ -91,6 +91,8 @@ def run(
                 way, name, 0, ranks, "", few, share, timeout, dies=few // 2, spill_dir=where
             )
             result["deaths"].append(_died(task, patience))
+            if json_path is not None:
+                write_json(json_path, result)
     _print(result)
     return result
 
@@ -124,14 +126,28 @@ class _Ranks:
         self.said[rank].seek(0)
         return self.said[rank].read()
 
-    def ends(self, patience: float, what: str) -> list[float]:
-        """Wait for all to end, and return when each did."""
+    def ends(self, patience: float, what: str, *, well: bool) -> list[float]:
+        """Wait for all to end, and return when each did.
+
+        Args:
+            patience: seconds.
+            what: messages call the task.
+            well: all have to end well; the first that does not is an error at once.
+
+        Raises:
+            WorkerError: one has failed, or it took too long.
+        """
         until = time.monotonic() + patience
         ended: dict[int, float] = {}
         while len(ended) < len(self.processes):
             for rank, process in enumerate(self.processes):
                 if rank not in ended and process.poll() is not None:
                     ended[rank] = time.monotonic()
+                    if well and process.returncode:
+                        said = self.errors(rank).strip()[-_SAID:]
+                        raise WorkerError(
+                            f"rank {rank} of {what} ended with code {process.returncode}: {said}"
+                        )
             if time.monotonic() > until:
                 raise WorkerError(f"{what} took over {patience:g} s")
             time.sleep(_POLL_S)
@@ -142,15 +158,12 @@ def _trained(task: Task, patience: float) -> dict[str, Any]:
     """Return the row of one training."""
     what = f"{task.network} by {task.way}"
     with tempfile.TemporaryDirectory() as directory, _Ranks(task, Path(directory)) as ranks:
-        ranks.ends(patience, what)
+        ranks.ends(patience, what, well=True)
         answers = []
         for rank, process in enumerate(ranks.processes):
             printed = process.communicate()[0]
-            if process.returncode or not printed:
-                said = ranks.errors(rank).strip()[-_SAID:]
-                raise WorkerError(
-                    f"rank {rank} of {what} ended with code {process.returncode}: {said}"
-                )
+            if not printed:
+                raise WorkerError(f"rank {rank} of {what} has printed nothing")
             answers.append(json.loads(printed.splitlines()[-1]))
     return {
         "way": task.way,
@@ -165,7 +178,7 @@ def _died(task: Task, patience: float) -> dict[str, Any]:
     """Return the row of a training in which the last rank dies."""
     what = f"{task.network} by {task.way}, of which a rank dies,"
     with tempfile.TemporaryDirectory() as directory, _Ranks(task, Path(directory)) as ranks:
-        ends = ranks.ends(patience, what)
+        ends = ranks.ends(patience, what, well=False)
         lines = ranks.errors(0).splitlines()
         code = ranks.processes[0].returncode
     words = [line.partition("RankError: ")[2] for line in lines if "RankError: " in line]

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from dynoffload.memory.huge import on_huge_pages
+
 _LINE = 64  # bytes that memory of torch's begins at multiples of
 
 
@@ -52,7 +54,7 @@ class Gathering:
     def place(self, number: int) -> torch.Tensor:
         """Return memory that the gradient of one slice is written to before it is `put`."""
         if self._whole is None:
-            self._whole = torch.empty_like(self._like)
+            self._whole = on_huge_pages(torch.empty_like(self._like))
         self._placed.add(number)
         return self._whole[number]
 
