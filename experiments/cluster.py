@@ -22,11 +22,12 @@ import numpy as np
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import check_page, write_between
 from dynoffload.experiments.memory_expansion import SETTING
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.designs import DESIGNS, DEVICES_PER_NODE
 from dynoffload.simulation.hardware import Accelerator, SharedLink
 from dynoffload.simulation.moe_steps import MoeSteps, StepCost
-from dynoffload.simulation.pipeline import Cost, Layer, Restore, costs, elements
+from dynoffload.simulation.pipeline import Cost, Layer, costs, elements
 from dynoffload.simulation.routing import Routing, Spread
 from dynoffload.simulation.speeds import Speeds
 
@@ -191,19 +192,19 @@ def _steps(steps: MoeSteps, routings: Sequence[Routing], parts: int) -> list[dic
     split = steps.split(routings, parts)
     return [
         _step(
-            steps.made_of(split, parts, restore),
+            steps.made_of(split, parts, strategy),
             parts,
-            restore,
-            steps.layer.element * steps.kept(routings, parts, restore).total,
+            strategy,
+            steps.layer.element * steps.kept(routings, parts, strategy).total,
         )
-        for restore in Restore
+        for strategy in Strategy
     ]
 
 
-def _step(cost: StepCost, parts: int, restore: Restore, kept: float) -> dict[str, Any]:
+def _step(cost: StepCost, parts: int, strategy: Strategy, kept: float) -> dict[str, Any]:
     return {
         "parts": parts,
-        "restore": restore.value,
+        "strategy": strategy.value,
         "seconds": cost.seconds,
         "even_s": cost.even_s,
         "experts_s": cost.experts.compute_s,
@@ -222,7 +223,7 @@ def _spread(options: Options) -> Spread:
 
 
 def _of_layer(
-    name: str, options: Options, network: float, tokens: int, parts: int, restore: Restore
+    name: str, options: Options, network: float, tokens: int, parts: int, strategy: Strategy
 ) -> Cost:
     """Return both passes of a layer whose ranks send ``network`` bytes a second."""
     width, inner = LAYERS[name]
@@ -232,27 +233,27 @@ def _of_layer(
     speeds = Speeds.of(DEVICE, width, inner, held, layer.element)
     routing = Routing.even(options.ranks, options.experts, tokens)
     cluster = Cluster.flat(options.ranks, network, options.latency_us * 1e-6)
-    first, second = costs(layer, routing, spread, speeds, parts, restore, cluster)
+    first, second = costs(layer, routing, spread, speeds, parts, strategy, cluster)
     return first + second
 
 
 def _layer(options: Options, name: str) -> list[dict[str, Any]]:
     """Return speeds of a layer in parts, by the share of it that the link takes in one part."""
     rows = []
-    free = _of_layer(name, replace(options, latency_us=0), 1e30, options.tokens, 1, Restore.NONE)
-    unit = _of_layer(name, replace(options, latency_us=0), GB, options.tokens, 1, Restore.NONE)
+    free = _of_layer(name, replace(options, latency_us=0), 1e30, options.tokens, 1, Strategy.NONE)
+    unit = _of_layer(name, replace(options, latency_us=0), GB, options.tokens, 1, Strategy.NONE)
     idle = 4 * options.latency_us * 1e-6  # of the exchanges of both passes
     for share in SHARES:
         seconds = free.compute_s * share / (1 - share) - idle
         if seconds <= 0:
             continue  # latency alone takes more
         rate = GB * unit.link_s / seconds
-        plain = _of_layer(name, options, rate, options.tokens, 1, Restore.NONE)
+        plain = _of_layer(name, options, rate, options.tokens, 1, Strategy.NONE)
         found: dict[str, dict[str, float]] = {}
-        for restore in Restore:
-            found[restore.value] = {
+        for strategy in Strategy:
+            found[strategy.value] = {
                 str(parts): plain.seconds
-                / _of_layer(name, options, rate, options.tokens, parts, restore).seconds
+                / _of_layer(name, options, rate, options.tokens, parts, strategy).seconds
                 for parts in PARTS
             }
         rows.append({"share": share, "network_gb": rate / GB, "speedup": found})
@@ -266,7 +267,7 @@ def _best_parts(options: Options) -> list[dict[str, Any]]:
     for tokens in TOKENS:
         times = {
             str(parts): _of_layer(
-                "GPT-XL", options, half["network_gb"] * GB, tokens, parts, Restore.NONE
+                "GPT-XL", options, half["network_gb"] * GB, tokens, parts, Strategy.NONE
             ).seconds
             for parts in PARTS
         }
@@ -297,10 +298,10 @@ def _measured(options: Options, speeds: Speeds) -> list[dict[str, Any]]:
         layer = Layer(width, inner, element=4)
         routing = Routing.even(options.ranks, options.experts, options.tokens)
         times: dict[str, float] = {}
-        for restore in Restore:
+        for strategy in Strategy:
             for parts in PARTS:
-                first, second = costs(layer, routing, spread, speeds, parts, restore)
-                times[f"{parts} {restore.value}"] = first.seconds + second.seconds
+                first, second = costs(layer, routing, spread, speeds, parts, strategy)
+                times[f"{parts} {strategy.value}"] = first.seconds + second.seconds
         best = min(times, key=times.__getitem__)
         found.append({"layer": name, "seconds": times, "best": best})
     return found

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynoffload.simulation.pipeline import Part, Restore, backward, forward
+from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.simulation.pipeline import Part, backward, forward
 from dynoffload.simulation.streams import Resource
 
 if TYPE_CHECKING:
@@ -81,10 +82,10 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return [line for one in tables(result) for line in one.markdown()][:-1]
 
 
-def row_of(case: Mapping[str, Any], parts: int, restore: str) -> Mapping[str, Any]:
+def row_of(case: Mapping[str, Any], parts: int, strategy: str) -> Mapping[str, Any]:
     """Return one step of a case."""
     found: Mapping[str, Any] = next(
-        row for row in case["rows"] if (row["parts"], row["restore"]) == (parts, restore)
+        row for row in case["rows"] if (row["parts"], row["strategy"]) == (parts, strategy)
     )
     return found
 
@@ -93,7 +94,7 @@ def _cases(result: Mapping[str, Any]) -> Table:
     rows = []
     for case in result["steps"]:
         plain = row_of(case, 1, "none")
-        shared = [row for row in case["rows"] if row["restore"] != "none" and row["parts"] > 1]
+        shared = [row for row in case["rows"] if row["strategy"] != "none" and row["parts"] > 1]
         best = min(shared, key=lambda row: row["seconds"])
         rows.append(
             [
@@ -104,7 +105,7 @@ def _cases(result: Mapping[str, Any]) -> Table:
                 f"{plain['link_share']:.0%}",
                 f"{plain['waiting_s'] / plain['seconds']:.0%}",
                 *(_ms(row_of(case, int(parts), "none")["seconds"]) for parts in _PARTS),
-                f"{_ms(best['seconds'])} (n={best['parts']}, {best['restore']})",
+                f"{_ms(best['seconds'])} (n={best['parts']}, {best['strategy']})",
                 f"{plain['kept_gb']:.2f}",
                 f"{best['kept_gb']:.2f}",
             ]
@@ -121,7 +122,7 @@ def _strategies(result: Mapping[str, Any]) -> Table:
     rows = [
         [
             f"{row['parts']}",
-            row["restore"],
+            row["strategy"],
             *(_ms(row[key]) for key in ("seconds", "expert_layers_s", "bound_s")),
             f"{row['link_share']:.0%}",
             f"{row['exposed_share']:.0%}",
@@ -150,10 +151,10 @@ def _layers(result: Mapping[str, Any]) -> Table:
         for row in shares:
             speedup = row["speedup"]
             shared = {
-                (parts, restore): speedup[restore][parts]
-                for restore in speedup
+                (parts, strategy): speedup[strategy][parts]
+                for strategy in speedup
                 for parts in _PARTS
-                if restore != "none"
+                if strategy != "none"
             }
             best = max(shared, key=lambda key: shared[key])
             rows.append(
@@ -197,13 +198,13 @@ def _measured(result: Mapping[str, Any]) -> Table:
     rows = []
     for row in result["measured"]:
         plain = row["seconds"]["1 none"]
-        parts, restore = row["best"].split()
+        parts, strategy = row["best"].split()
         rows.append(
             [
                 row["layer"],
                 _ms(plain),
                 *(f"{plain / row['seconds'][f'{n} none']:.2f}" for n in _PARTS),
-                f"{plain / row['seconds'][row['best']]:.2f} (n={parts}, {restore})",
+                f"{plain / row['seconds'][row['best']]:.2f} (n={parts}, {strategy})",
             ]
         )
     columns = ("layer", "ms, n=1", "n=2", "n=4", "n=8", "best")
@@ -333,7 +334,7 @@ def _gantt(figure: Any, color: Mapping[str, str]) -> None:
         ("forward", "backward"),
         strict=True,
     ):
-        timeline = make(part, 4, Restore.S3).run()
+        timeline = make(part, 4, Strategy.S3).run()
         for number, task in enumerate(timeline.tasks):
             start, end = timeline.starts[number, 0], timeline.ends[number, 0]
             y = 2 - task.resource.value

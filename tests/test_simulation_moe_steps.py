@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.designs import DESIGNS
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer
 from dynoffload.simulation.moe_steps import MoeSteps
 from dynoffload.simulation.movement import Order, serial, visits
-from dynoffload.simulation.pipeline import Restore
 from dynoffload.simulation.placement import Placement
 from dynoffload.simulation.roofline import work
 from dynoffload.simulation.routing import Routing
@@ -79,11 +79,11 @@ def test_uneven_experts_and_shared_wires_cost_time() -> None:
 
 def test_a_routing_for_each_layer_is_their_sum() -> None:
     steps = MoeSteps(SHARD, DESIGNS[4], Cluster.flat(256, 900e9))
-    one = steps.step([even(SHARD)], 4, Restore.S3)
-    each = steps.step([even(SHARD)] * SHARD.model.moe_layers, 4, Restore.S3)
+    one = steps.step([even(SHARD)], 4, Strategy.S3)
+    each = steps.step([even(SHARD)] * SHARD.model.moe_layers, 4, Strategy.S3)
     assert each.seconds == pytest.approx(one.seconds)
-    kept = steps.kept([even(SHARD)], 4, Restore.S3)
-    plain = steps.kept([even(SHARD)], 4, Restore.NONE)
+    kept = steps.kept([even(SHARD)], 4, Strategy.S3)
+    plain = steps.kept([even(SHARD)], 4, Strategy.NONE)
     rows, width, inner = 65536 * 16 / 128, 8192, 16384
     saved = rows * (2 * width * 2 / 4 + inner * 3 / 4)
     assert plain.activations - kept.activations == pytest.approx(15 * saved)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from dynoffload.errors import ConfigError
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.hardware import Accelerator, SharedLink
 from dynoffload.simulation.pipeline import (
     Cost,
     Layer,
     Part,
-    Restore,
     backward,
     costs,
     elements,
@@ -30,11 +30,11 @@ from dynoffload.simulation.speeds import Speeds, Table
 from dynoffload.simulation.streams import Program, Resource, Slowdown
 
 PUBLISHED = {
-    Restore.NONE: ((2, 2, 0), (4, 2, 0)),
-    Restore.S1: ((2, 2, 5), (4, 2, 5)),
-    Restore.S2: ((2, 2, 4), (4, 3, 4)),
-    Restore.S3: ((2, 2, 1), (5, 2, 1)),
-    Restore.S4: ((2, 2, 0), (5, 3, 0)),
+    Strategy.NONE: ((2, 2, 0), (4, 2, 0)),
+    Strategy.S1: ((2, 2, 5), (4, 2, 5)),
+    Strategy.S2: ((2, 2, 4), (4, 3, 4)),
+    Strategy.S3: ((2, 2, 1), (5, 2, 1)),
+    Strategy.S4: ((2, 2, 0), (5, 3, 0)),
 }
 
 
@@ -50,14 +50,14 @@ def seconds(program: Program) -> float:
     return program.run().seconds
 
 
-@pytest.mark.parametrize("restore", Restore)
-def test_tasks_have_the_published_volumes(restore: Restore) -> None:
+@pytest.mark.parametrize("strategy", Strategy)
+def test_tasks_have_the_published_volumes(strategy: Strategy) -> None:
     for make, pass_, published in zip(
-        (forward, backward), (False, True), PUBLISHED[restore], strict=True
+        (forward, backward), (False, True), PUBLISHED[strategy], strict=True
     ):
-        counted = volumes(restore, backward=pass_)
+        counted = volumes(strategy, backward=pass_)
         assert (counted.products, counted.exchanges, counted.copies) == published
-        timeline = make(part(1.0, 10.0, 100.0), 3, restore).run()
+        timeline = make(part(1.0, 10.0, 100.0), 3, strategy).run()
         busy = [float(timeline.busy(resource)[0]) for resource in Resource]
         assert busy == pytest.approx(
             [3 * n * unit for n, unit in zip(published, (1, 10, 100), strict=True)]
@@ -68,9 +68,9 @@ def test_one_part_takes_the_sum() -> None:
     assert seconds(forward(part(3.0, 5.0, 0.0), 1)) == 2 * 3 + 2 * 5
     assert seconds(backward(part(3.0, 5.0, 0.0), 1)) == 4 * 3 + 2 * 5
     # The product that is made once more runs beside the exchange of the gradient.
-    assert seconds(backward(part(3.0, 5.0, 0.0), 1, Restore.S4)) == 4 * 3 + 3 * 5
+    assert seconds(backward(part(3.0, 5.0, 0.0), 1, Strategy.S4)) == 4 * 3 + 3 * 5
     # Of two copies the first runs beside the products, the second beside the last product and R.
-    assert seconds(forward(part(3.0, 5.0, 0.0), 1, Restore.S1)) == 2 * 3 + 2 * 5
+    assert seconds(forward(part(3.0, 5.0, 0.0), 1, Strategy.S1)) == 2 * 3 + 2 * 5
 
 
 @pytest.mark.parametrize(("product", "exchange"), [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0)])
@@ -89,14 +89,14 @@ def test_a_pipeline_takes_the_longer_and_its_fill_and_drain(
     assert found == pytest.approx(longer, rel=5e-3)
 
 
-@pytest.mark.parametrize("restore", Restore)
+@pytest.mark.parametrize("strategy", Strategy)
 @pytest.mark.parametrize("units", [(1, 1, 0.1), (1, 3, 0.1), (3, 1, 0.1), (1, 1, 2), (2, 1, 0.4)])
 def test_no_schedule_beats_the_bound_or_loses_to_the_sum(
-    restore: Restore, units: tuple[float, float, float]
+    strategy: Strategy, units: tuple[float, float, float]
 ) -> None:
     for parts in (1, 2, 5, 8):
         for make in (forward, backward):
-            cost = Cost.of(make(part(*units), parts, restore).run())
+            cost = Cost.of(make(part(*units), parts, strategy).run())
             assert cost.bound <= cost.seconds * (1 + 1e-12)
             assert cost.seconds <= cost.compute_s + cost.link_s + cost.copy_s
 
@@ -104,14 +104,14 @@ def test_no_schedule_beats_the_bound_or_loses_to_the_sum(
 def test_shared_buffers_wait() -> None:
     # The middle's one buffer is free only when its copy out has ended: copies set the pace.
     slow = part(1.0, 1.0, 1.0)
-    timeline = forward(slow, 4, Restore.S2).run()
+    timeline = forward(slow, 4, Strategy.S2).run()
     named = {task.name: number for number, task in enumerate(timeline.tasks)}
     for k in range(1, 4):
         gone = timeline.ends[named[f"middle {k - 1} out"], 0]
         assert timeline.starts[named[f"first {k}"], 0] >= gone
     assert timeline.seconds > seconds(forward(slow, 4))
     # A third input takes the first one's buffer.
-    timeline = forward(part(1.0, 1.0, 20.0), 4, Restore.S3).run()
+    timeline = forward(part(1.0, 1.0, 20.0), 4, Strategy.S3).run()
     named = {task.name: number for number, task in enumerate(timeline.tasks)}
     assert timeline.starts[named["S2"], 0] == timeline.ends[named["input 0 out"], 0] == 21.0
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster
 from dynoffload.simulation.hardware import Accelerator
 from dynoffload.simulation.moe_cluster import MoeShard
@@ -26,7 +27,6 @@ from dynoffload.simulation.pipeline import (
     Elements,
     Layer,
     Part,
-    Restore,
     costs_of,
     elements,
     part_of,
@@ -102,16 +102,16 @@ class MoeSteps:
         return Layer(model.hidden, inner, element, 2 * row, 3 * row)
 
     def step(
-        self, routings: Sequence[Routing], parts: int = 1, restore: Restore = Restore.NONE
+        self, routings: Sequence[Routing], parts: int = 1, strategy: Strategy = Strategy.NONE
     ) -> StepCost:
         """Return what a step costs.
 
         Args:
             routings: one for each expert layer, of all its rows, or one for all of them.
             parts: of the batch, in expert layers.
-            restore: how what parts overwrite is restored.
+            strategy: how what parts overwrite is restored.
         """
-        return self.made_of(self.split(routings, parts), parts, restore)
+        return self.made_of(self.split(routings, parts), parts, strategy)
 
     def split(self, routings: Sequence[Routing], parts: int) -> list[Part]:
         """Return one of ``parts`` parts of each of ``routings``."""
@@ -123,10 +123,10 @@ class MoeSteps:
             for routing in routings
         ]
 
-    def made_of(self, split: Sequence[Part], parts: int, restore: Restore) -> StepCost:
+    def made_of(self, split: Sequence[Part], parts: int, strategy: Strategy) -> StepCost:
         """Return what a step costs whose expert layers consist of such parts; see `step`."""
         slowdown = None if self.speeds is None else self.speeds.slowdown
-        each = [sum(costs_of(part, parts, restore, slowdown), _NOTHING) for part in split]
+        each = [sum(costs_of(part, parts, strategy, slowdown), _NOTHING) for part in split]
         experts = sum(each, _NOTHING)
         if len(each) == 1:
             experts = sum(each * self.shard.model.moe_layers, _NOTHING)
@@ -137,14 +137,14 @@ class MoeSteps:
             return self.speeds
         return Speeds.of(self.device, layer.width, layer.inner, held, layer.element)
 
-    def kept(self, routings: Sequence[Routing], parts: int, restore: Restore) -> Elements:
+    def kept(self, routings: Sequence[Routing], parts: int, strategy: Strategy) -> Elements:
         """Return what the rank with most rows holds of all expert layers, in elements.
 
         Activations are those of all layers, and buffers of one; states are left out.
         """
         layer, count = self.layer, self.shard.model.moe_layers
         most = max(float(routing.received(self.spread).max()) for routing in routings)
-        shared = restore.shares
+        shared = strategy.reuses
         one = elements(most, layer.width, layer.inner, 0, parts, shared=shared)
         return Elements(0.0, count * one.activations, one.buffers)
 

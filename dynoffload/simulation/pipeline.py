@@ -24,42 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
 from dynoffload.errors import ConfigError
+from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster
 from dynoffload.simulation.routing import Routing, Spread
 from dynoffload.simulation.speeds import Speeds
 from dynoffload.simulation.streams import Floats, Program, Resource, Slowdown, Timeline
 
 COMPUTE, LINK, COPY = Resource.COMPUTE, Resource.LINK, Resource.COPY
-
-
-class Restore(Enum):
-    """How backward gets what was overwritten: the dispatched input, and the middle."""
-
-    NONE = "none"
-    S1 = "S1"
-    S2 = "S2"
-    S3 = "S3"
-    S4 = "S4"
-
-    @property
-    def shares(self) -> bool:
-        """Whether parts share buffers at all."""
-        return self is not Restore.NONE
-
-    @property
-    def copies_input(self) -> bool:
-        """Whether inputs are offloaded; else they are dispatched once more."""
-        return self in (Restore.S1, Restore.S3)
-
-    @property
-    def copies_middle(self) -> bool:
-        """Whether middles are offloaded; else they are computed once more."""
-        return self in (Restore.S1, Restore.S2)
 
 
 @dataclass(frozen=True)
@@ -71,14 +46,12 @@ class Volumes:
     copies: float
 
 
-def volumes(restore: Restore, *, backward: bool, ratio: float = 4.0) -> Volumes:
+def volumes(strategy: Strategy, *, backward: bool, ratio: float = 4.0) -> Volumes:
     """Return what a part takes; ``ratio`` is the inner width over the width."""
-    copies = restore.copies_input * 1.0 + restore.copies_middle * ratio
+    copies = strategy.offloads_rows * 1.0 + strategy.offloads_middle * ratio
     if not backward:
         return Volumes(2, 2, copies)
-    again = restore.shares and not restore.copies_middle
-    resent = restore.shares and not restore.copies_input
-    return Volumes(4 + again, 2 + resent, copies)
+    return Volumes(4 + strategy.computes_again, 2 + strategy.sends_again, copies)
 
 
 @dataclass(frozen=True)
@@ -165,10 +138,10 @@ def part_of(
     )
 
 
-def forward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program:
+def forward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Program:
     """Return forward's tasks for ``parts`` parts; see [Note: the tasks of a part]."""
     tasks = _Tasks(part, parts)
-    program, shares = tasks.program, restore.shares
+    program, shares = tasks.program, strategy.reuses
     dispatched: list[int] = []
     offloaded: list[list[int]] = [[] for _ in range(parts)]  # inputs
     first: list[int] = []
@@ -181,7 +154,7 @@ def forward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program:
         dispatched.append(program.add(f"S{k}", LINK, part.dispatch, free))
 
     def offload_input(k: int) -> None:
-        if restore.copies_input:
+        if strategy.offloads_rows:
             offloaded[k] = [program.add(f"input {k} out", COPY, part.copy_input, [dispatched[k]])]
 
     dispatch(0)
@@ -192,7 +165,7 @@ def forward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program:
         seconds = part.product + part.activation
         waits = [dispatched[k], *(emptied[-1:] if shares else [])]
         first.append(program.add(f"first {k}", COMPUTE, seconds, waits))
-        if restore.copies_middle:
+        if strategy.offloads_middle:
             emptied.append(program.add(f"middle {k} out", COPY, part.copy_middle, [first[k]]))
         waits = [first[k], *(combined[k - 2 : k - 1] if shares and k >= 2 else [])]
         second.append(program.add(f"second {k}", COMPUTE, part.product, waits))
@@ -202,10 +175,10 @@ def forward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program:
     return program
 
 
-def backward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program:
+def backward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Program:
     """Return backward's tasks for ``parts`` parts; see [Note: the tasks of a part]."""
     tasks = _Tasks(part, parts)
-    program, shares = tasks.program, restore.shares
+    program, shares = tasks.program, strategy.reuses
     inputs: list[list[int]] = []
     middles: list[list[int]] = []
     gradients: list[int] = []
@@ -216,7 +189,7 @@ def backward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program
     def arrive(k: int) -> None:
         if shares:
             free = inner[k - 2 : k - 1] if k >= 2 else []
-            if restore.copies_input:
+            if strategy.offloads_rows:
                 inputs.append([program.add(f"input {k} in", COPY, part.copy_input, free)])
             else:
                 inputs.append([program.add(f"S{k} again", LINK, part.dispatch, free)])
@@ -226,7 +199,7 @@ def backward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program
         gradients.append(program.add(f"dR{k}", LINK, part.dispatch, free))
 
     def copy_middle(k: int) -> None:
-        if restore.copies_middle:
+        if strategy.offloads_middle:
             free = outer[k - 1 : k] if k else []
             middles.append([program.add(f"middle {k} in", COPY, part.copy_middle, free)])
 
@@ -235,7 +208,7 @@ def backward(part: Part, parts: int, restore: Restore = Restore.NONE) -> Program
     for k in range(parts):
         if k + 1 < parts:
             arrive(k + 1)
-        if shares and not restore.copies_middle:
+        if strategy.computes_again:
             again = part.product + part.activation
             middles.append([program.add(f"first {k} again", COMPUTE, again, inputs[k])])
         elif not shares:
@@ -309,19 +282,19 @@ def costs(
     spread: Spread,
     speeds: Speeds,
     parts: int,
-    restore: Restore = Restore.NONE,
+    strategy: Strategy = Strategy.NONE,
     cluster: Cluster | None = None,
 ) -> tuple[Cost, Cost]:
     """Return what forward and backward of a layer cost; the arguments are those of `part_of`."""
     part = part_of(layer, routing.part(parts), spread, speeds, cluster)
-    return costs_of(part, parts, restore, speeds.slowdown)
+    return costs_of(part, parts, strategy, speeds.slowdown)
 
 
 def costs_of(
-    part: Part, parts: int, restore: Restore = Restore.NONE, slowdown: Slowdown | None = None
+    part: Part, parts: int, strategy: Strategy = Strategy.NONE, slowdown: Slowdown | None = None
 ) -> tuple[Cost, Cost]:
     """Return what forward and backward of ``parts`` such parts cost."""
-    passes = (make(part, parts, restore).run(slowdown) for make in (forward, backward))
+    passes = (make(part, parts, strategy).run(slowdown) for make in (forward, backward))
     first, second = (Cost.of(timeline) for timeline in passes)
     return first, second
 
