@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dynoffload.memory.huge import on_huge_pages
+from dynoffload.memory.reused import reused
 
 _LINE = 64  # bytes that memory of torch's begins at multiples of
 
@@ -54,7 +54,7 @@ class Gathering:
     def place(self, number: int) -> torch.Tensor:
         """Return memory that the gradient of one slice is written to before it is `put`."""
         if self._whole is None:
-            self._whole = on_huge_pages(torch.empty_like(self._like))
+            self._whole = reused(self._like)
         self._placed.add(number)
         return self._whole[number]
 

@@ -1,0 +1,169 @@
+"""Memory that comes back: who gets it, how much there is, and that others can have it."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd.profiler import profile
+
+from dynoffload.experiments.allocations import Allocations
+from dynoffload.memory import reused as module
+from dynoffload.memory.cgroup import run_limited, why_unavailable
+from dynoffload.memory.reused import Blocks, reused
+from dynoffload.moe.slices import Slices
+from dynoffload.units import MiB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise of Linux")
+PAGE = 4096
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Blocks:
+    own = Blocks()
+    monkeypatch.setattr(module, "BLOCKS", own)
+    return own
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_the_second_gradient_costs_no_page(blocks: Blocks) -> None:
+    whole = torch.zeros(9, MiB, requires_grad=True)
+    for step in range(3):
+        slices = Slices(whole)
+        loss = slices[2].sum() + (step + 1) * slices[7].sum()
+        before = faults()
+        loss.backward()
+        made = faults() - before
+        assert whole.grad is not None
+        found = whole.grad.sum(1).tolist()
+        assert found == [MiB * {2: 1.0, 7: step + 1.0}.get(row, 0.0) for row in range(9)]
+        assert (made > 9 * MiB // PAGE) if step == 0 else (made < 9 * MiB * 4 // PAGE // 4)
+        whole.grad = None
+    assert blocks.most == 36 * MiB
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        torch.empty(8 * MiB),
+        torch.empty(6 * MiB, 3, dtype=torch.bfloat16).t(),
+        torch.empty(2, 4, 1024, 1024, dtype=torch.float64).to(memory_format=torch.channels_last),
+        torch.empty(8 * MiB + 1),
+    ],
+)
+def test_it_is_what_empty_like_returns(blocks: Blocks, like: torch.Tensor) -> None:
+    made, plain = reused(like), torch.empty_like(like)
+    assert (made.shape, made.stride(), made.dtype) == (plain.shape, plain.stride(), plain.dtype)
+    assert blocks.used >= like.nbytes
+    made.fill_(3)
+    assert bool((made == 3).all())
+    assert made.data_ptr() % PAGE == 0
+    assert not made._is_view()
+
+
+def test_a_tensor_that_lives_keeps_its_block(blocks: Blocks) -> None:
+    like = torch.empty(8 * MiB)
+    first = reused(like).fill_(1)
+    part = first[5:7]
+    del first
+    second = reused(like).fill_(2)
+    assert part.tolist() == [1, 1]
+    address = part.data_ptr() - 20
+    del part
+    assert reused(like).data_ptr() == address
+    assert second.sum() == 2 * 8 * MiB
+
+
+def test_others_stay_with_torch(blocks: Blocks) -> None:
+    for like in (torch.empty(4), torch.empty(0), torch.empty(8 * MiB, device="meta")):
+        assert reused(like).shape == like.shape
+    gaps = torch.empty(2, 8 * MiB)[:, ::2]
+    assert reused(gaps).stride() == torch.empty_like(gaps).stride()
+    with Allocations() as watch:
+        kept = reused(torch.empty(8 * MiB))
+    assert watch.peak == 64 * MiB, "a mode does not see it"
+    with profile():
+        kept = reused(torch.empty(8 * MiB))
+    assert kept.nbytes == 32 * MiB
+    kept = reused(torch.empty(2, 4 * MiB).expand(3, 2, 4 * MiB)[0])
+    assert blocks.most in (0, 32 * MiB), "what has no gaps may be taken"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=40))
+def test_no_more_is_mapped_than_was_in_use_at_one_time(steps: list[tuple[int, bool]]) -> None:
+    blocks, held, most = Blocks(), [], 0
+    for mark, (pages, frees) in enumerate(steps):
+        if frees and held:
+            held.pop(0)
+        held.append((mark, blocks.take(pages * PAGE)))
+        held[-1][1][0] = held[-1][1][pages * PAGE - 1] = bytes([mark])
+        used = sum(len(one) for _, one in held)
+        most = max(most, used)
+        assert (blocks.used, blocks.most) == (used, most)
+        assert blocks.used + sum(size for _, size in blocks.idle) <= most
+        # Nobody else wrote there; and no name here keeps a buffer.
+        assert all(one[0] == one[len(one) - 1] == bytes([own]) for own, one in held)
+
+
+def test_threads_and_the_collector_take_nothing_twice() -> None:
+    blocks, wrong = Blocks(), []
+
+    def work(mark: int) -> None:
+        for turn in range(300):
+            buffer = blocks.take(PAGE * (1 + turn % 3))
+            buffer[0] = bytes([mark])
+            cycle: list[object] = [buffer]
+            cycle.append(cycle)
+            if buffer[0] != bytes([mark]):
+                wrong.append(mark)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    assert not wrong
+    gc.collect()
+    blocks.take(PAGE)
+    assert blocks.used == 0 or blocks.used == PAGE, "what came back is in the books"
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_came_back_is_there_for_whoever_needs_it(keeps: bool) -> None:
+    """A block and other memory are more together than a real limit allows: only if the block came
+    back, the other is had."""
+    limit = 1024 * MiB
+    code = f"""
+        import torch
+        from dynoffload.memory.reused import BLOCKS, reused
+        lines = open("/proc/self/status").read().splitlines()
+        (anonymous,) = [int(one.split()[1]) for one in lines if one.startswith("RssAnon")]
+        left = {limit} - 1024 * anonymous
+        assert left > 200 << 20, left
+        like = torch.empty(int(0.6 * left) // 4)
+        block = reused(like).fill_(1)
+        assert BLOCKS.most >= like.nbytes
+        if not {keeps}:
+            del block
+        other = torch.empty_like(like).fill_(2)
+        assert bool((other[::1024] == 2).all())
+        del other
+        again = reused(like).fill_(3)
+        assert bool((again[::1024] == 3).all())
+        assert not BLOCKS.idle, "another block was made"
+    """
+    done = run_limited([sys.executable, "-P", "-c", textwrap.dedent(code)], limit, timeout=120)
+    assert (done.usage.oom_kills > 0) is keeps, done
+    assert (done.returncode == 0) is not keeps, done
