@@ -212,6 +212,9 @@ def refused(rank: int, world: int, folder: str) -> dict[str, Any]:
     logging.getLogger("dynoffload").addHandler(handler)
     save(model, None, place / "buffers")
     found["warned"] = [line for line in said if "buffer" in line]
+    model.head = DistributedDataParallel(model.head)  # type: ignore[assignment]
+    found["inner"] = refusal(save, model, None, place / "inner")
+    model.head = model.head.module  # type: ignore[assignment]
     fully_shard(model.head, mesh=init_device_mesh("cpu", (world,)))
     found["shards"] = refusal(save, model, None, place / "shards")
     return found

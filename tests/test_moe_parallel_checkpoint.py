@@ -203,15 +203,17 @@ def test_what_several_ranks_hold_has_to_be_alike(what: str, told: str, of_four: 
         ("replica False", "and sum the gradients of replicated_parameters(), and of all else"),
         pytest.param("replica True", "parameter 'first.router' differs", marks=needs_pager),
         ("state", "optimizer state 'first.router.exp_avg_sq' differs between ranks 0 and 1 of 2"),
-        ("numbers", "of the optimizer: 'hyperparameters, step counts' differs"),
+        ("numbers", "or numbers in its state, differ between ranks 0 and 1 of 2"),
         ("directories", "ranks 0 and 1 name two directories, "),
         ("factored", "optimizer state 'first.up.row_var' has shape [2, 128, 1], and its"),
+        ("factored", "use an optimizer that keeps such, as AdamW and SGD do, or save without"),
         ("shards", "has shards of fully_shard and experts that are other ones on each rank"),
     ],
 )
 def test_what_cannot_be_in_common_is_refused(what: str, told: str, not_saved: list[Any]) -> None:
     for one in not_saved:
         assert told in one[what]
+        assert not one["inner"], "a replica within is nothing to refuse"
         assert one["there"] == ["of-one"], "something was written"
 
 

@@ -30,7 +30,6 @@ from dynoffload.runtime.checkpoints.tensors import Memory
 
 logger = logging.getLogger(__name__)
 
-_NUMBERS = "hyperparameters, step counts"
 _KEPT = "nothing was written, and what was saved there before is as it was"
 _ALL = -1  # in the place of a first row
 
@@ -73,7 +72,7 @@ def check_alike(
             "target": str(target),
             "parameters": _checksums(trained, memory),
             "state": _checksums(state, memory),
-            "numbers": {_NUMBERS: [_ALL, zlib.crc32(numbers)]},
+            "numbers": zlib.crc32(numbers),
             "buffers": _checksums({n: model[n] for n in model if n not in trained}, memory),
         }
 
@@ -85,13 +84,16 @@ def check_alike(
                 f"{one['target']}: a checkpoint holds the experts of all ranks, so give all the "
                 f"same, and the same again when they load; {_KEPT}"
             )
-    for kind, what in (
-        ("parameters", "parameter"),
-        ("state", "optimizer state"),
-        ("numbers", "what is no tensor of the optimizer:"),
-    ):
+    for kind, what in (("parameters", "parameter"), ("state", "optimizer state")):
         for found in _differences([one[kind] for one in everyone]):
             raise CheckpointError(_told(found, what, len(everyone)))
+    for rank, one in enumerate(everyone):
+        if one["numbers"] != everyone[0]["numbers"]:
+            raise CheckpointError(
+                "hyperparameters of the optimizer, or numbers in its state, differ between ranks 0 "
+                f"and {rank} of {len(everyone)}, and a checkpoint has them once for all: give all "
+                f"ranks the same, as by a scheduler on each; {_KEPT}"
+            )
     if peers.first:
         for found in _differences([one["buffers"] for one in everyone]):
             logger.warning(
