@@ -30,6 +30,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import dynoffload
+from dynoffload.errors import CheckpointError
+from dynoffload.moe.parallel import ExpertParallel
+from dynoffload.runtime.checkpoints.extents import agreed_extents
+from dynoffload.runtime.checkpoints.peers import Peers
 
 KINDS = {"plain": (False, False), "paged": (True, False), "replicas": (True, True)}
 
@@ -240,3 +244,36 @@ def test_a_buffer_that_differs_is_the_first_ranks_with_a_warning(
     assert not_saved[1]["warned"] == []
     kept = load_file(place / "refused" / "buffers" / "model.safetensors")
     assert not kept["first.choice_bias"].any()
+
+
+class Others(Peers):
+    """This process, and what others are said to have of each matrix of experts."""
+
+    def __init__(self, *said: list[int]) -> None:
+        self._said, self.world = said, 1 + len(said)
+
+    def share(self, work: Any) -> list[Any]:
+        """See `Peers.share`."""
+        mine = work()
+        return [mine, *(dict.fromkeys(mine, one) for one in self._said)]
+
+
+def test_experts_that_are_not_all_there_are_refused() -> None:
+    layer = ExpertParallel(8, 16, 4)
+    layer.exchange.world = 2  # so it has experts 0 to 4 of eight
+    extent = agreed_extents(layer, Others([0, 4, 8], [4, 8, 8], [4, 8, 8])).of(layer.up)
+    assert extent is not None
+    assert (extent.shape, extent.begin, extent.writes, extent.several) == (
+        (8, 32, 8),
+        0,
+        True,
+        True,
+    )
+    for said, told in (
+        ([[0, 4, 8]], "experts 4 to 8 of 'up' are on no rank that saves"),
+        ([[6, 8, 8]], "experts 4 to 6 of 'up' are on no rank"),
+        ([[0, 8, 8]], "or in groups of other sizes"),
+        ([[4, 12, 12]], "of other names, shapes or dtypes"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            agreed_extents(layer, Others(*said))
