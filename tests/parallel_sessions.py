@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
-from dynoffload.errors import CheckpointError, ConfigError
+from dynoffload.errors import ConfigError
 from dynoffload.moe import MoE
 from dynoffload.moe.parallel import ExpertParallel, clip_grad_norm_, keep_apart
 
@@ -55,9 +54,6 @@ def trained(rank: int, experts: Any, data: Any, share: float | None) -> list[Ten
         for layer in (model.first, model.second):
             for parameter in layer.parameters():
                 dist.broadcast(parameter.data, dist.get_global_rank(data, 0), group=data)
-    alike = [p for layer in (model.first, model.second) for p in layer.replicated_parameters()]
-    alike += model.head.parameters()
-    own = [p for p in model.parameters() if not any(p is other for other in alike)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
     block: Any = contextlib.nullcontext()
@@ -65,74 +61,53 @@ def trained(rank: int, experts: Any, data: Any, share: float | None) -> list[Ten
         block = dynoffload.offload(
             model, optimizer, budget=int(share * whole), pilot=None, config=CONFIG
         )
-    losses = []
     with block as session:
-        for step in range(4):
-            drawn = torch.Generator().manual_seed(10 * step + rank)
-            loss = model(torch.randn(5 + 3 * rank + step, 32, generator=drawn))
-            loss.backward()
-            for some, group in ((alike, None), (own, data)):
-                for parameter in some if group is not None or some is alike else ():
-                    summed = parameter.grad.clone()  # type: ignore[union-attr]
-                    dist.all_reduce(summed, group=group)
-                    parameter.grad.copy_(summed)  # type: ignore[union-attr]
-            losses += [loss.detach(), clip_grad_norm_(model, 0.5)]
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = [step_of(model, optimizer, rank, number, data) for number in range(4)]
         if session is not None:
             assert session.stats["bytes_in"].sum() > 0, "nothing was paged"
     return [torch.stack(losses), *(parameter.detach().clone() for parameter in model.parameters())]
 
 
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int, data: Any
+) -> Tensor:
+    """Make a step on tokens of this rank and number; gradients of experts are summed in ``data``,
+    the ranks that hold the same. Return its loss, and the norm before gradients are clipped."""
+    drawn = torch.Generator().manual_seed(10 * number + rank)
+    loss: Tensor = model(torch.randn(5 + 3 * rank + number, 32, generator=drawn))
+    loss.backward()
+    if not isinstance(model, DistributedDataParallel):
+        for name, parameter in model.named_parameters():
+            experts = name.split(".")[-1] in ("up", "down")
+            if data is not None or not experts:
+                summed = parameter.grad.clone()  # type: ignore[union-attr]
+                dist.all_reduce(summed, group=data if experts else None)
+                parameter.grad.copy_(summed)  # type: ignore[union-attr]
+    norm = clip_grad_norm_(model, 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack([loss.detach(), norm])
+
+
+def groups_of(rank: int, world: int, width: int) -> tuple[Any, Any]:
+    """Return this rank's groups: of ranks that share experts, and that hold the same ones."""
+    experts = data = None
+    for ranks in (list(range(at, at + width)) for at in range(0, world, width)):
+        group = dist.new_group(ranks)
+        experts = group if rank in ranks else experts
+    for ranks in (list(range(at, world, width)) for at in range(width)):
+        group = dist.new_group(ranks)
+        data = group if rank in ranks else data
+    return experts, data
+
+
 def compared(rank: int, world: int, width: int) -> dict[str, Any]:
     """Train plainly and in a block, with groups of ``width`` ranks that share experts."""
-    experts = data = None
-    if width < world:
-        for begin in range(0, world, width):
-            ranks = list(range(begin, begin + width))
-            group = dist.new_group(ranks)
-            experts = group if rank in ranks else experts
-        for begin in range(width):
-            ranks = list(range(begin, world, width))
-            group = dist.new_group(ranks)
-            data = group if rank in ranks else data
+    experts, data = groups_of(rank, world, width) if width < world else (None, None)
     plain = trained(rank, experts, data, None)
     paged = trained(rank, experts, data, 0.7)
     same = all(torch.equal(one, two) for one, two in zip(plain, paged, strict=True))
     return {"same": same, "count": len(plain), "head": paged[-2], "up": paged[2]}
-
-
-def saved(rank: int, world: int, folder: str, pages: bool, replicated: bool) -> dict[str, Any]:
-    """Save and load experts that are other ones on each rank, to one directory and to own ones."""
-    torch.manual_seed(0)
-    model: nn.Module = Net(None)
-    inner, optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if replicated:
-        assert len(keep_apart(model)) == 4
-        model = DistributedDataParallel(model)
-    block: Any = contextlib.nullcontext()
-    if pages:
-        whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
-        block = dynoffload.offload(model, optimizer, budget=whole, pilot=None, config=CONFIG)
-    common, own, refused = Path(folder) / "common", Path(folder) / f"rank{rank}", []
-    with block:
-        model(torch.randn(5 + rank, 32)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        kept = [parameter.detach().clone() for parameter in inner.parameters()]
-        for call in (dynoffload.save_checkpoint, dynoffload.load_checkpoint):
-            try:
-                call(model, optimizer, common)
-            except CheckpointError as error:
-                refused.append(str(error))
-        dynoffload.save_checkpoint(model, optimizer, own)
-        with torch.no_grad():
-            for parameter in inner.parameters():
-                parameter.zero_()
-        dynoffload.load_checkpoint(model, optimizer, own)
-        found = [parameter.detach().clone() for parameter in inner.parameters()]
-    same = all(torch.equal(one, two) for one, two in zip(kept, found, strict=True))
-    return {"same": same, "refused": refused, "common": common.exists(), "up": found[1]}
 
 
 def replicated(rank: int, world: int) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from exactness import needs_pager
 from gloo_ranks import run_ranks
-from parallel_sessions import compared, replicated, saved, unlike
+from parallel_sessions import compared, replicated, unlike
 
 import dynoffload
 from dynoffload.errors import ConfigError
@@ -36,18 +34,6 @@ def test_each_ranks_session_changes_no_bit(world: int, width: int) -> None:
     assert not torch.equal(found[0]["up"], found[1]["up"]), "ranks have the same experts"
     if world > width:
         assert torch.equal(found[0]["up"], found[width]["up"])
-
-
-@needs_pager
-@pytest.mark.parametrize(("pages", "replicated"), [(False, False), (True, False), (True, True)])
-def test_each_ranks_experts_are_saved_apart(tmp_path: Path, pages: bool, replicated: bool) -> None:
-    found = run_ranks(saved, 2, str(tmp_path), pages, replicated)
-    for one in found:
-        assert one["same"]
-        assert not one["common"]
-        assert len(one["refused"]) == 2
-        assert all("ranks 0 and 1 name one directory" in said for said in one["refused"])
-    assert not torch.equal(found[0]["up"], found[1]["up"]), "ranks have the same experts"
 
 
 def test_experts_beside_replicas_have_the_gradients_of_one_process() -> None:

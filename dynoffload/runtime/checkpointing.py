@@ -40,10 +40,10 @@ def save_checkpoint(
     leaves what was saved there before.
 
     Of a model that ``fully_shard`` has spread over processes, or of replicas under
-    `DistributedDataParallel`, all ranks call it, with a directory that all see: the files are those
-    that one process would have saved, and load at any number of ranks. Of a model with experts that
-    are other ones on each rank (`dynoffload.moe.parallel.ExpertParallel`) all ranks call it too,
-    each with a directory of its own.
+    `DistributedDataParallel`, or with experts that are other ones on each rank
+    (`dynoffload.moe.parallel.ExpertParallel`), all ranks call it, with a directory that all see:
+    the files are those that one process would have saved, and load at any number of ranks. Beside
+    such experts all else has to be alike on all ranks.
 
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
         save_checkpoint(model, optimizer, "run/last", extra={"scheduler": scheduler})
@@ -61,8 +61,8 @@ def save_checkpoint(
             begun.
 
     Raises:
-        CheckpointError: a value cannot be kept, the disk is full or read-only, or the directory is
-            something else. Training can go on.
+        CheckpointError: a value cannot be kept, the disk is full or read-only, the directory is
+            something else, or ranks have what is not alike. Training can go on.
         ConfigError: an argument is wrong.
         StepLostError: an update was lost before; see `load_checkpoint`.
     """

@@ -19,7 +19,8 @@ divided without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -87,6 +88,27 @@ def check_replicas(
 def has_part_of_experts(model: nn.Module) -> bool:
     """Return whether ``model`` has layers whose experts are other ones on other ranks."""
     return any(getattr(module, "has_part_of_experts", False) for module in model.modules())
+
+
+class Rows(NamedTuple):
+    """A parameter that is some rows of a larger one, whose others are on other ranks.
+
+    Attributes:
+        parameter: of the layer, (rows, ...).
+        begin: the first row that is here.
+        total: rows of all ranks.
+    """
+
+    parameter: nn.Parameter
+    begin: int
+    total: int
+
+
+def rows_of_experts(model: nn.Module) -> Iterator[Rows]:
+    """Yield the parameters of ``model`` whose other rows are on other ranks."""
+    for module in model.modules():
+        if getattr(module, "has_part_of_experts", False):
+            yield from module.rows_of_experts()  # type: ignore[operator]
 
 
 def check_experts(model: nn.Module, options: OffloadConfig) -> None:

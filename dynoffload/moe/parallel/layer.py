@@ -27,6 +27,7 @@ from dynoffload.moe.parallel.granularity import NUMBERS
 from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.strategies import Strategy, strategy_of
 from dynoffload.moe.parallel.tiers import Tier, tier_for
+from dynoffload.runtime.replicas import Rows
 from dynoffload.units import parse_bytes
 
 AUTO = "auto"
@@ -187,8 +188,14 @@ class ExpertParallel(MoE):
 
     @property
     def has_part_of_experts(self) -> bool:
-        """Whether other ranks have other experts; checkpoints ask for it."""
+        """Whether other ranks have other experts; sessions and checkpoints ask for it."""
         return self.exchange.world > 1
+
+    def rows_of_experts(self) -> Iterator[Rows]:
+        """Yield the parameters of which other ranks have other rows; checkpoints ask for them."""
+        for parameter in (self.up, self.down):
+            held = len(parameter)
+            yield Rows(parameter, self.exchange.rank * held, self.exchange.world * held)
 
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,8 +15,9 @@ from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.local import is_spread
 from dynoffload.memory.pieces import is_dense
 from dynoffload.optim.optimizer import HostOptimizer
+from dynoffload.runtime.checkpoints.extents import Extents, Held
 from dynoffload.runtime.checkpoints.tensors import check_savable
-from dynoffload.runtime.checkpoints.values import KIND, TENSOR, Put, encode
+from dynoffload.runtime.checkpoints.values import KIND, TENSOR, encode
 
 _PARAM_NAMES = "param_names"  # of a group: torch's own record, which the model's names replace
 
@@ -102,12 +104,18 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_optimizer(
-    optimizer: Optimizer, names: Mapping[torch.Tensor, str], put: Put
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str], kept: Kept, extents: Extents
 ) -> dict[str, Any]:
     """Return an optimizer's type, groups and state as `values` say them.
 
+    Args:
+        optimizer: any.
+        names: of the model's parameters.
+        kept: gets its tensors.
+        extents: of the model.
+
     Raises:
-        CheckpointError: a value cannot be said, or a parameter has no name.
+        CheckpointError: a value cannot be said or placed, or a parameter has no name.
         StepLostError: a step of a `HostOptimizer` was cut off.
     """
     if isinstance(optimizer, HostOptimizer):
@@ -115,7 +123,7 @@ def encode_optimizer(
     groups = [
         {
             "parameters": parameters,
-            "values": encode(hyperparameters(group), f"group {number}", put),
+            "values": encode(hyperparameters(group), f"group {number}", kept.put),
         }
         for number, (group, parameters) in enumerate(
             zip(optimizer.param_groups, groups_of(optimizer, names), strict=True)
@@ -125,6 +133,7 @@ def encode_optimizer(
     for parameter in _parameters(optimizer):
         if parameter in optimizer.state:
             name, entry = names[parameter], optimizer.state[parameter]
+            put = functools.partial(kept.put_state, extents, parameter)
             state[name] = {key: encode(item, f"{name}.{key}", put) for key, item in entry.items()}
     return {"type": type_of(optimizer), "groups": groups, "state": state}
 
@@ -133,18 +142,29 @@ def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-class Kept(dict[str, torch.Tensor]):
+class Kept(dict[str, Held]):
     """Tensors found among values, by the names that they are given."""
 
     def put(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
         """Keep ``tensor``; see `values.Put`."""
         check_savable(path, tensor)
+        return self._put(path, Extents({}).held(tensor))
+
+    def put_state(
+        self, extents: Extents, parameter: torch.Tensor, path: str, tensor: torch.Tensor
+    ) -> dict[str, Any]:
+        """Keep ``tensor``, which is optimizer state of a parameter."""
+        check_savable(path, tensor)
+        return self._put(path, extents.held_state(path, parameter, tensor))
+
+    def _put(self, path: str, held: Held) -> dict[str, Any]:
         name = path
         while name in self:
             name += "'"
-        self[name] = tensor
+        self[name], tensor = held, held.tensor
         said: dict[str, Any] = {KIND: TENSOR, "name": name}
-        if not tensor.is_contiguous() and is_dense(tensor):
+        part = held.extent is not None and not is_spread(tensor)
+        if not part and not tensor.is_contiguous() and is_dense(tensor):
             said["stride"] = list(tensor.stride())
         if tensor.dtype == torch.complex128:
             said["pairs"] = True

@@ -21,10 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError, DynOffloadError
-from dynoffload.memory.local import is_spread, local
+from dynoffload.memory.local import is_spread
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints import randomness
 from dynoffload.runtime.checkpoints.contents import names_of, stateful_modules, tensors_of
+from dynoffload.runtime.checkpoints.extents import Extents, Held, extents_of
 from dynoffload.runtime.checkpoints.matching import (
     OptimizerPlan,
     is_tensor_like,
@@ -37,7 +38,7 @@ from dynoffload.runtime.checkpoints.opened import Opened, Stored, opened
 from dynoffload.runtime.checkpoints.peers import Peers, peers_of
 from dynoffload.runtime.checkpoints.saving import state_of, things_of
 from dynoffload.runtime.checkpoints.tensors import Memory
-from dynoffload.runtime.sharded import drop_gradients, reshard, spread_like
+from dynoffload.runtime.sharded import drop_gradients, reshard
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,11 @@ def _matched(
     peers: Peers,
 ) -> _Matched:
     with checkpoint.sound("content"):
-        match_model(checkpoint, model)
-        plan = None if optimizer is None else match_optimizer(checkpoint, model, optimizer)
+        extents = extents_of(model)
+        match_model(checkpoint, model, extents)
+        plan = None
+        if optimizer is not None:
+            plan = match_optimizer(checkpoint, model, optimizer, extents)
         states = match_extra(checkpoint, extra)
         of_modules = checkpoint.decode("extra", checkpoint.said.module_state)
         everyone = [checkpoint.said.random, *checkpoint.said.random_of_others]
@@ -165,15 +169,16 @@ def _fill_model(checkpoint: Opened, model: nn.Module, memory: Memory) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     drop_gradients(model)
+    extents = extents_of(model)
     for name, tensor in tensors_of(model)[0].items():
-        checkpoint.read(place_of(checkpoint, name), tensor, memory)
+        checkpoint.read(place_of(checkpoint, name), extents.held(tensor), memory)
 
 
 @torch.no_grad()
 def _fill_optimizer(
     checkpoint: Opened, plan: OptimizerPlan, model: nn.Module, optimizer: Optimizer, memory: Memory
 ) -> None:
-    names = names_of(model)
+    names, extents = names_of(model), extents_of(model)
     if isinstance(optimizer, HostOptimizer):
         optimizer.begin_load()
     for group, values in zip(optimizer.param_groups, plan.groups, strict=True):
@@ -187,7 +192,7 @@ def _fill_optimizer(
             if entry is None:
                 optimizer.state.pop(parameter, None)
             else:
-                _fill_state(checkpoint, entry, parameter, optimizer, memory)
+                _fill_state(checkpoint, entry, parameter, optimizer, memory, extents)
     if isinstance(optimizer, HostOptimizer):
         optimizer.loaded()
 
@@ -198,29 +203,30 @@ def _fill_state(
     parameter: nn.Parameter,
     optimizer: Optimizer,
     memory: Memory,
+    extents: Extents,
 ) -> None:
     live = optimizer.state.get(parameter, {})
-    state = {}
+    of_all = extents.of(parameter)
+
+    def held(item: Stored, tensor: torch.Tensor) -> Held:
+        if is_spread(tensor) or of_all is None or item.shape != of_all.shape:
+            return extents.held(tensor)
+        return Held(tensor, of_all)
+
+    state, known = {}, None
     for key, item in entry.items():
+        known = live.get(key)
         if not isinstance(item, Stored):
             state[key] = item
-        elif item.fits(live.get(key)):
-            state[key] = live[key]
+        elif isinstance(known, torch.Tensor) and item.fits(held(item, known)):
+            state[key] = known
+        elif of_all is not None and item.shape == of_all.shape:
+            state[key] = item.part(parameter)
         else:
-            state[key] = _empty(item, parameter)
-    del live
+            state[key] = item.empty(parameter.device)
+    del live, known
     optimizer.state[parameter] = state
     memory.adopt(parameter)  # before it has content, so that no more than a piece is outside
     for key, item in entry.items():
         if isinstance(item, Stored):
-            checkpoint.read(item.place, state[key], memory)
-
-
-def _empty(item: Stored, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a tensor of state without content, spread as its parameter is if it is as large."""
-    if not is_spread(parameter) or item.shape != tuple(parameter.shape):
-        return item.empty(parameter.device)
-    made: torch.Tensor = spread_like(
-        parameter, torch.empty_like(local(parameter), dtype=item.dtype)
-    )
-    return made
+            checkpoint.read(item.place, held(item, state[key]), memory)

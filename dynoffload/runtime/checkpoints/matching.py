@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -24,11 +25,17 @@ from dynoffload.runtime.checkpoints.contents import (
     tensors_of,
     type_of,
 )
-from dynoffload.runtime.checkpoints.opened import Opened
+from dynoffload.runtime.checkpoints.extents import UNPLACED, Extents
+from dynoffload.runtime.checkpoints.opened import Opened, Stored
 from dynoffload.runtime.checkpoints.shards import Place, kind_of
 from dynoffload.runtime.checkpoints.values import is_tensor
 
 _TILE = re.compile(r"\.tiles\.\d+\.")  # of a layer that `dynoffload.tile` has split
+
+_OF_ONE_RANK = (
+    "; what is there has as many rows as this rank has, as where each rank had a checkpoint of its "
+    "own: the rows of all belong in one, which is saved by all ranks to one directory"
+)
 
 _SHOWN = 3  # names of each sort that an error tells
 
@@ -63,7 +70,7 @@ def place_of(checkpoint: Opened, name: str) -> Place:
     return checkpoint.tensors["model"][checkpoint.said.tied.get(name, name)]
 
 
-def match_model(checkpoint: Opened, model: nn.Module) -> None:
+def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
     """Check that every tensor of ``model`` is there, as it is here, and no other.
 
     Raises:
@@ -78,10 +85,14 @@ def match_model(checkpoint: Opened, model: nn.Module) -> None:
     there = [*places, *their_ties, *checkpoint.said.module_state]
     known, wanted = set(there), set(here)
     kinds = [
-        (name, kind_of(name, tensor), place_of(checkpoint, name).kind)
+        (name, kind_of(name, extents.held(tensor)), place_of(checkpoint, name).kind)
         for name, tensor in live.items()
         if name in known
     ]
+    alone = any(
+        theirs.shape == tuple(live[name].shape) != ours.shape and not is_spread(live[name])
+        for name, ours, theirs in kinds
+    )
     _fail(
         checkpoint,
         {
@@ -91,7 +102,8 @@ def match_model(checkpoint: Opened, model: nn.Module) -> None:
         },
         type(model).__name__,
         "Build the model, and convert its dtypes, as before it was saved"
-        + _of_tiles([name for name in (*here, *there) if (name in known) != (name in wanted)]),
+        + _of_tiles([name for name in (*here, *there) if (name in known) != (name in wanted)])
+        + (_OF_ONE_RANK if alone else ""),
     )
     _fail(
         checkpoint,
@@ -136,11 +148,14 @@ class OptimizerPlan:
     state: dict[str, dict[str, Any]]
 
 
-def match_optimizer(checkpoint: Opened, model: nn.Module, optimizer: Optimizer) -> OptimizerPlan:
+def match_optimizer(
+    checkpoint: Opened, model: nn.Module, optimizer: Optimizer, extents: Extents
+) -> OptimizerPlan:
     """Check that the state of ``optimizer`` is there.
 
     Raises:
-        CheckpointError: the type or a group differs, or there is no state at all.
+        CheckpointError: the type or a group differs, there is no state at all, or state of experts
+            of which nobody knows which is of those here.
         ValueError, KeyError, TypeError, AttributeError, RuntimeError: what is there is malformed.
     """
     said = checkpoint.said.optimizer
@@ -176,7 +191,7 @@ def match_optimizer(checkpoint: Opened, model: nn.Module, optimizer: Optimizer) 
     known = {name for group in here for name in group}
     if foreign := said["state"].keys() - known:
         raise ValueError(f"state of {min(foreign)!r}, which is in no group")
-    return OptimizerPlan(
+    plan = OptimizerPlan(
         [
             hyperparameters(checkpoint.decode("optimizer", group["values"]))
             for group in said["groups"]
@@ -191,6 +206,19 @@ def match_optimizer(checkpoint: Opened, model: nn.Module, optimizer: Optimizer) 
             for name, entry in said["state"].items()
         },
     )
+    for parameter, name in names_of(model).items():
+        extent = None if is_spread(parameter) else extents.of(parameter)
+        if extent is None:
+            continue
+        for key, item in plan.state.get(name, {}).items():
+            if isinstance(item, Stored) and item.shape != extent.shape and prod(item.shape) != 1:
+                raise CheckpointError(
+                    f"checkpoint {path} has optimizer state {f'{name}.{key}'!r} of shape "
+                    f"{list(item.shape)}, where all experts have {list(extent.shape)}, and this "
+                    f"rank has some of them: {UNPLACED}, or load without the optimizer; nothing "
+                    "was loaded"
+                )
+    return plan
 
 
 def match_extra(checkpoint: Opened, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,17 @@ from typing import Any
 import torch
 
 from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.memory.local import is_spread, local
 from dynoffload.memory.pieces import Buffer, is_dense
 from dynoffload.runtime.checkpoints import manifest, shards
 from dynoffload.runtime.checkpoints.directory import OURS, located, target_of
+from dynoffload.runtime.checkpoints.extents import Held
 from dynoffload.runtime.checkpoints.manifest import File, Manifest
 from dynoffload.runtime.checkpoints.peers import Peers
 from dynoffload.runtime.checkpoints.shards import Place
 from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
 from dynoffload.runtime.checkpoints.values import decode
+from dynoffload.runtime.sharded import spread_like
 
 _MALFORMED = (
     ValueError,
@@ -52,11 +55,25 @@ class Stored:
         place = "cpu" if self.device == "cpu" else device
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
-    def fits(self, tensor: Any) -> bool:
-        """Return whether its bytes may be read into ``tensor``."""
+    def part(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of its kind without content, for what is here of the parameter ``like``,
+        whose shape it has as a whole."""
+        part = local(like)
+        place = "cpu" if self.device == "cpu" and part is like else part.device
+        made = torch.empty(part.shape, dtype=self.dtype, device=place)
+        return spread_like(like, made)  # type: ignore[no-any-return]
+
+    def fits(self, held: Held) -> bool:
+        """Return whether what is here of it may be read into what is ``held``."""
+        tensor = held.tensor
+        if held.extent is not None and not is_spread(tensor):
+            return (tensor.dtype, held.shape, tensor.device.type == "cpu") == (
+                self.dtype,
+                self.shape,
+                self.device == "cpu",
+            )
         return (
-            isinstance(tensor, torch.Tensor)
-            and (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape)
+            (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape)
             and tensor.stride() == self.stride
             and (tensor.device.type == "cpu") == (self.device == "cpu")
         )
@@ -173,9 +190,9 @@ class Opened:
                 raise ValueError(f"tensor {said['name']!r} has gaps")
         return Stored(place, dtype, shape, stride, str(said.get("device", "cpu")))
 
-    def read(self, place: Place, tensor: torch.Tensor, memory: Memory) -> None:
-        """Fill ``tensor`` in place."""
-        shards.read(place, tensor, memory, self._buffer)
+    def read(self, place: Place, held: Held, memory: Memory) -> None:
+        """Fill in place what is here of a tensor."""
+        shards.read(place, held, memory, self._buffer)
 
     def decode(self, family: str, value: Any) -> Any:
         """Return what was encoded, with its tensors."""
@@ -183,7 +200,7 @@ class Opened:
         def get(said: dict[str, Any]) -> torch.Tensor:
             stored = self.stored(family, said)
             tensor = stored.empty()
-            self.read(stored.place, tensor, Ordinary())
+            self.read(stored.place, Held(tensor), Ordinary())
             return tensor
 
         return decode(value, get)

@@ -9,10 +9,11 @@ the process group; ``torch.distributed.init_process_group(timeout=...)`` sets it
 
 What they tell each other is JSON, so nothing is unpickled.
 
-[Note: apart]  Where tensors of one name are other tensors on each rank, as the experts of an
-`ExpertParallel` are, or parameters beside a `DistributedDataParallel` inside of the model, no rank
-can write for another: each has a checkpoint of its own, in a directory of its own. A common one
-would hold what whoever was last has had.
+[Note: apart]  Where parameters lie beside a `DistributedDataParallel` inside of the model, those of
+one name may be other ones on each rank, and nobody knows whether they are meant to be. No rank can
+write for another: each has a checkpoint of its own, in a directory of its own. A common one would
+hold what whoever was last has had. Beside experts that are spread over ranks all else is meant to
+be alike, and is compared (`dynoffload.runtime.checkpoints.alike`).
 """
 
 from __future__ import annotations
@@ -169,8 +170,7 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
                 f"this {type(model).__name__} has shards of fully_shard and experts that are other "
                 "ones on each rank, which no checkpoint holds together"
             )
-        what = f"this {type(model).__name__}, whose experts are other ones on each rank"
-        return Apart(Ranks(torch.distributed.group.WORLD), what)
+        return Ranks(torch.distributed.group.WORLD)  # groups that hold the same experts, too
     inner = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     if inner and not groups:
         return _of_inner(model, inner)

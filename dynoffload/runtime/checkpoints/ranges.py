@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from dynoffload.errors import CheckpointError
-from dynoffload.memory.local import is_spread, local
+from dynoffload.memory.local import local
+from dynoffload.runtime.checkpoints.extents import Held
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, as zlib has it
 _BITS = 32
@@ -36,59 +36,30 @@ class Span(NamedTuple):
     crc32: int
 
 
-def parts_of(tensor: torch.Tensor, *, writes: bool = False, first: bool = True) -> Iterator[Part]:
-    """Yield what this process has of ``tensor``, in the order of its elements.
+def parts_of(held: Held, *, writes: bool = False, first: bool = True) -> Iterator[Part]:
+    """Yield what this process has of a tensor, in the order of its elements.
 
     Args:
-        tensor: plain, or spread.
+        held: a tensor that all have, or a part.
         writes: yield what it is to write: of what several have, only one does.
-        first: whether it is the process that writes what is not spread.
+        first: whether it is the process that writes what all have.
     """
-    if not is_spread(tensor):
+    tensor, extent = held.tensor.detach(), held.extent
+    if extent is None:
         if first or not writes:
-            yield Part(0, tensor.detach())
+            yield Part(0, tensor)
         return
-    spec: Any = tensor._spec  # type: ignore[attr-defined]
-    part = local(tensor.detach())
-    if not part.numel() or (writes and not _writes(spec)):
+    part: torch.Tensor = local(tensor)
+    if not part.numel() or (writes and not extent.writes):
         return
-    dim = next((one.dim for one in spec.placements if one.is_shard()), 0)
-    begin = _begin(tensor.shape, spec, dim)
-    outer, inner = prod(tensor.shape[:dim]), prod(tensor.shape[dim + 1 :])
+    shape, dim, begin = extent.shape, extent.dim, extent.begin
+    outer, inner = prod(shape[:dim]), prod(shape[dim + 1 :])
+    if outer == 1:  # of its own shape, as experts of one tensor may be paged each for itself
+        yield Part(begin * inner, part)
+        return
     flat, length = part.reshape(-1), part.shape[dim] * inner
     for row in range(outer):
-        start = (row * tensor.shape[dim] + begin) * inner
-        yield Part(start, flat[row * length : (row + 1) * length])
-
-
-def check_spread(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a spread tensor whose parts are not one stretch along one dimension.
-
-    Raises:
-        CheckpointError: naming it.
-    """
-    placements = tensor._spec.placements  # type: ignore[attr-defined]
-    shards = [one for one in placements if one.is_shard()]
-    plain = all(type(one).__name__ in ("Shard", "Replicate") for one in placements)
-    if not plain or len(shards) > 1 or not local(tensor).is_contiguous():
-        raise CheckpointError(
-            f"tensor {name!r} is spread over processes as {placements}: a checkpoint holds what is "
-            "sharded along one dimension, as by fully_shard alone"
-        )
-
-
-def _writes(spec: Any) -> bool:
-    """Return whether this process is the one that writes its part, of those that have the same."""
-    where = spec.mesh.get_coordinate() or ()
-    return all(one.is_shard() or not at for one, at in zip(spec.placements, where, strict=True))
-
-
-def _begin(shape: torch.Size, spec: Any, dim: int) -> int:
-    """Return the first index along ``dim`` that this process has."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(shape, spec.mesh, spec.placements)
-    return int(offset[dim])
+        yield Part((row * shape[dim] + begin) * inner, flat[row * length : (row + 1) * length])
 
 
 def joined(spans: Iterable[Span]) -> Span:

@@ -1,7 +1,8 @@
 """Saving: from live tensors to a directory that is whole or not there.
 
 Of several processes the first lays out the files and writes what all have alike; each writes its
-own parts of what is spread over them, where they belong; the first says what the files are, and
+own parts of what is spread over them, where they belong, once what several have is known to be
+alike where nobody but the user's loop keeps it so; the first says what the files are, and
 puts them in their place. The files are those that one process would have written.
 """
 
@@ -26,6 +27,7 @@ import dynoffload
 from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
 from dynoffload.memory.pieces import Buffer
 from dynoffload.runtime.checkpoints import manifest, randomness, shards
+from dynoffload.runtime.checkpoints.alike import check_alike
 from dynoffload.runtime.checkpoints.contents import (
     Kept,
     encode_optimizer,
@@ -34,6 +36,7 @@ from dynoffload.runtime.checkpoints.contents import (
     tensors_of,
 )
 from dynoffload.runtime.checkpoints.directory import replacing, target_of
+from dynoffload.runtime.checkpoints.extents import Extents, Held, agreed_extents, unlike
 from dynoffload.runtime.checkpoints.manifest import File, Manifest
 from dynoffload.runtime.checkpoints.peers import Peers, peers_of
 from dynoffload.runtime.checkpoints.ranges import Span, joined
@@ -96,10 +99,11 @@ def save(
     which are those of the model by default."""
     peers = peers_of(model) if peers is None else peers
     peers.check(directory)
+    extents = agreed_extents(model, peers)
     made: list[_Layout] = []
 
     def lay_out() -> dict[str, Any]:
-        made.append(_laid_out(model, optimizer, directory, extra, max_shard_size, peers))
+        made.append(_laid_out(model, optimizer, directory, extra, max_shard_size, peers, extents))
         return {
             "alike": made[0].checksum(),
             "random": None if peers.first else _random_here(peers.rank),
@@ -108,10 +112,10 @@ def save(
     said = peers.share(lay_out)
     layout = made[0]
     if len({one["alike"] for one in said}) > 1:
-        raise CheckpointError(
-            "the ranks have models, or optimizers, of other names, shapes or dtypes than each "
-            "other: build them alike, and step them alike, before they save together"
-        )
+        raise unlike()
+    if extents:
+        tensors = layout.held("model"), layout.held("optimizer")
+        check_alike(peers, layout.target, *tensors, layout.said.optimizer, memory)
     with contextlib.ExitStack() as stack:  # an error ends the new directory
 
         def begin() -> str | None:
@@ -156,8 +160,12 @@ class _Layout:
             self.said.random_of_others.append(one["said"])
             for name, text in one["tensors"].items():
                 data = bytearray(base64.b64decode(text))
-                self.of_extra[name] = torch.frombuffer(data, dtype=torch.uint8)
+                self.of_extra[name] = Held(torch.frombuffer(data, dtype=torch.uint8))
         self.sets["extra"] = shards.shards_of("extra", self.of_extra, self.limit)
+
+    def held(self, stem: str) -> dict[str, Held]:
+        """Return the tensors of a set."""
+        return {name: one for shard in self.sets[stem] for name, one in shard.tensors.items()}
 
     def shards(self) -> list[Shard]:
         """Return all files of tensors."""
@@ -179,6 +187,7 @@ def _laid_out(
     extra: Mapping[str, Any] | None,
     max_shard_size: int | str,
     peers: Peers,
+    extents: Extents,
 ) -> _Layout:
     extra = things_of(extra)
     limit = parse_bytes(max_shard_size)
@@ -198,7 +207,7 @@ def _laid_out(
         },
         optimizer=None
         if optimizer is None
-        else encode_optimizer(optimizer, names_of(model), of_optimizer.put),
+        else encode_optimizer(optimizer, names_of(model), of_optimizer, extents),
         extra={
             name: {
                 "type": type(thing).__name__,
@@ -213,7 +222,9 @@ def _laid_out(
         written_by={"dynoffload": dynoffload.__version__, "torch": str(torch.__version__)},
     )
     sets = {
-        "model": shards.shards_of("model", weights, limit),
+        "model": shards.shards_of(
+            "model", {name: extents.held(tensor) for name, tensor in weights.items()}, limit
+        ),
         "optimizer": shards.shards_of("optimizer", of_optimizer, limit),
     }
     layout = _Layout(target, said, sets, of_extra, limit)
@@ -230,8 +241,8 @@ def _random_here(rank: int) -> dict[str, Any]:
         for name, state in randomness.states().items()
     }
     tensors = {
-        name: base64.b64encode(tensor.cpu().numpy().tobytes()).decode()
-        for name, tensor in kept.items()
+        name: base64.b64encode(held.tensor.cpu().numpy().tobytes()).decode()
+        for name, held in kept.items()
     }
     return {"said": said, "tensors": tensors}
 

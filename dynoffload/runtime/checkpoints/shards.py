@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +19,7 @@ import torch
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.pieces import Buffer
 from dynoffload.runtime.checkpoints import ranges
+from dynoffload.runtime.checkpoints.extents import Held
 from dynoffload.runtime.checkpoints.ranges import Span
 from dynoffload.runtime.checkpoints.tensors import Memory
 
@@ -63,13 +64,13 @@ class Kind:
         return f"{self.dtype}{list(self.shape)}"
 
 
-def kind_of(name: str, tensor: torch.Tensor) -> Kind:
-    """Return the kind under which ``tensor`` is kept.
+def kind_of(name: str, held: Held) -> Kind:
+    """Return the kind under which a tensor is kept, whole.
 
     Raises:
         CheckpointError: safetensors has no such dtype.
     """
-    shape = tuple(tensor.shape)
+    tensor, shape = held.tensor, held.shape
     if tensor.dtype == torch.complex128:  # safetensors has no name for it: pairs, of the same bytes
         return Kind("F64", (*shape, 2))
     dtype = _NAMES.get(tensor.dtype)
@@ -91,15 +92,15 @@ class Shard:
     """One file to be written: its name, its tensors in their order, and its first bytes."""
 
     file: str
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Held]
     head: bytes
     nbytes: int
 
 
-def shards_of(stem: str, tensors: Mapping[str, torch.Tensor], limit: int) -> list[Shard]:
+def shards_of(stem: str, tensors: Mapping[str, Held], limit: int) -> list[Shard]:
     """Divide ``tensors`` over files of about ``limit`` bytes of content; a larger tensor has one of
     its own."""
-    kinds = {name: kind_of(name, tensor) for name, tensor in tensors.items()}
+    kinds = {name: kind_of(name, held) for name, held in tensors.items()}
     parts: list[list[str]] = []
     filled = 0
     for name, kind in kinds.items():
@@ -159,7 +160,7 @@ def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool)
         shard: the file.
         memory: where its tensors live.
         buffer: through which they pass.
-        first: whether this process writes the head, and what is not spread over processes.
+        first: whether this process writes the head, and what all have.
 
     Returns:
         The stretches that were written.
@@ -168,17 +169,23 @@ def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool)
     if first:
         written.add(0, shard.head)
     start = len(shard.head)
-    for name, tensor in shard.tensors.items():
-        for part in ranges.parts_of(tensor, writes=True, first=first):
-            at = start + part.start * tensor.element_size()
-            for piece in memory.pieces(part.values):
-                with memory.held(piece):
-                    buffer.like(piece).copy_(piece)
-                data = buffer.bytes(piece.numel() * piece.element_size())
+    for name, held in shard.tensors.items():
+        for part in ranges.parts_of(held, writes=True, first=first):
+            at = start + part.start * held.tensor.element_size()
+            for data in bytes_of(part.values, memory, buffer):
                 written.add(at, data)
                 at += len(data)
-        start += kind_of(name, tensor).nbytes
+        start += kind_of(name, held).nbytes
     return written.spans
+
+
+@torch.no_grad()
+def bytes_of(values: torch.Tensor, memory: Memory, buffer: Buffer) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, piece by piece; each is good until the next."""
+    for piece in memory.pieces(values):
+        with memory.held(piece):
+            buffer.like(piece).copy_(piece)
+        yield buffer.bytes(piece.numel() * piece.element_size())
 
 
 class _Written:
@@ -249,10 +256,10 @@ def read_exactly(fd: int, into: memoryview, start: int) -> None:
 
 
 @torch.no_grad()
-def read(place: Place, tensor: torch.Tensor, memory: Memory, buffer: Buffer) -> None:
-    """Fill ``tensor``, of the kind at ``place``, in place; of one that is spread, the part here."""
-    for part in ranges.parts_of(tensor):
-        start = place.start + part.start * tensor.element_size()
+def read(place: Place, held: Held, memory: Memory, buffer: Buffer) -> None:
+    """Fill what is here of the tensor at ``place``, which is of its kind."""
+    for part in ranges.parts_of(held):
+        start = place.start + part.start * held.tensor.element_size()
         for piece in memory.pieces(part.values):
             data = buffer.bytes(piece.numel() * piece.element_size())
             read_exactly(place.fd, data, start)

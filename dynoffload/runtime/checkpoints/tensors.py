@@ -13,7 +13,7 @@ from torch import nn
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.local import is_spread, local
 from dynoffload.memory.pieces import Holder, pieces
-from dynoffload.runtime.checkpoints.ranges import check_spread
+from dynoffload.runtime.checkpoints.extents import check_spread
 
 
 class Memory(Holder, Protocol):

@@ -1,0 +1,279 @@
+"""Experts that are spread over processes have one checkpoint, of whole tensors.
+
+Ranks meet over gloo; what each of them does is in `parallel_checkpoints`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import needs_pager
+from gloo_ranks import run_ranks
+from parallel_checkpoints import (
+    Net,
+    Whole,
+    adamw,
+    block,
+    goes_on,
+    held,
+    is_spread,
+    loads,
+    refused,
+    several,
+    zeroed,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import dynoffload
+from dynoffload.errors import CheckpointError
+from dynoffload.moe.parallel import ExpertParallel
+from dynoffload.runtime.checkpoints.extents import agreed_extents
+from dynoffload.runtime.checkpoints.peers import Peers
+
+KINDS = {"plain": (False, False), "paged": (True, False), "replicas": (True, True)}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all ranks save."""
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture(scope="module")
+def of_two(place: Path) -> list[Any]:
+    """What two ranks have found that have saved to ``two``, without a session."""
+    return run_ranks(goes_on, 2, str(place / "two"), False, False)
+
+
+@pytest.fixture(scope="module")
+def of_four(place: Path) -> list[Any]:
+    """What four ranks have found, two of which hold the same experts each."""
+    (place / "several").mkdir()
+    return run_ranks(several, 4, str(place / "several"))
+
+
+@pytest.fixture(scope="module")
+def of_one(place: Path) -> dict[str, Tensor]:
+    """What one process has that has saved layers of one process to ``one``."""
+    model, optimizer = trained(Whole())
+    dynoffload.save_checkpoint(model, optimizer, place / "one")
+    return held(model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def not_saved(place: Path) -> list[Any]:
+    """What two ranks say of what they refuse."""
+    where = place / "refused" / "of-one"
+    where.mkdir(parents=True)
+    model, optimizer = trained(Whole(), torch.optim.Adafactor)
+    dynoffload.save_checkpoint(model, optimizer, where / "factored")
+    dynoffload.save_checkpoint(Whole(held=2), None, where / "apart")
+    dynoffload.save_checkpoint(Whole(experts=8), None, where / "eight")
+    return run_ranks(refused, 2, str(place / "refused"))
+
+
+def trained(model: nn.Module, kind: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model after two steps in this process, and its optimizer."""
+    torch.manual_seed(5)
+    optimizer = adamw(model) if kind is None else kind(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(torch.randn(9, 32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def joined(ranks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the whole tensors of ranks that hold all experts, each some."""
+    return {
+        name: torch.cat([one[name] for one in ranks]) if is_spread(name) else tensor
+        for name, tensor in ranks[0].items()
+    }
+
+
+def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Assert that all tensors have the same bits."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def check_ranks(ranks: Sequence[dict[str, Tensor]], wanted: dict[str, Tensor]) -> None:
+    """Assert that each rank has its own of whole tensors, and all of the others."""
+    for rank, found in enumerate(ranks):
+        check_same(
+            found,
+            {
+                name: tensor.chunk(len(ranks))[rank] if is_spread(name) else tensor
+                for name, tensor in wanted.items()
+            },
+        )
+
+
+def check_files(directory: Path, wanted: dict[str, Tensor]) -> None:
+    """Assert that plain tools find whole tensors under the model's own names."""
+    files = [load_file(directory / f"{stem}.safetensors") for stem in ("model", "optimizer")]
+    check_same(files[0] | files[1], wanted)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=needs_pager) for kind in ("paged", "replicas"))]
+)
+def test_a_run_goes_on_from_its_checkpoint(kind: str, place: Path, of_two: list[Any]) -> None:
+    """Without a session, where experts are paged, and beside `DistributedDataParallel`."""
+    ranks, where = of_two, place / "two"
+    if kind != "plain":
+        where = place / kind
+        ranks = run_ranks(goes_on, 2, str(where), *KINDS[kind])
+    for one in ranks:
+        check_same(one["loaded"], one["saved"])
+        assert torch.equal(*one["losses"])
+        check_same(*one["end"])
+    assert not torch.equal(*(one["saved"]["first.up"] for one in ranks)), "the same experts"
+    check_files(where, joined([one["saved"] for one in ranks]))
+
+
+@pytest.mark.parametrize("kind", [Net, Whole])
+@pytest.mark.parametrize("pages", [False, pytest.param(True, marks=needs_pager)])
+def test_one_process_loads_what_two_have_saved(
+    kind: Any, pages: bool, place: Path, of_two: list[Any], tmp_path: Path
+) -> None:
+    """Into a group of one, and into layers of one process; and saves the same files."""
+    model = Whole() if kind is Whole else Net(None)
+    optimizer = adamw(model)
+    with block(model, optimizer, pages):
+        zeroed(model)
+        dynoffload.load_checkpoint(model, optimizer, place / "two")
+        check_same(held(model, optimizer), joined([one["saved"] for one in of_two]))
+        dynoffload.save_checkpoint(model, optimizer, tmp_path / "again")
+    for stem in ("model", "optimizer"):
+        file = f"{stem}.safetensors"
+        assert (tmp_path / "again" / file).read_bytes() == (place / "two" / file).read_bytes()
+
+
+@needs_pager
+def test_four_ranks_load_what_two_have_saved(place: Path, of_two: list[Any]) -> None:
+    ranks = run_ranks(loads, 4, str(place / "two"), True)
+    for pages in ("False", "True"):
+        check_ranks([one[pages] for one in ranks], joined([one["saved"] for one in of_two]))
+
+
+@needs_pager
+def test_two_ranks_load_what_one_process_has_saved(place: Path, of_one: dict[str, Tensor]) -> None:
+    ranks = run_ranks(loads, 2, str(place / "one"), True)
+    for pages in ("False", "True"):
+        check_ranks([one[pages] for one in ranks], of_one)
+
+
+def test_groups_that_hold_the_same_experts_save_them_once(place: Path, of_four: list[Any]) -> None:
+    wanted = joined([one["saved"] for one in of_four[:2]])
+    check_files(place / "several" / "run", wanted)
+    check_ranks([one["loaded"] for one in of_four[:2]], wanted)
+    check_ranks([one["loaded"] for one in of_four[2:]], wanted)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (
+            "rows",
+            "parameter 'first.up', of experts 2 and on, which both hold, differs between ranks 1 "
+            "and 3 of 4",
+        ),
+        (
+            "state of rows",
+            "optimizer state 'second.down.exp_avg', of experts 0 and on, which both hold, differs "
+            "between ranks 0 and 2 of 4",
+        ),
+        ("replica", "parameter 'head.bias' differs between ranks 0 and 3 of 4"),
+    ],
+)
+def test_what_several_ranks_hold_has_to_be_alike(what: str, told: str, of_four: list[Any]) -> None:
+    for one in of_four:
+        assert told in one["refused"][what]
+        assert "over the ranks" in one["refused"][what]
+        assert one["same"], "the checkpoint of before was touched"
+        assert one["beside"] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("replica False", "and sum the gradients of replicated_parameters(), and of all else"),
+        pytest.param("replica True", "parameter 'first.router' differs", marks=needs_pager),
+        ("state", "optimizer state 'first.router.exp_avg_sq' differs between ranks 0 and 1 of 2"),
+        ("numbers", "or numbers in its state, differ between ranks 0 and 1 of 2"),
+        ("directories", "ranks 0 and 1 name two directories, "),
+        ("factored", "optimizer state 'first.up.row_var' has shape [2, 128, 1], and its"),
+        ("factored", "use an optimizer that keeps such, as AdamW and SGD do, or save without"),
+        ("shards", "has shards of fully_shard and experts that are other ones on each rank"),
+    ],
+)
+def test_what_cannot_be_in_common_is_refused(what: str, told: str, not_saved: list[Any]) -> None:
+    for one in not_saved:
+        assert told in one[what]
+        assert not one["inner"], "a replica within is nothing to refuse"
+        assert one["there"] == ["of-one"], "something was written"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("loaded factored", "has optimizer state 'first.up.row_var' of shape [4, 128, 1], where"),
+        ("apart", "'first.up' (F32[2, 128, 32] there, F32[4, 128, 32] here)"),
+        ("apart", "what is there has as many rows as this rank has"),
+        ("eight", "'first.up' (F32[8, 128, 32] there, F32[4, 128, 32] here)"),
+    ],
+)
+def test_what_is_of_other_experts_is_not_loaded(what: str, told: str, not_saved: list[Any]) -> None:
+    for one in not_saved:
+        assert told in one[what]
+        assert one["untouched"]
+
+
+def test_a_buffer_that_differs_is_the_first_ranks_with_a_warning(
+    place: Path, not_saved: list[Any]
+) -> None:
+    assert len(not_saved[0]["warned"]) == 1
+    assert "buffer 'first.choice_bias' differs between ranks 0 and 1" in not_saved[0]["warned"][0]
+    assert not_saved[1]["warned"] == []
+    kept = load_file(place / "refused" / "buffers" / "model.safetensors")
+    assert not kept["first.choice_bias"].any()
+
+
+class Others(Peers):
+    """This process, and what others are said to have of each matrix of experts."""
+
+    def __init__(self, *said: list[int]) -> None:
+        self._said, self.world = said, 1 + len(said)
+
+    def share(self, work: Any) -> list[Any]:
+        """See `Peers.share`."""
+        mine = work()
+        return [mine, *(dict.fromkeys(mine, one) for one in self._said)]
+
+
+def test_experts_that_are_not_all_there_are_refused() -> None:
+    layer = ExpertParallel(8, 16, 4)
+    layer.exchange.world = 2  # so it has experts 0 to 4 of eight
+    extent = agreed_extents(layer, Others([0, 4, 8], [4, 8, 8], [4, 8, 8])).of(layer.up)
+    assert extent is not None
+    assert (extent.shape, extent.begin, extent.writes, extent.several) == (
+        (8, 32, 8),
+        0,
+        True,
+        True,
+    )
+    for said, told in (
+        ([[0, 4, 8]], "experts 4 to 8 of 'up' are on no rank that saves"),
+        ([[6, 8, 8]], "experts 4 to 6 of 'up' are on no rank"),
+        ([[0, 8, 8]], "or in groups of other sizes"),
+        ([[4, 12, 12]], "of other names, shapes or dtypes"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            agreed_extents(layer, Others(*said))
