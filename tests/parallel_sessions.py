@@ -153,7 +153,11 @@ def replicated(rank: int, world: int) -> dict[str, Any]:
             clip_grad_norm_(model, 1.0, order, error_if_nonfinite=True)
         except RuntimeError as error:
             broken.append(str(error))
-    return {"said": said, "names": names, "apart": apart, "norms": norms, "broken": broken}
+    layer.balance(layer(tokens[rank]).routing)
+    whole.balance(whole(torch.cat(tokens)).routing)
+    moved = bool(whole.choice_bias.any()) and torch.equal(layer.choice_bias, whole.choice_bias)
+    found = {"said": said, "names": names, "apart": apart, "norms": norms, "broken": broken}
+    return {**found, "moved": moved}
 
 
 def unlike(rank: int, world: int, first: list[Any], second: list[Any]) -> str:

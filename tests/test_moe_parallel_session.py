@@ -41,6 +41,7 @@ def test_experts_beside_replicas_have_the_gradients_of_one_process() -> None:
         assert "call dynoffload.moe.parallel.keep_apart(model) before it is wrapped" in one["said"]
         assert one["names"] == ["up", "down"]
         assert max(one["apart"].values()) < 1e-12, one["apart"]
+        assert one["moved"], "the bias on the choice goes by the tokens of all ranks"
         assert len(one["norms"]) == 6
         assert max(map(abs, one["norms"])) < 1e-9, one["norms"]
         assert len(one["broken"]) == 2

@@ -218,6 +218,9 @@ class MoE(nn.Module):
             routing: of the step that is over.
             rate: by how much.
         """
-        starts = torch.tensor(routing.starts, device=self.choice_bias.device)
-        loads = starts.diff().float()
+        loads = self.loads(routing)
         self.choice_bias += rate * (loads.mean() - loads).sign()
+
+    def loads(self, routing: Routing) -> torch.Tensor:
+        """Return how many tokens each expert had, (E,)."""
+        return torch.tensor(routing.starts, device=self.choice_bias.device).diff().double()

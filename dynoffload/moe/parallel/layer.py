@@ -210,6 +210,16 @@ class ExpertParallel(MoE):
             if name not in SHARDED:
                 yield parameter
 
+    def loads(self, routing: Routing) -> torch.Tensor:
+        """Return how many tokens of all ranks each expert had, (E,), the same on all of them.
+
+        All ranks of the group call it, and so `balance`, together. Other groups with copies of the
+        experts count their own tokens: broadcast ``choice_bias`` from one of them.
+        """
+        own = super().loads(routing)
+        each = self.exchange.gathered(own.tolist(), own.device, "tokens of each expert")
+        return torch.tensor(each, dtype=own.dtype, device=own.device).sum(0)
+
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the slices of this rank's experts, of a tensor with those of all, (E, ...)."""
         held = len(self.up)
