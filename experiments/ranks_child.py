@@ -28,7 +28,7 @@ from torch.optim import AdamW
 import dynoffload
 from dynoffload.numerics import settle_kernels
 from dynoffload.runtime.counting import whole_bytes
-from dynoffload.runtime.replicas import bucket_bytes, replicas_of
+from dynoffload.runtime.ranks.replicas import bucket_bytes, replicas_of
 
 _TOKENS = 64
 _LR = 1e-3

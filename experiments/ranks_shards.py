@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 import dynoffload
 from dynoffload.memory.local import local
-from dynoffload.runtime.sharded import reshard
+from dynoffload.runtime.ranks.sharded import reshard
 
 WIDTH, BLOCKS, EXPERTS, CLASSES, TOKENS = 96, 4, 6, 10, 24
 NETWORKS = ("dense", "layerdrop", "moe")

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
 from dynoffload.experiments.bits import first_difference, state_of
-from dynoffload.runtime.replicas import bucket_bytes, replicas_of
+from dynoffload.runtime.ranks.replicas import bucket_bytes, replicas_of
 
 STEPS = 6
 TIMEOUT_S = 30

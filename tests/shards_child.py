@@ -38,7 +38,7 @@ from dynoffload.experiments.ranks_shards import (
 from dynoffload.memory import heap
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.memory.local import local, local_bytes
-from dynoffload.runtime.sharded import beside_bytes, groups_of
+from dynoffload.runtime.ranks.sharded import beside_bytes, groups_of
 
 
 def main() -> None:

@@ -18,8 +18,9 @@ from torch import nn
 import dynoffload
 from dynoffload.errors import ConfigError
 from dynoffload.memory.cores import cores_of_list, list_of_cores
-from dynoffload.runtime import binding, offload
-from dynoffload.runtime.binding import Binding, binding_for, bound
+from dynoffload.runtime import offload
+from dynoffload.runtime.ranks import binding
+from dynoffload.runtime.ranks.binding import Binding, binding_for, bound
 
 ALL = set(range(16))
 NODES = {0: "0-3,8-11", 1: "4-7,12-15"}
@@ -254,7 +255,7 @@ def test_an_option_that_is_none_is_refused() -> None:
 _RANK = """
 import os, sys
 from pathlib import Path
-from dynoffload.runtime.binding import binding_for, bound
+from dynoffload.runtime.ranks.binding import binding_for, bound
 with bound(binding_for(None, root=Path(sys.argv[1]))) as words:
     print(f"rank {os.environ['LOCAL_RANK']} {words} {sorted(os.sched_getaffinity(0))}", flush=True)
 """

@@ -1,7 +1,8 @@
 """Memory nodes and their cores, and which of them a process updates parameters on: its share.
 
 What it is: a reader of Linux's /sys, torchrun's variables and the process's affinity. What it is
-not: threads; `dynoffload.optim.crew` makes those, and `dynoffload.runtime.binding` binds others.
+not: threads; `dynoffload.optim.crew` makes those, and `dynoffload.runtime.ranks.binding` binds
+others.
 
 An accelerator hangs on one memory node (NUMA), and host memory of another node is slower to reach
 for it and for the cores here. Ranks of one machine that have accelerators on one node share its

@@ -2,7 +2,7 @@
 
 What it is: a look through the wrapper of a tensor that is spread over processes (torch's
 `DTensor`), whose own storage has no bytes, to the plain tensor that has this process's part. What
-it is not: how tensors are spread, and by whom (`dynoffload.runtime.sharded`).
+it is not: how tensors are spread, and by whom (`dynoffload.runtime.ranks.sharded`).
 
 Nothing of `torch.distributed` is imported: a tensor can be of a class only once that is there.
 """

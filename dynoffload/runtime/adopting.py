@@ -29,7 +29,7 @@ from dynoffload.runtime.adoption.staying import beside, staying_bytes
 from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import States, parts_of, state_tensors, tensors_of
 from dynoffload.runtime.interrupts import let_come
-from dynoffload.runtime.sharded import aliases_of
+from dynoffload.runtime.ranks.sharded import aliases_of
 from dynoffload.runtime.sizing import Sizing, update_bytes
 from dynoffload.units import MiB, format_bytes
 

@@ -19,7 +19,7 @@ from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
 from dynoffload.optim.optimizer import HostOptimizer
-from dynoffload.runtime.sharded import aliases_of
+from dynoffload.runtime.ranks.sharded import aliases_of
 from dynoffload.runtime.updates.updates import can_split
 
 _STATES = {"SGD": 0, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 1, "Rprop": 2}

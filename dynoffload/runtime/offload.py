@@ -29,8 +29,6 @@ from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
-from dynoffload.runtime import sharded
-from dynoffload.runtime.binding import Binding, binding_for, bound
 from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.host import within
@@ -38,15 +36,17 @@ from dynoffload.runtime.interrupts import admit, hold
 from dynoffload.runtime.materialize import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
+from dynoffload.runtime.ranks import sharded
+from dynoffload.runtime.ranks.binding import Binding, binding_for, bound
 from dynoffload.runtime.ranks.launch import own_file
-from dynoffload.runtime.recompute.session import recomputing
-from dynoffload.runtime.replicas import (
+from dynoffload.runtime.ranks.replicas import (
     bucket_bytes,
     check_experts,
     check_replicas,
     replicas_of,
     unwrapped,
 )
+from dynoffload.runtime.recompute.session import recomputing
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.swapping import swapping

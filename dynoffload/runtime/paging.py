@@ -47,10 +47,10 @@ from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.hooks import Hooks
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.placing import is_held, leave_for_meta
+from dynoffload.runtime.ranks.replicas import as_backward_ends
+from dynoffload.runtime.ranks.sharded import Gathered, groups_of, reshard
 from dynoffload.runtime.recovery import Recovery
-from dynoffload.runtime.replicas import as_backward_ends
 from dynoffload.runtime.residency import Residence
-from dynoffload.runtime.sharded import Gathered, groups_of, reshard
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.updates.drafts import Drafts
@@ -79,7 +79,7 @@ class Paging:
         on_chunk: called whenever a chunk's worth of activations was saved or used.
         on_phase: called with the name of a phase that begins.
         on_step: called after each optimizer step.
-        replicated: gradients are changed as backward ends; see `dynoffload.runtime.replicas`.
+        replicated: gradients are changed as backward ends; see `dynoffload.runtime.ranks.replicas`.
     """
 
     def __init__(

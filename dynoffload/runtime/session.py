@@ -39,12 +39,12 @@ from dynoffload.runtime.owed import Owed
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
+from dynoffload.runtime.ranks.replicas import beside, is_known, unknown
+from dynoffload.runtime.ranks.sharded import groups_of, said_of
 from dynoffload.runtime.ranks.standing import Standing
 from dynoffload.runtime.ranks.watch import Watch, watch
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
-from dynoffload.runtime.replicas import beside, is_known, unknown
-from dynoffload.runtime.sharded import groups_of, said_of
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of

@@ -27,7 +27,7 @@ from dynoffload.moe.parallel.granularity import NUMBERS
 from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.strategies import Strategy, strategy_of
 from dynoffload.moe.parallel.tiers import Tier, tier_for
-from dynoffload.runtime.replicas import Rows
+from dynoffload.runtime.ranks.replicas import Rows
 from dynoffload.units import parse_bytes
 
 AUTO = "auto"

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import ConfigError
+from dynoffload.memory.reused import reused
 from dynoffload.moe.activations import Activation
 from dynoffload.moe.parallel import computation
 from dynoffload.moe.parallel.buffers import Buffers
@@ -218,8 +219,8 @@ class _Pipelined(torch.autograd.Function):
         home, away = call.both(d_out)
         middles = call.middle(d_out, up.shape[1])
         d_tokens = d_out.new_zeros(shape) if sent.need_tokens else None
-        d_up = torch.zeros_like(up) if ctx.needs_input_grad[2] else None
-        d_down = torch.zeros_like(down) if ctx.needs_input_grad[3] else None
+        d_up = reused(up).zero_() if ctx.needs_input_grad[2] else None
+        d_down = reused(down).zero_() if ctx.needs_input_grad[3] else None
         d_rows = None
         if sent.need_gates:
             d_rows = d_out.new_zeros(sum(sent.takes), gates_shape[1])

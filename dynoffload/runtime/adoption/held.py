@@ -18,7 +18,7 @@ from torch import nn
 
 from dynoffload.memory.local import local
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.sharded import aliases_of
+from dynoffload.runtime.ranks.sharded import aliases_of
 
 _OF_STATE = 3  # references to a tensor of state: its dict, the update's copy, and one here
 

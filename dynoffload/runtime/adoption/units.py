@@ -15,7 +15,7 @@ from torch import nn
 
 from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.adoption.store import Slot
-from dynoffload.runtime.sharded import Group
+from dynoffload.runtime.ranks.sharded import Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Unit:
         slots: its paged parameters, or one slice of each that is paged by slices.
         number: of the slices, or None.
         gathers: its parameters are read before anything in it runs, by a hook of the module; see
-            `dynoffload.runtime.sharded`.
+            `dynoffload.runtime.ranks.sharded`.
     """
 
     index: int

@@ -22,7 +22,7 @@ from torch import nn
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.local import is_spread, local
 from dynoffload.runtime.checkpoints.peers import Peers
-from dynoffload.runtime.replicas import rows_of_experts
+from dynoffload.runtime.ranks.replicas import rows_of_experts
 
 
 class Extent(NamedTuple):

@@ -38,7 +38,7 @@ from dynoffload.runtime.checkpoints.opened import Opened, Stored, opened
 from dynoffload.runtime.checkpoints.peers import Peers, peers_of
 from dynoffload.runtime.checkpoints.saving import state_of, things_of
 from dynoffload.runtime.checkpoints.tensors import Memory
-from dynoffload.runtime.sharded import drop_gradients, reshard
+from dynoffload.runtime.ranks.sharded import drop_gradients, reshard
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from dynoffload.runtime.checkpoints.peers import Peers
 from dynoffload.runtime.checkpoints.shards import Place
 from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
 from dynoffload.runtime.checkpoints.values import decode
-from dynoffload.runtime.sharded import spread_like
+from dynoffload.runtime.ranks.sharded import spread_like
 
 _MALFORMED = (
     ValueError,

@@ -29,8 +29,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import CheckpointError
-from dynoffload.runtime.replicas import has_part_of_experts
-from dynoffload.runtime.sharded import groups_of
+from dynoffload.runtime.ranks.replicas import has_part_of_experts
+from dynoffload.runtime.ranks.sharded import groups_of
 
 
 class Peers:

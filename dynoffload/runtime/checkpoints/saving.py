@@ -43,7 +43,7 @@ from dynoffload.runtime.checkpoints.ranges import Span, joined
 from dynoffload.runtime.checkpoints.shards import Shard
 from dynoffload.runtime.checkpoints.tensors import Memory, check_savable
 from dynoffload.runtime.checkpoints.values import encode
-from dynoffload.runtime.sharded import reshard
+from dynoffload.runtime.ranks.sharded import reshard
 from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)

@@ -56,7 +56,7 @@ from dynoffload.runtime.passes.saved import (
     memory_of,
     name_of_kind,
 )
-from dynoffload.runtime.sharded import Gathered
+from dynoffload.runtime.ranks.sharded import Gathered
 from dynoffload.units import format_bytes
 
 _FEW, _MANY = 8, 1024  # of what has ended, that can wait to be counted

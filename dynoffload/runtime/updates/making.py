@@ -23,7 +23,7 @@ from dynoffload.memory.local import local
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Slot, Store, offset_of, view_of
-from dynoffload.runtime.sharded import spread_like
+from dynoffload.runtime.ranks.sharded import spread_like
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
 from dynoffload.runtime.updates.update import Group, Update, neighbours

@@ -21,7 +21,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread
 from dynoffload.optim.optimizer import HostOptimizer
-from dynoffload.runtime.sharded import replica_beside
+from dynoffload.runtime.ranks.sharded import replica_beside
 from dynoffload.runtime.updates.modes import Modes
 
 Group = dict[str, Any]
