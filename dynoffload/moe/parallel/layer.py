@@ -25,6 +25,7 @@ from dynoffload.moe.parallel.choice import Choice
 from dynoffload.moe.parallel.dispatch import dispatch
 from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.granularity import NUMBERS
+from dynoffload.moe.parallel.laps import Lap
 from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.strategies import Strategy, strategy_of
 from dynoffload.moe.parallel.tiers import Tier, tier_for
@@ -280,13 +281,16 @@ class ExpertParallel(MoE):
         gates = gates.to(tokens.dtype)
         up, down = self.up.to(tokens.dtype), self.down.to(tokens.dtype)
         batch = Batch(tokens, routing.token_expert_indices, gates, up, down)
-        choice = self.choice
         with torch.autocast(kind, enabled=False):
-            if self.adapting and torch.is_grad_enabled():
-                choice = self.adapting.choose(batch)
-            return self._run(choice, batch).to(result)
+            if not (self.adapting and torch.is_grad_enabled()):
+                return self._run(self.choice, batch).to(result)
+            choice, lap = self.adapting.choose(batch)
+            if lap is None:
+                return self._run(choice, batch).to(result)
+            with lap.forward():
+                return self._run(choice, batch, lap).to(result)
 
-    def _run(self, choice: Choice, batch: Batch) -> torch.Tensor:
+    def _run(self, choice: Choice, batch: Batch, lap: Lap | None = None) -> torch.Tensor:
         """Compute a batch by a choice."""
         grads = torch.is_grad_enabled()
         sent = dispatch(
@@ -299,7 +303,7 @@ class ExpertParallel(MoE):
             need_gates=grads and batch.gates.requires_grad,
         )
         tier = self._tier_for(batch.tokens) if choice.strategy.offloads and grads else None
-        call = Call(self.exchange, sent, self.activation, choice.strategy, tier)
+        call = Call(self.exchange, sent, self.activation, choice.strategy, tier, lap)
         return pipelined(batch.tokens, batch.gates, batch.up, batch.down, call)
 
     def _tier_for(self, tokens: torch.Tensor) -> Tier:
