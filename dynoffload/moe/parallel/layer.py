@@ -78,13 +78,16 @@ class ExpertParallel(MoE):
         activation: ``"swiglu"`` or ``"silu"``.
         shared: hidden width of the expert that every token takes beside; 0 for none.
         normalize: gates of a token are scaled to a sum of 1; by default where k > 1, as `MoE` does.
-        parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: tried for each size
-            of batch that is new, of 1, 2, 4, 8 and 16.
+        parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: the
+            quickest of 1, 2, 4, 8 and 16.
         strategy: how what reuse overwrites is had again: ``"none"``, ``"S1"`` to ``"S4"``
             (`dynoffload.moe.parallel.strategies.Strategy`); the same on all ranks. ``"auto"``: the
             quickest that fits in ``memory``.
         memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
             such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
+            What is ``"auto"`` is tried on the first batch of sizes that are new, which takes as
+            long as some 5 to 10 steps, and then changes from step to step for some 20 to 150 steps
+            of such sizes, in which choices race; ``adapting.settled`` tells the end.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.
         spill_dir: where offloaded parts lie, on the CPU; by default the system's for temporary
@@ -95,6 +98,8 @@ class ExpertParallel(MoE):
     Attributes:
         up: (E/world, p·h, d).
         down: (E/world, d, h).
+        adapting: what chooses, where something is ``"auto"``, else None; ``adapting.settled`` is
+            whether the choice stands.
 
     Raises:
         ConfigError: sizes that cannot be, or experts that cannot be spread evenly.
@@ -184,7 +189,10 @@ class ExpertParallel(MoE):
 
     @property
     def choice(self) -> Choice:
-        """Parts and strategy: as given, or of the last batch that was trained on."""
+        """Parts and strategy: as given, or of the last batch that was trained on.
+
+        It changes from step to step until ``adapting.settled``.
+        """
         return self.adapting.last if self.adapting else self._fixed
 
     @torch.no_grad()
