@@ -3,8 +3,8 @@
 What it is: 2 and 4 gloo processes, each in a network namespace whose link is slowed, or, where none
 can be made, with exchanges that take as long as their bytes would; layers in the proportions of
 GPT-S, BERT-L and GPT-XL, made smaller; times of every number of parts and strategy, the layer's
-own choice, what the profile took, and peaks of allocations. What it is not: a measure of GPUs or of
-NCCL; ranks share the cores of one machine.
+own choice, what it took to choose, and peaks of allocations. What it is not: a measure of GPUs or
+of NCCL; ranks share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,9 @@ SIZES = {"GPT-S": (768, 3072), "BERT-L": (1024, 4096), "GPT-XL": (2048, 8192)}
 
 LINKS = ("auto", "namespaces", "delays")
 
+_START_S = 60.0  # in which a rank imports and meets the others
+_SILENT = 10  # timeouts: a first step has a profile and trials, of each of which nothing is said
+
 
 def run(
     json_path: Path | None = None,
@@ -48,7 +53,8 @@ def run(
     experts: int = 16,
     k: int = 1,
     activation: str = "silu",
-    steps: int = 5,
+    steps: int = 9,
+    seconds: float = 20.0,
     limit_share: float = 0.6,
     links: str = "auto",
     timeout: float = 120.0,
@@ -65,17 +71,19 @@ def run(
         experts: of all ranks.
         k: of each token.
         activation: ``"silu"`` or ``"swiglu"``.
-        steps: timed, of each number of parts and strategy; the median is told.
+        steps: timed at least, of each number of parts and strategy; the median is told.
+        seconds: that those of a row take at least: quick steps are timed more often, as their
+            medians differ more.
         limit_share: of what one part that is kept takes: the bound of the second choice.
         links: ``"namespaces"``, ``"delays"``, or ``"auto"``: namespaces where they can be made.
-        timeout: seconds that a rank waits for others.
+        timeout: seconds that a rank waits for others in one exchange.
 
     Returns:
         Rows by ranks, layer and bandwidth, and peaks by layer.
 
     Raises:
         ConfigError: an option cannot be.
-        WorkerError: a rank failed.
+        WorkerError: a rank failed, or says nothing any more.
     """
     layers = []
     for name in sizes.split(","):
@@ -90,34 +98,36 @@ def run(
         raise ConfigError(f"steps={steps} and tokens={tokens} must be at least 1")
     result: dict[str, Any] = {
         "factor": factor, "tokens": tokens, "experts": experts, "k": k, "activation": activation,
-        "steps": steps, "limit_share": limit_share, "cores": os.cpu_count(), "rows": [],
-        "memory": [],
+        "steps": steps, "seconds": seconds, "limit_share": limit_share, "cores": os.cpu_count(),
+        "rows": [], "memory": [],
     }  # fmt: skip
     with progress_bar(True) as report:
         for world in worlds:
             task = Task(
-                0, world, "", layers, rates, tokens, experts, k, activation, steps, limit_share,
-                False, timeout,
+                0, world, "", layers, rates, tokens, experts, k, activation, steps, seconds,
+                limit_share, False, timeout,
             )  # fmt: skip
             total = len(layers) * len(rates)
 
-            def said(what: dict[str, Any], world: int = world, total: int = total) -> None:
+            def said(
+                what: dict[str, Any], used: str, world: int = world, total: int = total
+            ) -> None:
                 if "row" in what:
-                    result["rows"].append(what["row"])
-                else:
+                    result["rows"].append({**what["row"], "links": used})
+                elif "memory" in what:
                     result["memory"].append({"ranks": world, **what["memory"]})
                 done = sum(row["ranks"] == world for row in result["rows"])
                 report(f"{world} ranks, {done} of {total}", done, total)
-                if json_path is not None:
+                if json_path is not None and "alive" not in what:
                     write_json(json_path, result)
 
-            result["links"] = _run_ranks(task, links, said)
+            _run_ranks(task, links, said)
     _print(result)
     return result
 
 
-def _run_ranks(task: Task, links: str, said: Callable[[dict[str, Any]], None]) -> str:
-    """Run the ranks of a task, and return what their links were."""
+def _run_ranks(task: Task, links: str, said: Callable[[dict[str, Any], str], None]) -> None:
+    """Run the ranks of a task, and tell what the first one says, and what links were."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=default_spill_dir()))
         names: list[str] = []
@@ -144,26 +154,63 @@ def _run_ranks(task: Task, links: str, said: Callable[[dict[str, Any]], None]) -
                             text=True,
                         )
                     )
-            stream = children[0].stdout
-            for line in stream or ():
-                said(json.loads(line))
-            until = time.monotonic() + task.timeout
-            for rank, child in enumerate(children):
-                try:
-                    code = child.wait(max(until - time.monotonic(), 0.1))
-                except subprocess.TimeoutExpired as error:
-                    raise WorkerError(f"rank {rank} of {task.world} did not end") from error
-                if code:
-                    told = Path(f"{folder}/errors-{rank}").read_text(encoding="utf-8")
-                    raise WorkerError(
-                        f"rank {rank} of {task.world} ended with code {code}: {told[-2000:]}"
-                    )
+            for line in _lines(children[0], task):
+                said(json.loads(line), "namespaces" if isolated else "delays")
+            _ended(children, task, Path(folder))
         finally:
             for child in children:
                 if child.poll() is None:
                     child.kill()
                 child.wait()
-    return "namespaces" if isolated else "delays"
+
+
+def _lines(child: subprocess.Popen[str], task: Task) -> Iterator[str]:
+    """Yield the lines of rank 0, which come every few seconds while it works.
+
+    Raises:
+        WorkerError: it says nothing for longer than it may wait for others.
+    """
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in child.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    patience = _START_S + _SILENT * task.timeout
+    while True:
+        try:
+            line = lines.get(timeout=patience)
+        except queue.Empty as error:
+            raise WorkerError(
+                f"rank 0 of {task.world} has said nothing for {patience:g} s, which is longer than "
+                "it may wait for other ranks: it hangs; where steps take long, raise timeout="
+            ) from error
+        if line is None:
+            return
+        yield line
+
+
+def _ended(children: list[subprocess.Popen[str]], task: Task, folder: Path) -> None:
+    """Wait for all ranks.
+
+    Raises:
+        WorkerError: some failed, or do not end.
+    """
+    until = time.monotonic() + task.timeout
+    wrong = []
+    for rank, child in enumerate(children):
+        try:
+            code = child.wait(max(until - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            wrong.append(f"rank {rank} of {task.world} did not end in {task.timeout:g} s")
+            continue
+        if code:
+            told = (folder / f"errors-{rank}").read_text(encoding="utf-8")
+            wrong.append(f"rank {rank} of {task.world} ended with code {code}: {told[-2000:]}")
+    if wrong:
+        raise WorkerError("\n".join(wrong))
 
 
 def _name(choice: Any) -> str:
@@ -179,14 +226,17 @@ def _print(result: dict[str, Any]) -> None:
     times = Table(
         title=f"a step of the layer in parts, {result['tokens']} tokens a rank, widths by "
         f"1/{result['factor']}",
-        caption=f"links by {result['links']}; medians of {result['steps']}; bound: memory at most "
-        f"{result['limit_share']:g} of one part that is kept",
+        caption=f"links by {', '.join(sorted({row['links'] for row in result['rows']}))}; medians "
+        f"of {result['steps']} or more; noise: how far the same is apart from itself; bound: "
+        f"memory at most {result['limit_share']:g} of one part that is kept; overhead: of 1,000 "
+        "steps",
         title_justify="left",
         caption_justify="left",
     )
     for header in (
-        "ranks", "layer", "Mbit/s", "communication", "one part", "chosen", "speedup", "best",
-        "behind", "chosen (bound)", "speedup", "best", "behind", "profile/1,000",
+        "ranks", "layer", "Mbit/s", "communication", "one part", "noise", "chosen", "speedup",
+        "best", "behind", "steps", "overhead", "chosen (bound)", "speedup", "best", "behind",
+        "steps", "overhead",
     ):  # fmt: skip
         times.add_column(header, justify="right")
     for row in result["rows"]:
@@ -195,16 +245,15 @@ def _print(result: dict[str, Any]) -> None:
             format_seconds(next(
                 one["seconds"] for one in row["seconds"]
                 if (one["parts"], one["strategy"]) == (1, "none")
-            )),
+            )), f"{row['noise']:.1%}",
         ]  # fmt: skip
         for name in ("free", "bound"):
             one = row[name]
             cells += [
                 _name(one["chosen"]), f"{one['speedup']:.2f}", _name(one["best"]),
-                f"{one['behind']:.1%}",
+                f"{one['behind']:.1%}", str(one["steps"]), f"{one['overhead_share']:.1%}",
             ]  # fmt: skip
-        share = max(row["free"]["profile_share"], row["bound"]["profile_share"])
-        times.add_row(*cells, f"{share:.1%}")
+        times.add_row(*cells)
     console.print(times)
     table = Table(
         title="peak of allocations of a step beside one part that is kept",

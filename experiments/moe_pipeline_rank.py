@@ -1,7 +1,8 @@
 """One rank of the experiment ``moe-pipeline``: a program that takes a task and prints rows.
 
-What it is: the layer, its steps by every number of parts and strategy in turn, its own choice, and
-its allocations. What it is not: the processes around it (`dynoffload.experiments.moe_pipeline`).
+What it is: the layer, its steps until it has chosen, its steps by every number of parts and
+strategy in turn, and its allocations. What it is not: the processes around it
+(`dynoffload.experiments.moe_pipeline`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import sys
 import time
 from dataclasses import dataclass
@@ -24,9 +26,16 @@ from dynoffload.experiments.allocations import Allocations
 from dynoffload.experiments.networks import DEVICE, SlowExchange, limit_link
 from dynoffload.moe.parallel import ExpertParallel, Strategy
 from dynoffload.moe.parallel.cost import memory, shape_of
+from dynoffload.moe.parallel.granularity import NUMBERS
 
 PARTS = (1, 2, 4, 8)
+"""Of which peaks of allocations are told."""
+
 Combination = tuple[int, str]
+ALIVE_S = 5.0
+"""At most so long after another line a rank that works says one, or as soon as a step is made."""
+
+_LONGEST = 1000  # steps within which a race has to end
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class Task:
         experts: of all ranks.
         k: of each token.
         activation: of the experts.
-        steps: timed, of each combination.
+        steps: timed at least, of each combination.
+        seconds: that all these take at least: quick steps are timed more often.
         limit_share: of the memory of one part that is kept: the bound of the second choice.
         namespaces: links are those of a namespace, and not delays.
         timeout: seconds.
@@ -59,6 +69,7 @@ class Task:
     k: int
     activation: str
     steps: int
+    seconds: float
     limit_share: float
     namespaces: bool
     timeout: float
@@ -89,8 +100,18 @@ def main() -> None:
 
 
 def _say(task: Task, what: dict[str, Any]) -> None:
+    global _said
     if task.rank == 0:
         print(json.dumps(what), flush=True)  # noqa: T201
+    _said = time.monotonic()
+
+
+_said = 0.0
+
+
+def _say_alive(task: Task) -> None:
+    if time.monotonic() - _said > ALIVE_S:
+        _say(task, {"alive": True})
 
 
 def _layer(task: Task, width: int, hidden: int) -> ExpertParallel:
@@ -133,6 +154,7 @@ def _memories(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> list[d
     for strategy in Strategy:
         for parts in PARTS:
             layer.set_pipeline(parts, strategy.value)
+            _say_alive(task)
             layer.zero_grad(set_to_none=True)
             given = tokens.detach().requires_grad_()
             gc.collect()
@@ -153,12 +175,36 @@ def _memories(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> list[d
     return rows
 
 
+def _raced(
+    task: Task, layer: ExpertParallel, tokens: torch.Tensor, bound: int | None
+) -> dict[str, Any]:
+    """Make steps until the layer has chosen, and return the choice and what these took."""
+    layer.set_pipeline("auto", "auto", bound)
+    took: list[float] = []
+    while layer.adapting is None or not layer.adapting.settled:
+        if len(took) == _LONGEST:
+            raise AssertionError("a layer that was to choose has not")
+        took.append(_step(layer, tokens)[0])
+        _say_alive(task)
+    adapting = layer.adapting
+    if adapting.chooser is None:
+        raise AssertionError("a layer that was to choose has not")
+    (seconds,) = layer.exchange.largest([adapting.seconds], tokens.device, "seconds of trials")
+    return {
+        "chosen": (layer.choice.parts, layer.choice.strategy.value),
+        "steps": len(took),
+        "steps_s": sum(took),
+        "profile_s": seconds,
+        "trials": adapting.chooser.trials,
+    }
+
+
 def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> dict[str, Any]:
-    """Time every combination in turn, then let the layer choose, with and without a bound."""
+    """Let the layer choose, with and without a bound, then time every combination in turn."""
     combinations: list[Combination] = [
         (parts, strategy.value)
         for strategy in Strategy
-        for parts in PARTS
+        for parts in NUMBERS
         if parts > 1 or not strategy.reuses
     ]
     shape = shape_of(
@@ -166,31 +212,39 @@ def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> dict[s
         layer.activation.parts, 4,
     )  # fmt: skip
     limit = int(task.limit_share * memory(Strategy.NONE, 1, shape))
-    choices, shares = {}, {}
+    raced = {}
     for name, bound in (("free", None), ("bound", limit)):
-        layer.set_pipeline("auto", "auto", bound)
-        _step(layer, tokens)
-        adapting = layer.adapting
-        if adapting is None or adapting.chooser is None:
-            raise AssertionError("a layer that was to choose has not")
-        choices[name] = (layer.choice.parts, layer.choice.strategy.value)
-        (seconds,) = layer.exchange.largest([adapting.seconds], tokens.device, "seconds of trials")
-        shares[name] = (seconds, adapting.chooser.trials)
-        if choices[name] not in combinations:
-            combinations.append(choices[name])
-    times: dict[Combination, list[float]] = {one: [] for one in combinations}
-    waits = []
-    for number in range(task.steps + 1):
-        for one in combinations:
-            layer.set_pipeline(*one)
+        raced[name] = _raced(task, layer, tokens, bound)
+        if raced[name]["chosen"] not in combinations:
+            combinations.append(raced[name]["chosen"])
+    plain: Combination = (1, "none")
+    # The same once more, as if they were others: how far two entries are apart is the noise.
+    again = sorted({plain, *(one["chosen"] for one in raced.values())})
+    entries = [(one, False) for one in combinations] + [(one, True) for one in again]
+    times: dict[tuple[Combination, bool], list[float]] = {one: [] for one in entries}
+    waits: list[float] = []
+    start, number, spent = time.monotonic(), 0, 0.0
+    while number <= task.steps or spent < task.seconds:
+        order = list(entries)  # another one each time, as a step can slow the next one
+        random.Random(number).shuffle(order)
+        for one in order:
+            layer.set_pipeline(*one[0])
             took, waited = _step(layer, tokens)
+            _say_alive(task)
             if number:  # the first round warms up
                 times[one].append(took)
-                if one == (1, "none"):
+                if one == (plain, False):
                     waits.append(waited / took)
-    medians = {one: median(took) for one, took in times.items()}
+        number += 1
+        passed = [time.monotonic() - start]
+        (spent,) = layer.exchange.largest(passed, tokens.device, "seconds of all steps")
+    medians = {one: median(times[one, False]) for one in combinations}
+    repeated = {one: median(times[one, True]) for one in again}
     found: dict[str, Any] = {
         "seconds": [{"parts": p, "strategy": s, "seconds": t} for (p, s), t in medians.items()],
+        "again": [{"parts": p, "strategy": s, "seconds": t} for (p, s), t in repeated.items()],
+        "rounds": number - 1,
+        "noise": max(abs(took / medians[one] - 1) for one, took in repeated.items()),
         "communication_share": median(waits),
         "limit_bytes": limit,
     }
@@ -201,17 +255,20 @@ def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> dict[s
             if bound is None or memory(Strategy(one[1]), one[0], shape) <= bound
         }
         best = min(fits, key=lambda one: fits[one])
-        chosen = choices[name]
+        race = raced[name]
+        chosen_s = medians[race["chosen"]]
+        # What the choice cost: steps until it stood, with profile and trials, beyond as many steps
+        # of what was chosen.
+        overhead = race["steps_s"] - race["steps"] * chosen_s
         found[name] = {
-            "chosen": chosen,
-            "chosen_s": medians[chosen],
+            **race,
+            "chosen_s": chosen_s,
             "best": best,
             "best_s": medians[best],
-            "behind": medians[chosen] / medians[best] - 1,
-            "speedup": medians[1, "none"] / medians[chosen],
-            "profile_s": shares[name][0],
-            "trials": shares[name][1],
-            "profile_share": shares[name][0] / (1000 * medians[chosen]),
+            "behind": chosen_s / medians[best] - 1,
+            "speedup": medians[plain] / chosen_s,
+            "profile_share": race["profile_s"] / (1000 * chosen_s),
+            "overhead_share": overhead / (1000 * chosen_s),
         }
     return found
 

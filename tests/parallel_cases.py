@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dynoffload.errors import ExchangeError
 from dynoffload.moe import MoE
-from dynoffload.moe.parallel import ExpertParallel, Strategy
-from dynoffload.moe.parallel.cost import memory as memory_of
-from dynoffload.moe.parallel.cost import shape_of
+from dynoffload.moe.parallel import ExpertParallel
 
 STRATEGIES = ("none", "S1", "S2", "S3", "S4")
 WIDTH, HIDDEN = 12, 20
@@ -259,31 +257,3 @@ def several(rank: int, world: int, calls: list[tuple[str, tuple[Any, ...]]]) -> 
             error.add_note(f"in {name}{given}")
             raise
     return results
-
-
-def adapting(rank: int, world: int) -> list[tuple[int, str]]:
-    """Return what was chosen for batches of several sizes, which differ between the ranks."""
-    _, layer = layers(world, torch.float32)
-    chosen = []
-    shape = shape_of(200, 2, 2 * world, world, WIDTH, HIDDEN, 2, 4)
-    limit = memory_of(Strategy.NONE, 16, shape) * 95 // 100
-    for size, memory in ((64, None), (200, None), (200, limit), (0, None)):
-        layer.set_pipeline("auto", "auto", memory)
-        torch.manual_seed(size)
-        tokens = torch.randn(size // (rank + 1), WIDTH)
-        weights = torch.randn_like(tokens)
-        found = backward(layer, tokens, weights)
-        again = backward(layer, tokens, weights)
-        choice = layer.choice
-        with torch.no_grad():  # by the last choice, and without a trial
-            assert torch.equal(layer(tokens).hidden, found[0])
-        assert layer.adapting is not None
-        assert (layer.adapting.chooser is None) == (size == 0)
-        layer.set_pipeline(1, "none")
-        wanted = backward(layer, tokens, weights)
-        for one, two, known in zip(found, again, wanted, strict=True):
-            assert torch.equal(one, two)
-            assert torch.allclose(one, known, rtol=1e-5, atol=1e-5)
-        assert torch.equal(found[0], wanted[0])
-        chosen.append((choice.parts, choice.strategy.value))
-    return chosen

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,19 +15,24 @@ import torch
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import moe_pipeline, networks
 from dynoffload.experiments.allocations import Allocations
+from dynoffload.experiments.moe_pipeline_rank import Task
 from dynoffload.experiments.networks import SlowExchange
+from dynoffload.experiments.workers import WorkerError
 
 
 def test_it_measures_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pipeline.json"
     result = moe_pipeline.run(
         path, sizes="GPT-S", factor=24, ranks="2", mbit="40", tokens=512, experts=4, steps=1,
-        limit_share=0.5, links="delays", timeout=60.0,
+        seconds=0.0, limit_share=0.5, links="delays", timeout=60.0,
     )  # fmt: skip
-    assert result["links"] == "delays"
     assert json.loads(path.read_text(encoding="utf-8"))["rows"] == result["rows"]
     (row,) = result["rows"]
-    assert len(row["seconds"]) >= 16
+    assert row["links"] == "delays"
+    assert len(row["seconds"]) >= 21  # all numbers of parts, with 16
+    assert row["rounds"] == 1
+    assert row["noise"] >= 0
+    assert [1, "none"] in [[one["parts"], one["strategy"]] for one in row["again"]]
     # 4 trips of 256 rows of 32 numbers to another rank, at 40 Mbit/s, and no less.
     one_part = next(
         one["seconds"] for one in row["seconds"] if (one["parts"], one["strategy"]) == (1, "none")
@@ -34,6 +42,13 @@ def test_it_measures_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for name in ("free", "bound"):
         assert row[name]["behind"] >= 0
         assert row[name]["trials"] >= 2
+        assert row[name]["steps"] >= 1
+        # Steps until it stood, with what they were slower than, and the first one's profile.
+        spent = row[name]["overhead_share"] * 1000 * row[name]["chosen_s"]
+        assert spent == pytest.approx(
+            row[name]["steps_s"] - row[name]["steps"] * row[name]["chosen_s"]
+        )
+        assert row[name]["steps_s"] > row[name]["profile_s"] > 0
     assert row["bound"]["chosen"][1] != "none"  # no number of parts makes that fit
     (memory,) = result["memory"]
     at = {(one["parts"], one["strategy"]): one["bytes"] for one in memory["rows"]}
@@ -93,3 +108,35 @@ def test_allocations_are_counted_while_they_live() -> None:
         assert watch.bytes == 0
         outside.add_(1)
         assert (watch.bytes, watch.peak) == (0, 4000)
+
+
+def small(**options: Any) -> Task:
+    sizes = [("GPT-S", 8, 16)]
+    task = Task(0, 2, "", sizes, [40.0], 16, 4, 1, "silu", 1, 0.0, 0.6, False, 2.0)
+    return replace(task, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_ends_the_experiment_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    real = moe_pipeline.subprocess.Popen
+
+    def popen(command: list[str], **options: Any) -> Any:
+        task = json.loads(command[-1])
+        if task["rank"] == rank:
+            command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        return real(command, **options)
+
+    monkeypatch.setattr(moe_pipeline.subprocess, "Popen", popen)
+    monkeypatch.setattr(moe_pipeline, "_START_S", 6.0)
+    monkeypatch.setattr(moe_pipeline, "_SILENT", 1)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=f"rank {rank} of 2 (has said nothing|did not end)"):
+        moe_pipeline._run_ranks(small(), "delays", lambda *_: None)
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_fails_is_told_with_what_it_said() -> None:
+    with pytest.raises(WorkerError, match=r"rank 0 of 2 ended with code 1(.|\n)*cannot be spread"):
+        moe_pipeline._run_ranks(small(experts=3), "delays", lambda *_: None)

@@ -9,7 +9,6 @@ import parallel_cases as cases
 import pytest
 import torch
 from gloo_ranks import run_ranks
-from torch.utils.checkpoint import checkpoint
 
 from dynoffload.errors import ConfigError, SpillError
 from dynoffload.moe import MoE
@@ -57,6 +56,8 @@ def test_a_rank_that_does_not_come_is_an_error_that_says_what_was_awaited() -> N
 def test_a_rank_that_dies_ends_the_others_wait() -> None:
     (message,) = run_ranks(cases.one_dies_in_backward, 2, only=(0,))
     assert "rank 0 of 2, layer 'blocks.3.moe': rows of part" in message
+    assert "a connection is closed" in message
+    assert ".cc" not in message  # gloo's own text is the cause
 
 
 # One process
@@ -115,20 +116,3 @@ def test_a_state_of_all_experts_is_loaded() -> None:
     layer.load_whole(whole.state_dict())
     assert torch.equal(whole.down, layer.down)
     assert list(layer.state_dict()) == list(whole.state_dict())
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_trials_are_made_under_activation_checkpointing(reentrant: bool) -> None:
-    torch.manual_seed(0)
-    layer = ExpertParallel(8, 16, 4, 2, parts="auto", strategy="auto")
-    given = torch.randn(64, 8, requires_grad=True)
-    wanted = torch.autograd.grad(layer(given).hidden.sum(), [given, layer.router])
-    layer.set_pipeline("auto", "auto")
-    out = checkpoint(lambda one: layer(one).hidden, given, use_reentrant=reentrant)
-    out.sum().backward()
-    assert layer.adapting is not None
-    assert layer.adapting.chooser is not None
-    assert given.grad is not None
-    assert torch.equal(given.grad, wanted[0])
-    assert layer.router.grad is not None
-    assert torch.equal(layer.router.grad, wanted[1])

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from gloo_ranks import run_ranks
-from parallel_cases import adapting
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.allocations import Allocations
 from dynoffload.moe.parallel import ExpertParallel, Strategy
 from dynoffload.moe.parallel.choice import Choice, Chooser
 from dynoffload.moe.parallel.cost import CostModel, Shape, Speed, memory, shape_of, work
-from dynoffload.moe.parallel.granularity import Granularity, Range
+from dynoffload.moe.parallel.granularity import Granularity, Trial
+from dynoffload.moe.parallel.race import ROUNDS, Race
 
 SHAPE = Shape(tokens=1000, rows=1000, pairs=1000, width=64, hidden=256, first=1, itemsize=4)
 
@@ -110,8 +110,8 @@ def test_memory_differs_as_allocations_do(activation: str, k: int) -> None:
 # The search
 
 
-def best_of(bounds: list[tuple[int, int]]) -> tuple[Granularity, list[tuple[int, int]]]:
-    """Return a search in a world whose best numbers are ``(up to size, number)``."""
+def best_of(bounds: list[tuple[int, int]]) -> tuple[Trial, list[tuple[int, int]]]:
+    """Return trials in a world whose best numbers are ``(up to size, number)``."""
     asked: list[tuple[int, int]] = []
 
     def trial(size: int, number: int) -> float:
@@ -119,14 +119,15 @@ def best_of(bounds: list[tuple[int, int]]) -> tuple[Granularity, list[tuple[int,
         wanted = next(n for upto, n in bounds if size <= upto)
         return size * (1 + abs(number - wanted) / 10)
 
-    return Granularity(trial), asked
+    return trial, asked
 
 
 def test_ranges_are_found_widened_and_put_between() -> None:
-    search, asked = best_of([(8, 2), (22, 4), (1 << 30, 8)])
+    trial, asked = best_of([(8, 2), (22, 4), (1 << 30, 8)])
+    search = Granularity()
 
     def parts(size: int) -> int:
-        found = search.find(size)
+        found = search.find(size, trial)
         assert found is not None
         return found.parts
 
@@ -151,91 +152,143 @@ def test_ranges_are_found_widened_and_put_between() -> None:
 
 
 def test_between_neighbours_of_one_number_one_trial_joins_them() -> None:
-    search, asked = best_of([(1 << 30, 4)])
-    search.find(10)
+    trial, asked = best_of([(1 << 30, 4)])
+    search = Granularity()
+    search.find(10, trial)
     search.ranges.append(type(search.ranges[0])(100, 100, 4, 1.0))
     asked.clear()
-    search.find(50)
+    search.find(50, trial)
     assert asked == [(50, 4)]
     assert [(one.low, one.high) for one in search.ranges] == [(10, 100)]
 
 
 def test_numbers_that_cannot_be_are_passed_over() -> None:
-    search = Granularity(lambda size, number: None if number < 4 else float(number))
-    found = search.find(10)
+    found = Granularity().find(10, lambda _, number: None if number < 4 else float(number))
     assert found is not None
     assert found.parts == 4
-    assert Granularity(lambda *_: None).find(10) is None
+    assert Granularity().find(10, lambda *_: None) is None
 
 
 # The choice
 
 
-def chooser(limit: int | None, copy: float = 1e-9) -> tuple[Chooser, list[Choice]]:
+def shape_at(tokens: int) -> Shape:
+    return Shape(tokens, tokens, tokens, 64, 256, 1, 4)
+
+
+def chooser(
+    limit: int | None = None, copy: float = 1e-9, wrong: dict[Choice, float] | None = None
+) -> tuple[Chooser, list[Choice], Callable[[int, Choice], float]]:
+    """Return a chooser, its trials, and how long its steps take: as the model says, or otherwise
+    by so many times where it is ``wrong``."""
     model = CostModel(Speed(((1e6, 1e-3),)), Speed(((1e6, 1e-3),)), Speed(((1e6, copy * 1e6),)))
     tried: list[Choice] = []
 
-    def shape(tokens: int) -> Shape:
-        return Shape(tokens, tokens, tokens, 64, 256, 1, 4)
+    def seconds(tokens: int, choice: Choice) -> float:
+        took = model.seconds(choice.strategy, choice.parts, shape_at(tokens))
+        return took * (1 + 0.01 * choice.parts) * (wrong or {}).get(choice, 1.0)
 
     def trial(choice: Choice) -> float:
         tried.append(choice)
-        return model.seconds(choice.strategy, choice.parts, shape(4096)) * (1 + 0.01 * choice.parts)
+        return seconds(4096, choice)
 
-    return Chooser(model, shape, trial, limit=limit), tried
-
-
-def test_without_a_limit_all_is_kept() -> None:
-    found, tried = chooser(None)
-    assert found.choose(4096).strategy is Strategy.NONE
-    count = len(tried)
-    assert found.choose(4096) == found.choose(4096)
-    assert len(tried) == count == found.trials
+    return Chooser(model, shape_at, trial, limit=limit), tried, seconds
 
 
-@pytest.mark.parametrize(("gain", "taken"), [(0.99, False), (0.5, True)])
-def test_parts_that_are_no_quicker_give_way_to_one(gain: float, taken: bool) -> None:
-    """Several were quicker once; tried again, they are so by what is said."""
-    model = CostModel(Speed(((1e6, 1e-3),)), Speed(((1e6, 1e-3),)), Speed(((1e6, 1e-3),)))
-    tried: list[Choice] = []
+def run(
+    found: Chooser, sizes: Iterable[int], seconds: Callable[[int, Choice], float]
+) -> list[tuple[int, Choice]]:
+    """Return the choices of steps."""
+    steps = []
+    for size in sizes:
+        choice, timed = found.turn(size)
+        steps.append((size, choice))
+        if timed:
+            found.record(size, choice, seconds(size, choice))
+    return steps
 
-    def trial(choice: Choice) -> float:
-        tried.append(choice)
-        if choice == Choice(1, Strategy.NONE):
-            return 1.0
-        return gain if tried.count(choice) > 1 else 0.1
 
-    found = Chooser(model, lambda tokens: Shape(tokens, tokens, tokens, 64, 256, 1, 4), trial)
-    choice = found.choose(4096)
-    assert (choice == Choice(1, Strategy.NONE)) != taken
-    assert len(tried) == found.trials
+def test_without_a_limit_all_is_kept_and_the_end_is_the_end() -> None:
+    found, tried, seconds = chooser()
+    run(found, [4096] * 400, seconds)
+    assert found.settled
+    choice, timed = found.turn(4096)
+    assert not timed
+    assert choice.strategy is Strategy.NONE
+    assert len(tried) == found.trials <= 5  # one strategy's numbers, once each
+    assert found.laps <= 10 * ROUNDS
+    count = found.laps
+    assert {one for _, one in run(found, [4096] * 20, seconds)} == {choice}
+    assert (found.laps, len(tried)) == (count, found.trials)
+
+
+def test_what_races_has_one_part_and_one_that_uses_memory_again() -> None:
+    found, _, seconds = chooser(copy=1.0)  # copies are hopeless
+    raced = {one for _, one in run(found, [4096] * 100, seconds)}
+    assert Choice(1, Strategy.NONE) in raced
+    assert any(one.strategy.reuses for one in raced)
+    assert len(raced) <= 10
+
+
+@pytest.mark.parametrize("strategy", list(Strategy))
+def test_where_the_model_is_wrong_steps_set_it_right(strategy: Strategy) -> None:
+    numbers = (1, 2, 4, 8, 16)
+    found, _, seconds = chooser(copy=1e-11, wrong={Choice(n, strategy): 0.7 for n in numbers})
+    run(found, [4096] * 400, seconds)
+    choice, timed = found.turn(4096)
+    assert (choice.strategy, timed) == (strategy, False)
+
+
+def test_sizes_that_vary_share_a_race_and_count_by_their_tokens() -> None:
+    found, tried, seconds = chooser()
+    sizes = [1025 + (977 * step) % 3072 for step in range(600)]  # to 4,096
+    run(found, sizes, seconds)
+    assert found.settled
+    assert len(tried) <= 10
+    assert found.laps <= 2 * 10 * ROUNDS
+    last = {found.turn(size).choice for size in sizes[-100:]}
+    for one in last:
+        every = [Choice(n, s) for n in (1, 2, 4, 8, 16) for s in Strategy]
+        least = min(seconds(3000, other) for other in every)
+        assert seconds(3000, one) <= 1.05 * least
 
 
 def test_a_limit_makes_it_reuse_buffers_by_what_is_cheapest() -> None:
-    shape = Shape(4096, 4096, 4096, 64, 256, 1, 4)
-    limit = memory(Strategy.NONE, 8, shape) * 7 // 10
+    limit = memory(Strategy.NONE, 8, shape_at(4096)) * 7 // 10
     for copy in (1e-12, 1e-3):
-        found, tried = chooser(limit, copy)
-        choice = found.choose(4096)
+        found, tried, seconds = chooser(limit, copy)
+        raced = [one for _, one in run(found, [4096] * 300, seconds)]
+        choice = found.turn(4096).choice
         assert choice.strategy is not Strategy.NONE
         assert choice.strategy.offloads == (copy < 1e-6)
-        assert all(memory(one.strategy, one.parts, shape) <= limit for one in tried)
+        for one in (*tried, *raced):
+            assert memory(one.strategy, one.parts, shape_at(4096)) <= limit
 
 
-def test_a_number_that_does_not_fit_gives_way_to_the_model() -> None:
-    shape = Shape(4096, 4096, 4096, 64, 256, 1, 4)
-    found, tried = chooser(memory(Strategy.S4, 8, shape))
-    for search in found._searches.values():  # as if another bound had been in force
-        search.ranges.append(Range(1000, 8000, 1, 0.001))
-    choice = found.choose(4096)
-    assert memory(choice.strategy, choice.parts, shape) <= memory(Strategy.S4, 8, shape)
-    assert tried == []
+def test_a_limit_holds_for_every_size_of_a_race() -> None:
+    limit = memory(Strategy.NONE, 2, shape_at(3000))
+    found, _, seconds = chooser(limit, 1e-12)
+    steps = run(found, [2100 + (613 * step) % 1997 for step in range(400)], seconds)
+    assert found.settled
+    for size, one in steps:
+        assert memory(one.strategy, one.parts, shape_at(size)) <= limit
+    assert {one.strategy for size, one in steps if size < 2200} > {Strategy.NONE}
+
+
+def test_a_race_of_what_does_not_fit_gives_way_to_the_model() -> None:
+    found, _, seconds = chooser(memory(Strategy.S4, 8, shape_at(4096)))
+    found._races[4096] = Race([Choice(1, Strategy.NONE), Choice(2, Strategy.NONE)])
+    ((_, choice),) = run(found, [4096], seconds)
+    assert memory(choice.strategy, choice.parts, shape_at(4096)) <= memory(
+        Strategy.S4, 8, shape_at(4096)
+    )
+    assert found.laps == 0
 
 
 def test_a_limit_that_is_too_small_is_refused() -> None:
-    found, _ = chooser(1000)
+    found, _, _ = chooser(1000)
     with pytest.raises(ConfigError, match=r"memory=.* is too little for a batch of 4096 tokens"):
-        found.choose(4096)
+        found.turn(4096)
 
 
 def test_memory_bounds_only_what_is_chosen() -> None:
@@ -243,10 +296,3 @@ def test_memory_bounds_only_what_is_chosen() -> None:
         ExpertParallel(4, 4, 2, parts=2, memory="1MB")
     with pytest.raises(ConfigError, match="parts='all' is neither"):
         ExpertParallel(4, 4, 2, parts="all")
-
-
-def test_ranks_choose_alike_and_results_stay_the_same() -> None:
-    one, other = run_ranks(adapting, 2)
-    assert one == other
-    assert len(one) == 4
-    assert one[2][1] != "none"  # the limit

@@ -1,10 +1,16 @@
-"""What joins a layer's calls to the choice of parts and strategy: agreement, profile, trials.
+"""What joins a layer's calls to the choice of parts and strategy: agreement, profile, trials, laps.
 
 What it is: `Adapting`, which a layer asks before each batch. What it is not: the choice
 (`dynoffload.moe.parallel.choice`). A trial is a forward and backward of the batch at hand, of
 which nothing remains: neither gradients nor random numbers, nor what autograd saves. That is out of
 sight of whoever looks at what the layer's own forward saves, as activation checkpointing does,
 which would run the forward around the trial again.
+
+[Note: steps]  While a race lasts, a choice is held until all forwards that were made by it have had
+their backward, or never will: a forward that is run again (activation checkpointing) has to save
+what the first one saved, and one of several forwards before a backward is no step. Whether that is
+so, and what the timed one took, ranks tell each other with the size of the next batch, so the same
+is held on all of them; a rank whose backward does not come makes nobody wait here.
 """
 
 from __future__ import annotations
@@ -16,15 +22,13 @@ from dataclasses import dataclass
 import torch
 
 from dynoffload.moe.activations import Activation
-from dynoffload.moe.parallel.choice import Choice, Chooser
+from dynoffload.moe.parallel.choice import PLAIN, Choice, Chooser, Turn
 from dynoffload.moe.parallel.cost import Shape, shape_of
 from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.fitting import Profile, fit
+from dynoffload.moe.parallel.laps import Lap, Laps, in_backward
 from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.moe.parallel.tiers import Tier
-
-_ROUNDS = 2  # of a trial, of which the quicker counts
-_HOPELESS = 1.3  # times the best: such a trial has one round
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +65,7 @@ class Adapting:
     Attributes:
         last: the choice for the last batch that was trained on.
         chooser: None before the first batch.
-        seconds: that profile and trials took.
+        seconds: that profile and trials took, beside the steps.
     """
 
     def __init__(
@@ -77,37 +81,77 @@ class Adapting:
     ) -> None:
         self._exchange, self._activation, self._run, self._tier = exchange, activation, run, tier
         self._limit, self._numbers, self._strategies = limit, numbers, strategies
-        self.last = Choice(1, Strategy.NONE)
+        self.last = PLAIN
         self.chooser: Chooser | None = None
         self.seconds = 0.0
         self._batch: Batch | None = None
-        self._best = float("inf")  # of the trials for one batch
+        self._laps = Laps()
+        self._held: dict[int, Choice] = {}  # of sizes that still race; see [Note: steps]
+        self._timed: tuple[int, Choice] | None = None
 
-    def choose(self, batch: Batch) -> Choice:
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is tried or timed any more, for the sizes of batches so far."""
+        return self.chooser is not None and self.chooser.settled
+
+    def choose(self, batch: Batch) -> tuple[Choice, Lap | None]:
         """Return the choice for a batch; all ranks call this together, with batches of their own.
+
+        Returns:
+            The choice, and what is to be told of forward and backward, if anything is.
 
         Raises:
             ConfigError: nothing fits in the limit.
         """
-        device = batch.tokens.device
-        (most,) = self._exchange.largest([len(batch.tokens)], device, "sizes of batches")
-        if not most:
-            return self.last
+        size, waits = self._agreed(batch)
+        if not size:  # no step, and nothing that could be cut
+            return PLAIN, None
+        choice, timed = self._held.get(size), False
+        if choice is None:
+            choice, timed = self._turn(batch, size)
+        self.last = choice
+        if size not in self._held or (waits and in_backward()):
+            return choice, None
+        timed = timed and not waits
+        if timed:
+            self._timed = (size, choice)
+        return choice, self._laps.start(self._exchange, batch.tokens.device, timed=timed)
+
+    def _agreed(self, batch: Batch) -> tuple[int, bool]:
+        """Return the size of the largest batch, and whether a backward may be to come."""
+        given = [float(len(batch.tokens))]
+        if not self._held:
+            (most,) = self._exchange.largest(given, batch.tokens.device, "sizes of batches")
+            return int(most), False
+        most, waits, missing, forward, backward = self._exchange.largest(
+            given + self._laps.told(), batch.tokens.device, "sizes of batches, and times"
+        )
+        if most and not waits:
+            if self.chooser and self._timed and not missing:
+                self.chooser.record(*self._timed, forward + backward)
+            self._held.clear()
+            self._laps.clear()
+            self._timed = None
+        return int(most), bool(waits)
+
+    def _turn(self, batch: Batch, size: int) -> Turn:
         start, before = time.perf_counter(), self.chooser
         tried = before.trials if before else 0
-        self._batch, self._best = batch, float("inf")
+        self._batch = batch
         try:
             if self.chooser is None:
-                self.chooser = self._fitted(batch, int(most))
-            self.last = self.chooser.choose(int(most))
+                self.chooser = self._fitted(batch, size)
+            turn = self.chooser.turn(size)
         finally:
             self._batch = None
+        if not self.chooser.settled_for(size):
+            self._held[size] = turn.choice
         if before is None or self.chooser.trials > tried:
             self.seconds += time.perf_counter() - start
-        return self.last
+        return turn
 
     def _fitted(self, batch: Batch, most: int) -> Chooser:
-        offloads = any(one.offloads for one in self._strategies) and self._limit is not None
+        offloads = any(one.offloads for one in self._strategies)
         tier = self._tier(batch.tokens) if offloads else None
         profile = Profile(
             self._exchange, batch.tokens, batch.up, batch.down, self._activation, tier
@@ -138,27 +182,21 @@ class Adapting:
         batch = self._batch
         if batch is None:
             raise AssertionError("a trial without a batch")
-        device, agreed = batch.tokens.device, float("inf")
-        for _ in range(_ROUNDS):
-            leaves = [
-                one.detach().requires_grad_()
-                for one in (batch.tokens, batch.gates, batch.up, batch.down)
-            ]
-            tokens, gates, up, down = leaves
-            self._exchange.largest([0.0], device, "the others before a trial")
-            start = time.perf_counter()
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-                out = self._run(choice, Batch(tokens, batch.chosen, gates, up, down))
-                torch.autograd.grad(out, leaves, torch.zeros_like(out))
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            took = time.perf_counter() - start
-            (slowest,) = self._exchange.largest([took], device, "times of a trial")
-            agreed = min(agreed, slowest)
-            if agreed > _HOPELESS * self._best:
-                break
-        self._best = min(self._best, agreed)
-        return agreed
+        device = batch.tokens.device
+        leaves = [
+            one.detach().requires_grad_()
+            for one in (batch.tokens, batch.gates, batch.up, batch.down)
+        ]
+        tokens, gates, up, down = leaves
+        self._exchange.largest([0.0], device, "the others before a trial")
+        start = time.perf_counter()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            out = self._run(choice, Batch(tokens, batch.chosen, gates, up, down))
+            torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        took = time.perf_counter() - start
+        return self._exchange.largest([took], device, "times of a trial")[0]
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

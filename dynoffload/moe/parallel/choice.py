@@ -1,9 +1,10 @@
 """The number of parts and the strategy, chosen while training runs.
 
-What it is: `Chooser`. Once for each batch size that it has not met it sets a few strategies apart,
-by the cost model and what fits in memory, and tries numbers of parts for these. All ranks choose
-alike: what they go by is the largest batch of all, and times of the slowest. What it is not: the
-search (`dynoffload.moe.parallel.granularity`) or the model (`dynoffload.moe.parallel.cost`).
+What it is: `Chooser`. For batch sizes that it has not met it searches a number of parts by trying,
+guesses from that and the cost model what may be the quickest, and lets these race in the steps that
+follow. All ranks choose alike: what they go by is the largest batch of all, and times of the
+slowest. What it is not: the search (`dynoffload.moe.parallel.granularity`), the race
+(`dynoffload.moe.parallel.race`) or the model (`dynoffload.moe.parallel.cost`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from dynoffload.errors import ConfigError
 from dynoffload.moe.parallel.cost import CostModel, Shape, memory
 from dynoffload.moe.parallel.granularity import NUMBERS, Granularity
+from dynoffload.moe.parallel.race import Race
 from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.units import format_bytes
 
@@ -30,9 +32,22 @@ class Choice(NamedTuple):
     strategy: Strategy
 
 
-_NEAR = 1.15  # times the best prediction: such strategies are tried
-_MORE = 0.97  # of the time of what does less work, below which what does more is taken
-_PLAIN = Choice(1, Strategy.NONE)
+class Turn(NamedTuple):
+    """How a step is made.
+
+    Attributes:
+        choice: taken.
+        timed: its time is asked for.
+    """
+
+    choice: Choice
+    timed: bool
+
+
+PLAIN = Choice(1, Strategy.NONE)
+
+_NEAR = 1.5  # times the best guess: such choices race, as guesses are rough
+_MOST = 8  # that race, beside `PLAIN` and one that uses memory again where they are not near
 
 
 class Chooser:
@@ -60,24 +75,28 @@ class Chooser:
     ) -> None:
         self.model = model
         self._shape, self._trial, self._limit = shape, trial, limit
+        self._all = [Choice(parts, strategy) for strategy in strategies for parts in numbers]
         self._numbers = tuple(numbers)
-        self._searches = {
-            one: Granularity(
-                lambda size, parts, one=one: self._try(size, parts, one),  # type: ignore[misc]
-                self._numbers,
-            )
-            for one in strategies
-        }
-        self._known: dict[int, Choice] = {}
-        self._confirmations = 0
+        self._searches: dict[Strategy, Granularity] = {}
+        self._races: dict[int, Race[Choice]] = {}
 
     @property
     def trials(self) -> int:
-        """How many choices were tried."""
-        return self._confirmations + sum(one.trials for one in self._searches.values())
+        """How many choices were tried, beside the steps."""
+        return sum(one.trials for one in self._searches.values())
 
-    def choose(self, tokens: int) -> Choice:
-        """Return the choice for a batch.
+    @property
+    def laps(self) -> int:
+        """How many steps were timed."""
+        return sum(one.laps for one in self._races.values())
+
+    @property
+    def settled(self) -> bool:
+        """Whether no race is under way."""
+        return all(one.settled for one in self._races.values())
+
+    def turn(self, tokens: int) -> Turn:
+        """Return how to make a step.
 
         Args:
             tokens: of the rank that has most.
@@ -85,75 +104,101 @@ class Chooser:
         Raises:
             ConfigError: nothing fits in the limit.
         """
-        if tokens not in self._known:
-            self._known[tokens] = self._found(tokens)
-        return self._known[tokens]
+        race = self._race(tokens)
+        fits = self._fitting(tokens)
+        runs = race.turn(fits)
+        if runs is not None:
+            return Turn(runs, timed=True)
+        best = race.best(fits)
+        if best is None:  # a race is of sizes of which not all fit alike: the model decides
+            predicted = self._predicted(tokens)
+            best = min(predicted, key=lambda one: predicted[one])
+        return Turn(best, timed=False)
 
-    def _found(self, tokens: int) -> Choice:
+    def record(self, tokens: int, choice: Choice, seconds: float) -> None:
+        """Tell the time of a step, of the slowest rank."""
+        self._race(tokens).record(choice, seconds / tokens)
+
+    def settled_for(self, tokens: int) -> bool:
+        """Whether batches of this size are made in the same way from now on."""
+        return self._race(tokens).settled
+
+    def _race(self, tokens: int) -> Race[Choice]:
+        # Sizes within a factor of two share a race, so that those of every step can be others.
+        upto = 1 << (tokens - 1).bit_length()
+        if upto not in self._races:
+            self._races[upto] = Race(self._leaders(tokens, upto))
+        return self._races[upto]
+
+    def _fitting(self, tokens: int) -> Callable[[Choice], bool]:
         shape = self._shape(tokens)
-        predicted = {
-            strategy: min(
-                (
-                    self.model.seconds(strategy, parts, shape)
-                    for parts in self._numbers
-                    if self._fits(strategy, parts, shape)
-                ),
-                default=None,
-            )
-            for strategy in self._searches
+        return lambda one: (
+            self._limit is None or memory(one.strategy, one.parts, shape) <= self._limit
+        )
+
+    def _predicted(self, tokens: int) -> dict[Choice, float]:
+        """Return what the model says of all that fits."""
+        shape, fits = self._shape(tokens), self._fitting(tokens)
+        found = {
+            one: self.model.seconds(one.strategy, one.parts, shape)
+            for one in self._all
+            if fits(one)
         }
-        times = [one for one in predicted.values() if one is not None]
-        if not times or self._limit == 0:
-            least = min(memory(s, n, shape) for s in self._searches for n in self._numbers)
+        if not found or self._limit == 0:
+            least = min(memory(one.strategy, one.parts, shape) for one in self._all)
             raise ConfigError(
                 f"memory={format_bytes(self._limit or 0)} is too little for a batch of {tokens} "
                 f"tokens a rank, which takes {format_bytes(least)} at least: raise it, or make "
                 "batches smaller"
             )
-        best: tuple[float, Choice] | None = None
-        reusing = {
-            took: strategy
-            for strategy, took in predicted.items()
-            if took is not None and strategy.reuses
+        return found
+
+    def _leaders(self, tokens: int, upto: int) -> list[Choice]:
+        """Return what may be the quickest, what does less work first."""
+        predicted = self._predicted(tokens)
+        guesses = self._guesses(predicted, upto)
+        ranked = sorted(guesses, key=lambda one: guesses[one])
+        near = [one for one in ranked if guesses[one] <= _NEAR * guesses[ranked[0]]]
+        leaders: set[Choice] = set()
+        for strategy in {one.strategy: None for one in near}:  # of each the best number
+            leaders.add(next(one for one in near if one.strategy is strategy))
+        for one in near:
+            if len(leaders) < _MOST:
+                leaders.add(one)
+        # What is kept is fresh memory, whose first use costs what the model does not know; so one
+        # that uses memory again takes part in any case.
+        leaders |= set([one for one in ranked if one.strategy.reuses][:1])
+        leaders |= {PLAIN} & predicted.keys()
+        return [one for one in self._all if one in leaders]
+
+    def _guesses(self, predicted: dict[Choice, float], upto: int) -> dict[Choice, float]:
+        """Return guesses of seconds: the model, set right by trials of the numbers of parts.
+
+        Trials are made of the strategy that the model puts first. A number that was not tried is as
+        far from the model as the nearest one that was.
+        """
+        lead = min(predicted, key=lambda one: predicted[one]).strategy
+        tried: dict[int, float] = {}
+
+        def trial(_: int, parts: int) -> float | None:
+            one = Choice(parts, lead)
+            if one not in predicted:
+                return None
+            took = self._trial(one)
+            tried[parts] = took / predicted[one]
+            return took
+
+        search = self._searches.setdefault(lead, Granularity(self._numbers))
+        found = search.find(upto, trial)
+        if not tried:  # a known range: its number and those beside it
+            near = found.parts if found else self._numbers[0]
+            kept = {one: took for one, took in predicted.items() if _apart(one.parts, near) <= 2}
+            return kept or predicted
+        return {
+            one: took * tried[min(tried, key=lambda parts: (_apart(parts, one.parts), parts))]
+            for one, took in predicted.items()
         }
-        for strategy, took in predicted.items():
-            if took is None:
-                continue
-            # What is kept is fresh memory, whose first use costs what the model does not know; so
-            # one that uses memory again is tried in any case.
-            near = took <= _NEAR * min(times)
-            if not near and not (reusing and strategy is reusing[min(reusing)]):
-                continue
-            found = self._searches[strategy].find(tokens)
-            if found is None or not self._fits(strategy, found.parts, shape):
-                continue
-            if best is None or found.rate < _MORE * best[0]:
-                best = (found.rate, Choice(found.parts, strategy))
-        if best is None:  # a range is wider than what fits: the model decides
-            return min(
-                (
-                    Choice(parts, strategy)
-                    for strategy in self._searches
-                    for parts in self._numbers
-                    if self._fits(strategy, parts, shape)
-                ),
-                key=lambda one: self.model.seconds(one.strategy, one.parts, shape),
-            )
-        return self._confirmed(best[1], tokens, shape)
 
-    def _confirmed(self, best: Choice, tokens: int, shape: Shape) -> Choice:
-        """Return the best, or one part where that is as quick: both are tried once more, as the
-        quickest of many trials may have been lucky."""
-        plain = _PLAIN.strategy in self._searches and 1 in self._numbers
-        if best == _PLAIN or not plain or not self._fits(_PLAIN.strategy, 1, shape):
-            return best
-        self._confirmations += 2
-        return best if self._trial(best) < _MORE * self._trial(_PLAIN) else _PLAIN
 
-    def _fits(self, strategy: Strategy, parts: int, shape: Shape) -> bool:
-        return self._limit is None or memory(strategy, parts, shape) <= self._limit
-
-    def _try(self, size: int, parts: int, strategy: Strategy) -> float | None:
-        if not self._fits(strategy, parts, self._shape(size)):
-            return None
-        return self._trial(Choice(parts, strategy))
+def _apart(one: int, other: int) -> float:
+    return max(one, other) / min(one, other)

@@ -23,6 +23,16 @@ import torch.distributed as dist
 from dynoffload.errors import ConfigError, ExchangeError
 
 
+def _why(error: RuntimeError, timeout: float | None) -> str:
+    """Return in short why an exchange failed; what the backend says at length is the cause."""
+    said = str(error).lower()
+    if "timed out" in said and timeout:
+        return f"not in {timeout:g} s"
+    if any(word in said for word in ("closed", "reset", "refused", "broken pipe", "not connected")):
+        return "a connection is closed"
+    return "the backend failed"
+
+
 class Pending:
     """An exchange on its way.
 
@@ -61,12 +71,10 @@ class Pending:
             else:
                 work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            late = "timed out" in str(error).lower()
-            why = f"not in {self._timeout:g} s" if late and self._timeout else str(error)
             raise ExchangeError(
-                f"{self._what} did not arrive ({why}): see whether the other ranks are alive, are "
-                "at the same layer, and make the same forward and backward calls; where they are "
-                "only slow, raise timeout="
+                f"{self._what} did not arrive ({_why(error, self._timeout)}): see whether the "
+                "other ranks are alive, are at the same layer, and make the same forward and "
+                "backward calls; where they are only slow, raise timeout="
             ) from error
         self._held = ()
         if self._waited is not None:
@@ -135,7 +143,8 @@ class Exchange:
             )
         except RuntimeError as error:
             raise ExchangeError(
-                f"{told} could not be asked for ({error}): is another rank gone?"
+                f"{told} could not be asked for ({_why(error, self.timeout)}): see whether the "
+                "other ranks are alive; the group cannot be used any more"
             ) from error
         limit = self.timeout if into.device.type == "cpu" else None
         return Pending(work, limit, told, (into, given), self._waited)

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 NUMBERS = (1, 2, 4, 8, 16)
 """Of parts, that are tried."""
 
-_SLOWER = 1.03  # times the best: the turning point, and not the noise of a trial
+_SLOWER = 1.1  # times the best: the turning point, and not the noise of a trial of one step
+
+Trial = Callable[[int, int], float | None]
+"""Of a size and a number; returns seconds, the same on all ranks, or None where it cannot be."""
 
 
 @dataclass
@@ -38,33 +41,34 @@ class Granularity:
     """Ranges of batch sizes.
 
     Args:
-        trial: of a size and a number; returns seconds, the same on all ranks, or None where the
-            number cannot be.
         numbers: to be tried, in order.
     """
 
-    def __init__(
-        self, trial: Callable[[int, int], float | None], numbers: Sequence[int] = NUMBERS
-    ) -> None:
-        self._trial, self._numbers = trial, tuple(numbers)
+    def __init__(self, numbers: Sequence[int] = NUMBERS) -> None:
+        self._numbers = tuple(numbers)
         self.ranges: list[Range] = []
         self.trials = 0
 
-    def find(self, size: int) -> Range | None:
-        """Return the range of a size; None where no number can be."""
+    def find(self, size: int, trial: Trial) -> Range | None:
+        """Return the range of a size; None where no number can be.
+
+        Args:
+            size: of a batch.
+            trial: is asked where it is in no range.
+        """
         for one in self.ranges:
             if one.low <= size <= one.high:
                 return one
         before = [one for one in self.ranges if one.high < size]
         after = [one for one in self.ranges if one.low > size]
         left, right = (before[-1] if before else None), (after[0] if after else None)
-        best = self._search(size, left, right)
+        best = self._search(size, trial, left, right)
         if best is None:
             return None
         return self._put(size, *best, left, right)
 
     def _search(
-        self, size: int, left: Range | None, right: Range | None
+        self, size: int, trial: Trial, left: Range | None, right: Range | None
     ) -> tuple[int, float] | None:
         """Return the best number and its seconds, of those between the neighbours'."""
         first = left.parts if left else self._numbers[0]
@@ -74,7 +78,7 @@ class Granularity:
         for number in self._numbers:
             if not low <= number <= high:
                 continue
-            took = self._trial(size, number)
+            took = trial(size, number)
             if took is None:
                 continue
             self.trials += 1

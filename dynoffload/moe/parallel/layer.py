@@ -24,6 +24,7 @@ from dynoffload.moe.parallel.choice import Choice
 from dynoffload.moe.parallel.dispatch import dispatch
 from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.granularity import NUMBERS
+from dynoffload.moe.parallel.laps import Lap
 from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.strategies import Strategy, strategy_of
 from dynoffload.moe.parallel.tiers import Tier, tier_for
@@ -55,13 +56,16 @@ class ExpertParallel(MoE):
         activation: ``"swiglu"`` or ``"silu"``.
         shared: hidden width of the expert that every token takes beside; 0 for none.
         normalize: gates of a token are scaled to a sum of 1; by default where k > 1, as `MoE` does.
-        parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: tried for each size
-            of batch that is new, of 1, 2, 4, 8 and 16.
+        parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: the
+            quickest of 1, 2, 4, 8 and 16.
         strategy: how what reuse overwrites is had again: ``"none"``, ``"S1"`` to ``"S4"``
             (`dynoffload.moe.parallel.strategies.Strategy`); the same on all ranks. ``"auto"``: the
             quickest that fits in ``memory``.
         memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
             such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
+            What is ``"auto"`` is tried on the first batch of sizes that are new, which takes as
+            long as some 5 to 10 steps, and then changes from step to step for some 20 to 150 steps
+            of such sizes, in which choices race; ``adapting.settled`` tells the end.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.
         spill_dir: where offloaded parts lie, on the CPU; by default the system's for temporary
@@ -72,6 +76,8 @@ class ExpertParallel(MoE):
     Attributes:
         up: (E/world, p·h, d).
         down: (E/world, d, h).
+        adapting: what chooses, where something is ``"auto"``, else None; ``adapting.settled`` is
+            whether the choice stands.
 
     Raises:
         ConfigError: sizes that cannot be, or experts that cannot be spread evenly.
@@ -161,7 +167,10 @@ class ExpertParallel(MoE):
 
     @property
     def choice(self) -> Choice:
-        """Parts and strategy: as given, or of the last batch that was trained on."""
+        """Parts and strategy: as given, or of the last batch that was trained on.
+
+        It changes from step to step until ``adapting.settled``.
+        """
         return self.adapting.last if self.adapting else self._fixed
 
     @torch.no_grad()
@@ -274,13 +283,16 @@ class ExpertParallel(MoE):
         gates = gates.to(tokens.dtype)
         up, down = self.up.to(tokens.dtype), self.down.to(tokens.dtype)
         batch = Batch(tokens, routing.token_expert_indices, gates, up, down)
-        choice = self.choice
         with torch.autocast(kind, enabled=False):
-            if self.adapting and torch.is_grad_enabled():
-                choice = self.adapting.choose(batch)
-            return self._run(choice, batch).to(result)
+            if not (self.adapting and torch.is_grad_enabled()):
+                return self._run(self.choice, batch).to(result)
+            choice, lap = self.adapting.choose(batch)
+            if lap is None:
+                return self._run(choice, batch).to(result)
+            with lap.forward():
+                return self._run(choice, batch, lap).to(result)
 
-    def _run(self, choice: Choice, batch: Batch) -> torch.Tensor:
+    def _run(self, choice: Choice, batch: Batch, lap: Lap | None = None) -> torch.Tensor:
         """Compute a batch by a choice."""
         grads = torch.is_grad_enabled()
         sent = dispatch(
@@ -293,7 +305,7 @@ class ExpertParallel(MoE):
             need_gates=grads and batch.gates.requires_grad,
         )
         tier = self._tier_for(batch.tokens) if choice.strategy.offloads and grads else None
-        call = Call(self.exchange, sent, self.activation, choice.strategy, tier)
+        call = Call(self.exchange, sent, self.activation, choice.strategy, tier, lap)
         return pipelined(batch.tokens, batch.gates, batch.up, batch.down, call)
 
     def _tier_for(self, tokens: torch.Tensor) -> Tier:

@@ -20,6 +20,7 @@ gradients of tokens or gates go home is what any rank needs, which is agreed wit
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from dynoffload.moe.parallel import computation
 from dynoffload.moe.parallel.buffers import Buffers
 from dynoffload.moe.parallel.dispatch import Dispatch, Part
 from dynoffload.moe.parallel.exchange import Exchange, Pending
+from dynoffload.moe.parallel.laps import Lap
 from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.moe.parallel.tiers import Copying, Stored, Tier
 
@@ -47,6 +49,7 @@ class Call:
         activation: of the experts.
         strategy: for what reuse overwrites.
         tier: takes what is offloaded; None where the strategy offloads nothing.
+        lap: is told of the backward; None if nobody asks.
         rows: of each part, that were offloaded.
         middles: of each part, in pieces by expert, that were offloaded.
     """
@@ -56,6 +59,7 @@ class Call:
     activation: Activation
     strategy: Strategy
     tier: Tier | None
+    lap: Lap | None = None
     rows: list[Stored] = field(default_factory=list)
     middles: list[list[tuple[slice, Stored]]] = field(default_factory=list)
 
@@ -211,6 +215,11 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        with ctx.call.lap.backward() if ctx.call.lap is not None else nullcontext():
+            return _Pipelined._backward(ctx, *gradients)
+
+    @staticmethod
+    def _backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         call: Call = ctx.call
         up, down, *rest = ctx.saved_tensors
         d_out = gradients[0].contiguous()

@@ -1,0 +1,243 @@
+"""What the ranks of `test_moe_parallel_adapting` do: steps of all kinds while choices race."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from parallel_cases import HIDDEN, WIDTH, backward, layers
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dynoffload.errors import ExchangeError
+from dynoffload.moe.parallel import ExpertParallel, Strategy, choice
+from dynoffload.moe.parallel.adapting import Batch
+from dynoffload.moe.parallel.cost import memory as memory_of
+from dynoffload.moe.parallel.cost import shape_of
+from dynoffload.moe.parallel.laps import in_backward
+
+STEPS = 400  # within which a race of one size has to end
+Made = tuple[int, str, bool]  # parts, strategy, in a backward pass
+
+
+class Watched:
+    """A layer that chooses, and what it chose for each batch."""
+
+    def __init__(self, world: int, memory: int | None = None) -> None:
+        choice._NEAR = 1e9  # whatever the guesses say: several of each strategy race
+        _, self.layer = layers(world, torch.float32)
+        self.layer.set_pipeline("auto", "auto", memory)
+        self.made: list[Made] = []
+        assert self.layer.adapting is not None
+        self.adapting, choose = self.layer.adapting, self.layer.adapting.choose
+
+        def watched(batch: Batch) -> Any:
+            taken, lap = choose(batch)
+            self.made.append((taken.parts, taken.strategy.value, in_backward()))
+            return taken, lap
+
+        self.adapting.choose = watched  # type: ignore[method-assign]
+
+    def steps(self, step: Callable[[int], None], most: int = STEPS) -> list[list[Made]]:
+        """Make steps until the choice stands, and one more; return what was chosen in each."""
+        found = []
+        for number in range(most):
+            settled = self.adapting.settled
+            self.made.clear()
+            step(number)
+            found.append(list(self.made))
+            if settled:
+                return found
+        raise AssertionError(f"no choice stands after {most} steps")
+
+
+def batch(rank: int, size: int, seed: int = 0) -> Tensor:
+    """Return tokens, of which rank 1 has half as many."""
+    return torch.randn(size // (rank + 1), WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(layer: ExpertParallel, given: Tensor) -> list[Tensor]:
+    """Return what does not depend on the choice, and empty it."""
+    assert given.grad is not None
+    assert layer.router.grad is not None
+    found = [given.grad, layer.router.grad]
+    given.grad = None
+    layer.zero_grad()
+    return found
+
+
+def step_of(kind: str, layer: ExpertParallel, given: Tensor) -> list[Tensor]:
+    """Make a step of a kind, and return gradients of tokens and router."""
+
+    def hidden() -> Tensor:
+        if kind.endswith("reentrant"):
+            keep = "not" not in kind
+            return checkpoint(lambda one: layer(one).hidden, given, use_reentrant=keep)  # type: ignore[no-any-return]
+        return layer(given).hidden  # type: ignore[no-any-return]
+
+    if kind.startswith("several"):  # of one backward
+        torch.stack([hidden().square().sum() for _ in range(3)]).sum().backward()
+    elif kind == "each":  # forwards first, then their backwards, the first one first
+        for loss in [hidden().square().sum() for _ in range(3)]:
+            loss.backward()
+    elif kind == "twice":
+        loss = hidden().square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    elif kind == "evaluates":
+        with torch.no_grad():
+            before = layer(given).hidden
+        out = hidden()
+        with torch.no_grad():
+            assert torch.equal(layer(given).hidden, out)
+            assert torch.equal(before, out)
+        out.square().sum().backward()
+    elif kind == "drops":  # a forward whose backward never comes, before and after
+        hidden()
+        hidden().square().sum().backward()
+        hidden()
+    elif kind == "empty":  # on all ranks, amid a step
+        nothing = given.detach()[:0].requires_grad_()
+        loss = hidden().square().sum()
+        (loss + layer(nothing).hidden.sum()).backward()
+        layer(nothing).hidden.sum().backward()
+    else:
+        hidden().square().sum().backward()
+    return gradients(layer, given)
+
+
+KINDS = (
+    "plain", "reentrant", "not reentrant", "several", "several not reentrant", "several reentrant",
+    "each", "each not reentrant", "twice", "evaluates", "drops", "empty",
+)  # fmt: skip
+
+
+def kinds(rank: int, world: int, names: tuple[str, ...]) -> list[Any]:
+    """Return the choices of steps of several kinds, whose gradients are those of fixed parts."""
+    results = []
+    for kind in names:
+        watched = Watched(world)
+        given = batch(rank, 48).requires_grad_()
+        _, fixed = layers(world, torch.float32)
+        wanted = step_of(kind, fixed, given)
+
+        def step(
+            _: int,
+            kind: str = kind,
+            watched: Watched = watched,
+            given: Tensor = given,
+            wanted: list[Tensor] = wanted,
+        ) -> None:
+            found = step_of(kind, watched.layer, given)
+            for one, known in zip(found, wanted, strict=True):
+                assert torch.equal(one, known), kind
+
+        results.append((kind, watched.steps(step)))
+    return results
+
+
+def mixed(rank: int, world: int) -> list[Any]:
+    """Return the choices of steps of all kinds in turn, at sizes that vary."""
+    watched = Watched(world)
+    _, fixed = layers(world, torch.float32)
+
+    def step(number: int) -> None:
+        kind = KINDS[number % len(KINDS)]
+        given = batch(rank, 33 + (number * 17) % 31, number).requires_grad_()
+        found = step_of(kind, watched.layer, given)
+        for one, known in zip(found, step_of(kind, fixed, given), strict=True):
+            assert torch.equal(one, known), kind
+
+    return watched.steps(step, 2 * STEPS)
+
+
+def held(rank: int, world: int) -> list[list[Made]]:
+    """Return the choices while a result is held whose backward never comes, and once it is not."""
+    watched = Watched(world)
+    given = batch(rank, 48).requires_grad_()
+    # Only rank 1 holds it: the others know of it by the exchange.
+    out = [watched.layer(given).hidden] if rank == 1 else [watched.layer(given).hidden.detach()]
+    found = []
+    for _ in range(2):
+        watched.made.clear()
+        for _ in range(12):
+            watched.layer(given).hidden.sum().backward()
+        found.append(list(watched.made))
+        out.clear()
+    return found
+
+
+def sizes(rank: int, world: int) -> list[tuple[int, str]]:
+    """Return what was chosen for batches of several sizes, within a limit too."""
+    chosen = []
+    shape = shape_of(200, 2, 2 * world, world, WIDTH, HIDDEN, 2, 4)
+    limit = memory_of(Strategy.NONE, 16, shape) * 95 // 100
+    for size, memory in ((64, None), (200, limit)):
+        watched = Watched(world, memory)
+        tokens = batch(rank, size, size)
+        weights = torch.randn_like(tokens)
+        first = backward(watched.layer, tokens, weights)
+
+        def step(
+            _: int,
+            watched: Watched = watched,
+            tokens: Tensor = tokens,
+            weights: Tensor = weights,
+            first: list[Tensor] = first,
+        ) -> None:
+            found = backward(watched.layer, tokens, weights)
+            assert torch.equal(found[0], first[0])
+            for one, known in zip(found, first, strict=True):
+                assert torch.allclose(one, known, rtol=1e-5, atol=1e-5)
+
+        for choices in watched.steps(step):
+            if memory is not None:
+                assert all(strategy != "none" for _, strategy, _ in choices), choices
+        chosen.append((watched.layer.choice.parts, watched.layer.choice.strategy.value))
+    return chosen
+
+
+def after(rank: int, world: int) -> dict[str, int]:
+    """Return how many exchanges a step makes with fixed parts, and when a choice stands."""
+    watched = Watched(world)
+    given = batch(rank, 48).requires_grad_()
+    watched.steps(lambda _: step_of("plain", watched.layer, given) and None)
+    _, fixed = layers(world, torch.float32)
+    taken = watched.layer.choice
+    fixed.set_pipeline(taken.parts, taken.strategy.value)
+    step_of("plain", fixed, given)
+    counts = {}
+    for name, layer in (("fixed", fixed), ("chosen", watched.layer)):
+        start, asked = layer.exchange.start, []
+
+        def counted(*given: Any, start: Any = start, asked: list[Any] = asked) -> Any:
+            asked.append(given[-1])
+            return start(*given)
+
+        layer.exchange.start = counted  # type: ignore[method-assign]
+        step_of("plain", layer, given)
+        counts[name] = len(asked)
+    return counts
+
+
+def one_dies(rank: int, world: int) -> str:
+    """Return the error of rank 0, whose peer dies before the backward of a step that is timed."""
+    layer = ExpertParallel(4, 4, world, 1, timeout=30, name="blocks.3.moe", parts="auto")
+    given = torch.randn(6, 4)
+    for _ in range(3):
+        layer(given).hidden.sum().backward()
+    out = layer(given).hidden
+    assert layer.adapting is not None
+    assert not layer.adapting.settled
+    if rank == 1:
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        out.sum().backward()
+    except ExchangeError as error:
+        assert time.monotonic() - start < 20
+        return str(error)
+    return "no error"
