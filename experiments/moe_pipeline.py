@@ -227,16 +227,16 @@ def _print(result: dict[str, Any]) -> None:
         title=f"a step of the layer in parts, {result['tokens']} tokens a rank, widths by "
         f"1/{result['factor']}",
         caption=f"links by {', '.join(sorted({row['links'] for row in result['rows']}))}; medians "
-        f"of {result['steps']} or more; noise: how far the same is apart from itself; bound: "
-        f"memory at most {result['limit_share']:g} of one part that is kept; overhead: of 1,000 "
-        "steps",
+        f"of {result['steps']} or more; noise: how far the same is apart from itself; again: "
+        f"behind in steps that had no part in saying which is best; bound: memory at most "
+        f"{result['limit_share']:g} of one part that is kept; overhead: of 1,000 steps",
         title_justify="left",
         caption_justify="left",
     )
     for header in (
         "ranks", "layer", "Mbit/s", "communication", "one part", "noise", "chosen", "speedup",
-        "best", "behind", "steps", "overhead", "chosen (bound)", "speedup", "best", "behind",
-        "steps", "overhead",
+        "best", "behind", "again", "steps", "overhead", "chosen (bound)", "speedup", "best",
+        "behind", "again", "steps", "overhead",
     ):  # fmt: skip
         times.add_column(header, justify="right")
     for row in result["rows"]:
@@ -251,7 +251,8 @@ def _print(result: dict[str, Any]) -> None:
             one = row[name]
             cells += [
                 _name(one["chosen"]), f"{one['speedup']:.2f}", _name(one["best"]),
-                f"{one['behind']:.1%}", str(one["steps"]), f"{one['overhead_share']:.1%}",
+                f"{one['behind']:.1%}", f"{one['behind_again']:+.1%}", str(one["steps"]),
+                f"{one['overhead_share']:.1%}",
             ]  # fmt: skip
         times.add_row(*cells)
     console.print(times)

@@ -41,6 +41,9 @@ def test_it_measures_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 0.3 < row["communication_share"] < 2  # of two measurements
     for name in ("free", "bound"):
         assert row[name]["behind"] >= 0
+        same = row[name]["chosen"] == row[name]["best"]
+        assert row[name]["behind_again"] > -0.9
+        assert (row[name]["behind_again"] == 0) is same
         assert row[name]["trials"] >= 2
         assert row[name]["steps"] >= 1
         # Steps until it stood, with what they were slower than, and the first one's profile.
