@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dynoffload
 from dynoffload.errors import ConfigError
 from dynoffload.moe import MoE
-from dynoffload.moe.parallel import ExpertParallel, clip_grad_norm_, keep_apart
+from dynoffload.moe.parallel import ExpertParallel, choice, clip_grad_norm_, keep_apart
 
 CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False}
 
@@ -108,6 +108,44 @@ def compared(rank: int, world: int, width: int) -> dict[str, Any]:
     paged = trained(rank, experts, data, 0.7)
     same = all(torch.equal(one, two) for one, two in zip(plain, paged, strict=True))
     return {"same": same, "count": len(plain), "head": paged[-2], "up": paged[2]}
+
+
+def raced(rank: int, world: int) -> dict[str, Any]:
+    """Compare steps in a block while choices race with steps by fixed parts and no block."""
+    torch.manual_seed(0)
+    layer = ExpertParallel(32, 64, 4, 2, timeout=60)
+    given = torch.randn(20 + 3 * rank, 32, requires_grad=True)
+
+    def step() -> list[Tensor]:
+        out = layer(given).hidden
+        out.square().sum().backward()
+        assert given.grad is not None
+        assert layer.router.grad is not None
+        assert layer.up.grad is not None
+        found = [out.detach(), given.grad, layer.router.grad.clone(), layer.up.grad.clone()]
+        given.grad = None
+        return found
+
+    *wanted, experts = step()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    optimizer.zero_grad()
+    whole = 4 * sum(parameter.nbytes for parameter in layer.parameters())
+    choice._NEAR = 1e9  # several of each strategy race
+    layer.set_pipeline("auto", "auto")
+    taken, same = set(), True
+    with dynoffload.offload(
+        layer, optimizer, budget=int(0.7 * whole), pilot=None, config=CONFIG
+    ) as session:
+        for _ in range(40):
+            *found, gradient = step()
+            optimizer.step()
+            optimizer.zero_grad()
+            same &= all(torch.equal(one, known) for one, known in zip(found, wanted, strict=True))
+            same &= torch.allclose(gradient, experts, rtol=1e-4, atol=1e-5)
+            taken.add((layer.choice.parts, layer.choice.strategy.value))
+        assert session is not None
+        assert session.stats["bytes_in"].sum() > 0, "nothing was paged"
+    return {"same": same, "taken": sorted(taken)}
 
 
 def replicated(rank: int, world: int) -> dict[str, Any]:

@@ -27,9 +27,11 @@ def test_ranks_choose_alike_and_only_between_steps(names: tuple[str, ...]) -> No
     for kind, steps in one:
         taken = [{(parts, strategy) for parts, strategy, _ in step} for step in steps]
         assert len(set().union(*taken)) > 4, "no race"
-        settled = taken[-1]
         for step, made in zip(taken, steps, strict=True):
             if kind in ("drops", "empty"):  # two steps, and an empty batch is never cut
+                continue
+            if kind.startswith("sizes"):
+                assert len(step) <= 2, (kind, made)
                 continue
             if kind == "several reentrant":  # each is run again for itself, right before backward
                 assert all(again for *_, again in made)
@@ -37,7 +39,6 @@ def test_ranks_choose_alike_and_only_between_steps(names: tuple[str, ...]) -> No
             assert len(step) == 1, (kind, made)
         again = sum(again for step in steps for *_, again in step)
         assert (again > 0) == ("reentrant" in kind)
-        assert len(settled - {(1, "none")}) <= 1
 
 
 def test_they_do_with_steps_of_all_kinds_at_sizes_that_vary() -> None:

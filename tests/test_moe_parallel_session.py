@@ -6,7 +6,7 @@ import pytest
 import torch
 from exactness import needs_pager
 from gloo_ranks import run_ranks
-from parallel_sessions import compared, replicated, unlike
+from parallel_sessions import compared, raced, replicated, unlike
 
 import dynoffload
 from dynoffload.errors import ConfigError
@@ -34,6 +34,14 @@ def test_each_ranks_session_changes_no_bit(world: int, width: int) -> None:
     assert not torch.equal(found[0]["up"], found[1]["up"]), "ranks have the same experts"
     if world > width:
         assert torch.equal(found[0]["up"], found[width]["up"])
+
+
+@needs_pager
+def test_a_race_in_a_session_changes_no_bit_but_by_its_parts() -> None:
+    one, other = run_ranks(raced, 2)
+    assert one == other
+    assert one["same"]
+    assert len(one["taken"]) > 4
 
 
 def test_experts_beside_replicas_have_the_gradients_of_one_process() -> None:

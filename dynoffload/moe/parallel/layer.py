@@ -64,7 +64,7 @@ class ExpertParallel(MoE):
         memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
             such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
             What is ``"auto"`` is tried on the first batch of sizes that are new, which takes as
-            long as some 5 to 10 steps, and then changes from step to step for some 20 to 150 steps
+            long as some 5 to 10 steps, and then changes from step to step for some 30 to 200 steps
             of such sizes, in which choices race; ``adapting.settled`` tells the end.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.

@@ -1,8 +1,8 @@
 """Which of several ways is the quickest, by times of steps that are made anyway.
 
 What it is: `Race`, in which ways take turns, so that a machine that becomes slower does so for all
-of them alike, and those that are clearly behind drop out (successive halving). How far that is
-follows from how far their own times are apart, so a noisy machine takes more turns. It decides by
+of them alike, and those that are clearly behind drop out (successive halving). A test by
+ranks says what is clear, so a noisy machine takes more turns. It decides by
 what it is told and nothing else, so ranks that are told the same decide alike. What it is not: what
 measures (`dynoffload.moe.parallel.laps`), or what says who takes part
 (`dynoffload.moe.parallel.choice`).
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Hashable, Sequence
-from statistics import median_low, quantiles
+from statistics import median_low
 from typing import Generic, TypeVar
 
 Runner = TypeVar("Runner", bound=Hashable)
@@ -25,8 +25,8 @@ MORE = 0.97
 """Of the time of what does less work, below which what does more is taken."""
 
 _ALIKE = 1.03  # times the best median: so near nobody drops out
-_FAR = 1.5  # times the best one's worst of two: so far behind two times are enough
-_ERRORS = 2.0  # standard errors of the difference of two medians: no chance
+_FAR = 1.3  # times the best one's worse one of two: so far behind two times are enough
+_CHANCE = 1.96  # standard deviations of a rank sum: more is no chance, but for one in twenty
 
 
 class Race(Generic[Runner]):
@@ -109,15 +109,16 @@ class Race(Generic[Runner]):
 
 
 def _behind(times: list[float], first: list[float]) -> bool:
-    """Return whether times are clearly longer than those of the first."""
-    if len(times) < 3 or len(first) < 3:
-        return min(len(times), len(first)) == 2 and min(times) > _FAR * max(first)
-    best = median_low(first)
-    noise = _ERRORS * math.hypot(_error(times), _error(first))
-    return median_low(times) - best > max(noise, (_ALIKE - 1) * best)
+    """Return whether times are clearly longer than those of the first.
 
-
-def _error(times: list[float]) -> float:
-    """Return the standard error of a median, by quartiles, which single slow steps do not move."""
-    low, _, high = quantiles(times, n=4, method="inclusive")
-    return 1.25 * (high - low) / 1.35 / math.sqrt(len(times))
+    Clearly is by the rank sum of Wilcoxon, and Mann and Whitney, which single slow steps do not
+    move, whatever times are like.
+    """
+    few, count = min(len(times), len(first)), len(times) * len(first)
+    if few == 2 and min(times) > _FAR * max(first):
+        return True
+    if few < 3 or median_low(times) <= _ALIKE * median_low(first):
+        return False
+    longer = sum((one > other) + 0.5 * (one == other) for one in times for other in first)
+    deviation = math.sqrt(count * (len(times) + len(first) + 1) / 12)
+    return longer - count / 2 > _CHANCE * deviation
