@@ -129,7 +129,7 @@ def raced(rank: int, world: int) -> dict[str, Any]:
     *wanted, experts = step()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     optimizer.zero_grad()
-    whole = 4 * sum(parameter.nbytes for parameter in layer.parameters())
+    whole = 2 * sum(parameter.nbytes for parameter in layer.parameters())  # without state
     choice._NEAR = 1e9  # several of each strategy race
     layer.set_pipeline("auto", "auto")
     taken, same = set(), True
