@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import resource
 import sys
 import textwrap
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from exactness import needs_pager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
+import dynoffload
 from dynoffload.experiments.allocations import Allocations
 from dynoffload.memory import reused as module
 from dynoffload.memory.cgroup import run_limited, why_unavailable
 from dynoffload.memory.reused import Blocks, reused
+from dynoffload.moe import MoE
 from dynoffload.moe.slices import Slices
 from dynoffload.units import MiB
 
@@ -69,6 +76,7 @@ def test_it_is_what_empty_like_returns(blocks: Blocks, like: torch.Tensor) -> No
     assert bool((made == 3).all())
     assert made.data_ptr() % PAGE == 0
     assert not made._is_view()
+    assert made.untyped_storage().nbytes() == like.nbytes
 
 
 def test_a_tensor_that_lives_keeps_its_block(blocks: Blocks) -> None:
@@ -167,3 +175,69 @@ def test_what_came_back_is_there_for_whoever_needs_it(keeps: bool) -> None:
     done = run_limited([sys.executable, "-P", "-c", textwrap.dedent(code)], limit, timeout=120)
     assert (done.usage.oom_kills > 0) is keeps, done
     assert (done.returncode == 0) is not keeps, done
+
+
+@needs_pager
+@pytest.mark.parametrize("backend", ["pager", "mapped"])
+def test_a_gradient_from_before_a_session_is_paged(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(module, "_OWN", 1)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+
+    def trained(pages: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = MoE(32, 64, 8, 2)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        layer(x).hidden.square().sum().backward()
+        assert layer.up.grad is not None
+        assert blocks.has(layer.up.grad.data_ptr())
+        budget = 2 * sum(parameter.nbytes for parameter in layer.parameters())
+        block: Any = contextlib.nullcontext()
+        if pages:
+            block = dynoffload.offload(
+                layer, optimizer, budget=budget,
+                config={"page_bytes": 4096, "min_paged_bytes": 1024, "step_aside": False,
+                        "backend": backend},
+            )  # fmt: skip
+        with block as session:
+            for _ in range(3):
+                layer(x).hidden.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if session is not None:
+                assert session.stats["bytes_in"].sum() > 0
+                assert session.stats["peak_fast_bytes"].max() <= budget
+        return [parameter.detach().clone() for parameter in layer.parameters()]
+
+    for one, other in zip(trained(pages=False), trained(pages=True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_whoever_holds_a_gradient_keeps_its_block(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_OWN", 1)
+    torch.manual_seed(0)
+    layer = MoE(32, 64, 8, 2)
+
+    def gradient() -> torch.Tensor:
+        layer.zero_grad()
+        layer(torch.randn(4, 32)).hidden.sum().backward()
+        assert layer.up.grad is not None
+        return layer.up.grad
+
+    array = gradient().numpy()
+    capsule = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(gradient()))
+    wanted = [torch.from_numpy(array.copy()), capsule.clone()]
+    copied = copy.deepcopy(gradient())
+    torch.save(layer.up.grad, tmp_path / "gradient")
+    assert torch.equal(torch.load(tmp_path / "gradient"), copied)
+    shared = gradient()
+    kept = shared.clone()
+    shared.share_memory_()
+    for _ in range(3):
+        gradient()
+    found = [torch.from_numpy(array), capsule]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert torch.equal(shared, kept)

@@ -25,7 +25,6 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +70,7 @@ class Blocks:
     def __init__(self) -> None:
         self.idle: list[tuple[int, int]] = []
         self.used = self.most = 0
+        self._there: set[int] = set()  # addresses of blocks in use
         self._came: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
@@ -88,9 +88,20 @@ class Blocks:
                 return None
             self.used += nbytes
             self.most = max(self.most, self.used)
+        self._there.add(address)
         buffer = (ctypes.c_char * nbytes).from_address(address)
-        weakref.finalize(buffer, _free, self._came.append, address, nbytes).atexit = False
+        weakref.finalize(buffer, self._free, address, nbytes).atexit = False
         return buffer
+
+    def has(self, address: int) -> bool:
+        """Return whether a block in use begins there."""
+        return address in self._there
+
+    def _free(self, address: int, nbytes: int) -> None:
+        """Take a block back; each operation on what is shared is one that nothing interrupts."""
+        self._there.discard(address)
+        _libc().madvise(address, nbytes, _MADV_FREE)  # a kernel without it keeps the pages
+        self._came.append((address, nbytes))
 
     def _settle(self) -> None:
         """Enter in the books what came back."""
@@ -114,13 +125,13 @@ class Blocks:
         return _map(nbytes)
 
 
-def _free(back: Callable[[tuple[int, int]], None], address: int, nbytes: int) -> None:
-    _libc().madvise(address, nbytes, _MADV_FREE)  # a kernel without it keeps the pages
-    back((address, nbytes))
-
-
 BLOCKS = Blocks()
 """Of this process."""
+
+
+def is_reused(storage: torch.UntypedStorage) -> bool:
+    """Return whether memory is that of `reused`, which nobody has but who has the storage."""
+    return storage.device.type == "cpu" and BLOCKS.has(storage.data_ptr())
 
 
 def _watched() -> bool:
@@ -140,7 +151,8 @@ def reused(like: torch.Tensor) -> torch.Tensor:
         if form.untyped_storage().nbytes() == like.nbytes:
             buffer = BLOCKS.take(nbytes)
             if buffer is not None:
-                storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+                flat = torch.frombuffer(buffer, dtype=torch.uint8, count=like.nbytes)
+                storage = flat.untyped_storage()  # no larger than the tensor, as torch's own are
                 made = torch.empty(0, dtype=like.dtype)
                 return made.set_(storage, 0, form.shape, form.stride())
     return torch.empty_like(like)

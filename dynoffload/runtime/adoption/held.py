@@ -18,6 +18,7 @@ from torch import nn
 
 from dynoffload.memory.local import local
 from dynoffload.memory.places import users_of
+from dynoffload.memory.reused import is_reused
 from dynoffload.runtime.ranks.sharded import aliases_of
 
 _OF_STATE = 3  # references to a tensor of state: its dict, the update's copy, and one here
@@ -68,7 +69,8 @@ def is_torchs(tensor: torch.Tensor) -> bool:
     Tensors that were read from files look alike, so this is asked only where those do not come.
     """
     storage = local(tensor).untyped_storage()
-    return bool(storage.resizable()) and not is_between_processes(storage)
+    plain = bool(storage.resizable()) or is_reused(storage)
+    return plain and not is_between_processes(storage)
 
 
 def is_between_processes(storage: torch.UntypedStorage) -> bool:
