@@ -47,7 +47,7 @@ class Turn(NamedTuple):
 PLAIN = Choice(1, Strategy.NONE)
 
 _NEAR = 1.5  # times the best guess: such choices race, as guesses are rough
-_MOST = 8  # that race, beside `PLAIN` and one that uses memory again where they are not near
+_MOST = 8  # that race, beside `PLAIN`
 
 
 class Chooser:
@@ -158,16 +158,15 @@ class Chooser:
         predicted = self._predicted(tokens)
         guesses = self._guesses(predicted, upto)
         ranked = sorted(guesses, key=lambda one: guesses[one])
-        near = [one for one in ranked if guesses[one] <= _NEAR * guesses[ranked[0]]]
-        leaders: set[Choice] = set()
-        for strategy in {one.strategy: None for one in near}:  # of each the best number
-            leaders.add(next(one for one in near if one.strategy is strategy))
-        for one in near:
-            if len(leaders) < _MOST:
+        # Of each strategy the best number in any case: how copies and products slow each other, and
+        # what fresh memory costs, the model knows least. What is far behind has two turns.
+        leaders = {
+            next(one for one in ranked if one.strategy is strategy)
+            for strategy in {one.strategy for one in ranked}
+        }
+        for one in ranked:
+            if len(leaders) < _MOST and guesses[one] <= _NEAR * guesses[ranked[0]]:
                 leaders.add(one)
-        # What is kept is fresh memory, whose first use costs what the model does not know; so one
-        # that uses memory again takes part in any case.
-        leaders |= set([one for one in ranked if one.strategy.reuses][:1])
         leaders |= {PLAIN} & predicted.keys()
         return [one for one in self._all if one in leaders]
 
