@@ -22,7 +22,7 @@ import numpy as np
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import check_page, write_between
 from dynoffload.experiments.memory_expansion import SETTING
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.designs import DESIGNS, DEVICES_PER_NODE
 from dynoffload.simulation.hardware import Accelerator, SharedLink

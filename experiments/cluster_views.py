@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.pipeline import Part, backward, forward
 from dynoffload.simulation.streams import Resource
 

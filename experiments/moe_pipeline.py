@@ -29,8 +29,8 @@ from dynoffload.experiments.moe_pipeline_rank import PARTS, Task
 from dynoffload.experiments.networks import namespaces
 from dynoffload.experiments.workers import WorkerError
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.pilot.progress import progress_bar
+from dynoffload.planning.strategies import Strategy
 from dynoffload.units import format_bytes, format_seconds
 
 SIZES = {"GPT-S": (768, 3072), "BERT-L": (1024, 4096), "GPT-XL": (2048, 8192)}

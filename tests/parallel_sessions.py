@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
@@ -200,10 +204,63 @@ def replicated(rank: int, world: int) -> dict[str, Any]:
 
 def unlike(rank: int, world: int, first: list[Any], second: list[Any]) -> str:
     """Return what a layer says whose ranks cut batches otherwise."""
-    parts, strategy = second if rank else first
-    layer = ExpertParallel(8, 16, 4, parts=parts, strategy=strategy, timeout=30, name="a.moe")
+    parts, strategy, *memory = second if rank else first
+    layer = ExpertParallel(
+        8, 16, 4, parts=parts, strategy=strategy, memory=memory[0] if memory else None,
+        timeout=30, name="a.moe",
+    )  # fmt: skip
     try:
         layer(torch.randn(6, 8))
     except ConfigError as error:
         return str(error)
+    return ""
+
+
+def wrapped(rank: int, world: int) -> dict[str, str]:
+    """Return what layers say in wrappers that would mix experts, or wait for each other."""
+    torch.manual_seed(0)
+
+    def said(model: nn.Module) -> str:
+        try:
+            out = model(torch.randn(6, 8))
+            getattr(out, "hidden", out).sum().backward()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def made(group: Any = None) -> nn.Module:
+        layer = ExpertParallel(8, 16, 4, group=group, timeout=30)
+        keep_apart(layer)
+        return DistributedDataParallel(layer, find_unused_parameters=True)
+
+    found = {"ddp": said(made()), "own": said(made(dist.new_group()))}
+    layers = [ExpertParallel(8, 16, 4, timeout=30) for _ in range(2)]
+    for layer, name in zip(layers, ("fsdp", "left"), strict=True):
+        left = {layer.up, layer.down} if name == "left" else None
+        experts = layer.up.detach().clone()
+        model = fully_shard(
+            nn.Sequential(layer), mesh=init_device_mesh("cpu", (world,)), ignored_params=left
+        )
+        found[name] = said(model)
+        if left:
+            assert torch.equal(layer.up, experts)
+    return found
+
+
+def dies(rank: int, world: int) -> str:
+    """Return the error of rank 0, whose peer ends in the midst of a block."""
+    model = Net(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    config = {**CONFIG, "rank_timeout": 20}
+    try:
+        with dynoffload.offload(model, optimizer, budget="1GiB", pilot=None, config=config):
+            for step in range(30):
+                if rank == 1 and step == 3:
+                    os._exit(9)
+                model(torch.randn(5 + rank, 32)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.3)  # lines of where ranks are are told once a second
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return ""

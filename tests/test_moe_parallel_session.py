@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from exactness import needs_pager
 from gloo_ranks import run_ranks
-from parallel_sessions import compared, raced, replicated, unlike
+from parallel_sessions import compared, dies, raced, replicated, unlike, wrapped
 
 import dynoffload
 from dynoffload.errors import ConfigError
@@ -56,12 +61,49 @@ def test_experts_beside_replicas_have_the_gradients_of_one_process() -> None:
         assert all("of the gradients of all ranks is nan" in said for said in one["broken"])
 
 
-@pytest.mark.parametrize("second", [[4, "S1"], [2, "none"], ["auto", "S1"]])
-def test_ranks_that_cut_batches_otherwise_are_told(second: list[object]) -> None:
-    for rank, said in enumerate(run_ranks(unlike, 2, [2, "S1"], second)):
-        parts, strategy = ([2, "S1"], second)[rank]
-        told = ("auto", "auto") if parts == "auto" else (parts, strategy)
-        assert (
-            f"layer 'a.moe' has parts={told[0]!r} and strategy={told[1]!r} on rank {rank}" in said
-        )
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([2, "S1"], [4, "S1"]),
+        ([2, "S1"], [2, "none"]),
+        ([2, "S1"], ["auto", "S1"]),
+        ([2, "auto"], [4, "auto"]),
+        (["auto", "S1"], ["auto", "S2"]),
+        (["auto", "auto", 2**20], ["auto", "auto", 2**30]),
+        (["auto", "auto"], ["auto", "auto", 2**30]),
+    ],
+)
+def test_ranks_that_cut_batches_otherwise_are_told(first: list[Any], second: list[Any]) -> None:
+    for rank, said in enumerate(run_ranks(unlike, 2, first, second)):
+        parts, strategy, *memory = (first, second)[rank]
+        assert f"layer 'a.moe' has parts={parts!r}, strategy={strategy!r}" in said
+        assert (", memory=" in said) is bool(memory)
+        assert f"on rank {rank}, and others on another rank: give all ranks the same" in said
         assert ", and others on another rank: give all ranks the same" in said
+
+
+def test_wrappers_that_would_mix_experts_or_wait_for_each_other_are_refused() -> None:
+    for one in run_ranks(wrapped, 2):
+        assert "whose order differs between ranks where they leave out other layers" in one["ddp"]
+        assert one["own"] == ""
+        assert "fully_shard has taken them for one tensor of all ranks" in one["fsdp"]
+        assert one["left"] == ""
+
+
+@needs_pager
+def test_a_rank_that_dies_in_an_exchange_is_named() -> None:
+    (said,) = run_ranks(dies, 2, only=(0,))
+    assert said.startswith("RankError: rank 0 (step 3, ")
+    assert "rank 1 is gone, its process " in said
+
+
+def test_a_copy_of_a_layer_chooses_anew(tmp_path: Path) -> None:
+    for options in ({"parts": 2, "strategy": "S1"}, {"parts": "auto", "strategy": "auto"}):
+        layer = ExpertParallel(8, 16, 4, spill_dir=tmp_path, **options)  # type: ignore[arg-type]
+        tokens = torch.randn(12, 8)
+        layer(tokens).hidden.sum().backward()
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(other(tokens).hidden, layer(tokens).hidden)
+            other(tokens).hidden.sum().backward()
+            assert (other.adapting is None) is (layer.adapting is None)
+            assert other.adapting is None or other.adapting is not layer.adapting

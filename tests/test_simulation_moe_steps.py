@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.designs import DESIGNS
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynoffload.errors import ConfigError
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.hardware import Accelerator, SharedLink
 from dynoffload.simulation.pipeline import (

@@ -13,18 +13,24 @@ set shows them until it has.
 [Note: most]  More is never mapped than was in use at one time.
 
 [Note: watched]  Where a mode or torch's profiler watches what is allocated, which would not see
-these blocks, memory is torch's own. So it is in a session, which places gradients itself.
+these blocks, memory is torch's own. So it is while a session is open (`suspended`), which places
+gradients itself, and in whose budget pages that the kernel has not taken yet would be.
+
+torch cannot resize such a tensor, as it cannot one over an array of numpy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
+import os
 import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,6 +99,10 @@ class Blocks:
         weakref.finalize(buffer, self._free, address, nbytes).atexit = False
         return buffer
 
+    def forked(self) -> None:
+        """This is a child process: nobody else takes a block."""
+        self._lock = threading.Lock()
+
     def has(self, address: int) -> bool:
         """Return whether a block in use begins there."""
         return address in self._there
@@ -128,14 +138,31 @@ class Blocks:
 BLOCKS = Blocks()
 """Of this process."""
 
+# A thread that is not in the child may have had the lock.
+os.register_at_fork(after_in_child=lambda: BLOCKS.forked())
+
 
 def is_reused(storage: torch.UntypedStorage) -> bool:
     """Return whether memory is that of `reused`, which nobody has but who has the storage."""
     return storage.device.type == "cpu" and BLOCKS.has(storage.data_ptr())
 
 
+_suspensions: list[None] = []  # one for each block of `suspended`
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Have `reused` give torch's own memory in the block, on all threads."""
+    _suspensions.append(None)
+    try:
+        yield
+    finally:
+        _suspensions.pop()
+
+
 def _watched() -> bool:
-    return _get_current_dispatch_mode() is not None or torch._C._autograd._profiler_enabled()
+    mode = _get_current_dispatch_mode() is not None
+    return mode or bool(_suspensions) or torch._C._autograd._profiler_enabled()
 
 
 def reused(like: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, def
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.memory.cores import address_of
 from dynoffload.memory.filesystems import why_not_temporary
+from dynoffload.memory.reused import suspended
 from dynoffload.memory.spill import check_room, default_spill_dir
 from dynoffload.numerics import settle_kernels
 from dynoffload.profiler.network import fingerprint
@@ -356,7 +357,7 @@ def _plan(
 
 @contextlib.contextmanager
 def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterator[Session]:
-    with bound(binding) as words:
+    with bound(binding) as words, suspended():
         session = _open[id(model)] = Session(model, *arguments, bound=words)
         beside = None
         left_by: BaseException | None = None
@@ -401,7 +402,7 @@ def _unpaged(
         block = recomputing(model, optimizer, budget, options)
     else:
         block = swapping(model, optimizer, budget, options, directory)
-    with block as unpaged:
+    with block as unpaged, suspended():
         session = _open[id(model)] = cast(Session, unpaged)  # of the same public names
         try:
             yield session

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster
 from dynoffload.simulation.hardware import Accelerator
 from dynoffload.simulation.moe_cluster import MoeShard

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynoffload.errors import ConfigError
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster
 from dynoffload.simulation.routing import Routing, Spread
 from dynoffload.simulation.speeds import Speeds

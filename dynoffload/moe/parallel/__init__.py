@@ -10,6 +10,6 @@ from __future__ import annotations
 
 from dynoffload.moe.parallel.beside import clip_grad_norm_, keep_apart
 from dynoffload.moe.parallel.layer import ExpertParallel
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 
 __all__ = ["ExpertParallel", "Strategy", "clip_grad_norm_", "keep_apart"]

@@ -27,8 +27,8 @@ from dynoffload.moe.parallel.cost import Shape, shape_of
 from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.fitting import Profile, fit
 from dynoffload.moe.parallel.laps import Lap, Laps, in_backward
-from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.moe.parallel.tiers import Tier
+from dynoffload.planning.strategies import Strategy
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,7 +72,8 @@ def clip_grad_norm_(
         own = [one for one in given if id(one) in apart and id(apart[id(one)].group) == group]
         found = exchange.gathered([_power(own, norm_type)], device, "norms of gradients")
         powers += [one for (one,) in found]
-    norm = _joined(powers, norm_type).to(max((one.dtype for one in given), key=_width))
+    # The dtype of all parameters, as ranks may lack gradients of other ones.
+    norm = _joined(powers, norm_type).to(max((one.dtype for one in model.parameters()), key=_width))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients of all ranks is {norm.item()}, and "

@@ -16,7 +16,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.moe.parallel.cost import CostModel, Shape, memory
 from dynoffload.moe.parallel.granularity import NUMBERS, Granularity
 from dynoffload.moe.parallel.race import Race
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 from dynoffload.units import format_bytes
 
 

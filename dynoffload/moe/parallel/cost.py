@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dynoffload.moe.parallel.computation import TILE
-from dynoffload.moe.parallel.strategies import Strategy
+from dynoffload.planning.strategies import Strategy
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from dynoffload.errors import ConfigError, ExchangeError
 
 
-def _why(error: RuntimeError, timeout: float | None) -> str:
+def _why(error: RuntimeError, waited: float) -> str:
     """Return in short why an exchange failed; what the backend says at length is the cause."""
     said = str(error).lower()
-    if "timed out" in said and timeout:
-        return f"not in {timeout:g} s"
+    if "timed out" in said:  # by this wait's timeout, or by the group's own
+        return f"not in {waited:.0f} s"
     if any(word in said for word in ("closed", "reset", "refused", "broken pipe", "not connected")):
         return "a connection is closed"
     return "the backend failed"
@@ -71,10 +71,11 @@ class Pending:
             else:
                 work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
+            why = _why(error, time.perf_counter() - start)
             raise ExchangeError(
-                f"{self._what} did not arrive ({_why(error, self._timeout)}): see whether the "
-                "other ranks are alive, are at the same layer, and make the same forward and "
-                "backward calls; where they are only slow, raise timeout="
+                f"{self._what} did not arrive ({why}): see whether the other ranks "
+                "are alive, are at the same layer, and make the same forward and backward calls; "
+                "where they are only slow, raise timeout="
             ) from error
         self._held = ()
         if self._waited is not None:

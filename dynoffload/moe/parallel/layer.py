@@ -8,8 +8,10 @@ travel to their experts and back. What it is not: the exchange itself
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,26 @@ from dynoffload.moe.parallel.exchange import Exchange
 from dynoffload.moe.parallel.granularity import NUMBERS
 from dynoffload.moe.parallel.laps import Lap
 from dynoffload.moe.parallel.pipeline import Call, pipelined
-from dynoffload.moe.parallel.strategies import Strategy, strategy_of
 from dynoffload.moe.parallel.tiers import Tier, tier_for
+from dynoffload.planning.strategies import Strategy, strategy_of
 from dynoffload.runtime.ranks.replicas import Rows
-from dynoffload.units import parse_bytes
+from dynoffload.units import format_bytes, parse_bytes
 
 AUTO = "auto"
+
+
+def _is_sharded(layer: nn.Module) -> bool:
+    """Return whether ``fully_shard`` has experts of a layer, itself or by a module around it."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for state in list(_module_state_mapping.values()):
+        found = state() if isinstance(state, weakref.ref) else state
+        for group in getattr(found, "_fsdp_param_groups", ()):
+            for one in group.fsdp_params:
+                if one._module_info.module is layer and one._module_info.param_name in SHARDED:
+                    return True
+    return False
+
 
 SHARDED = ("up", "down")
 """Parameters of which each rank has those of its own experts."""
@@ -59,7 +75,7 @@ class ExpertParallel(MoE):
         parts: n, into which a batch is cut; the same on all ranks. ``"auto"``: the
             quickest of 1, 2, 4, 8 and 16.
         strategy: how what reuse overwrites is had again: ``"none"``, ``"S1"`` to ``"S4"``
-            (`dynoffload.moe.parallel.strategies.Strategy`); the same on all ranks. ``"auto"``: the
+            (`dynoffload.planning.strategies.Strategy`); the same on all ranks. ``"auto"``: the
             quickest that fits in ``memory``.
         memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
             such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
@@ -150,7 +166,7 @@ class ExpertParallel(MoE):
                 "are given"
             )
         limit = None if memory is None else parse_bytes(memory)
-        self._agreed = False
+        self._agreed, self._asked = False, (parts, strategy, limit)
         self.adapting: Adapting | None = None
         if AUTO not in (parts, strategy):
             self._fixed = Choice(int(parts), strategy_of(strategy))
@@ -206,6 +222,15 @@ class ExpertParallel(MoE):
             held = len(parameter)
             yield Rows(parameter, self.exchange.rank * held, self.exchange.world * held)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles choose anew, and have a tier of their own."""
+        return {**self.__dict__, "_tier": None, "adapting": None, "_agreed": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.set_pipeline(*self._asked)
+
     def extra_repr(self) -> str:
         """See `torch.nn.Module.extra_repr`."""
         where = f"rank {self.exchange.rank} of {self.exchange.world}"
@@ -253,6 +278,15 @@ class ExpertParallel(MoE):
         """
         wrapper = DistributedDataParallel._active_ddp_module
         wrapped = () if wrapper is None or self.exchange.world == 1 else wrapper._module_parameters
+        if wrapper is not None and wrapper.find_unused_parameters and self.exchange.world > 1:
+            own = self.exchange.group or dist.group.WORLD
+            if wrapper.process_group is own:
+                raise ConfigError(
+                    f"layer {self.exchange.name!r} exchanges rows in the group in which "
+                    "DistributedDataParallel reduces gradients, whose order differs between ranks "
+                    "where they leave out other layers (find_unused_parameters=True), so ranks "
+                    "could wait for each other: give the layer group=dist.new_group()"
+                )
         if any(one is self.up or one is self.down for one in wrapped):
             raise ConfigError(
                 f"the experts of layer {self.exchange.name!r} are other ones on each rank, and "
@@ -261,15 +295,25 @@ class ExpertParallel(MoE):
             )
         if self._agreed:
             return
-        parts, strategy = (0, -1) if self.adapting else self._fixed
-        of = strategy if isinstance(strategy, int) else list(Strategy).index(strategy)
-        given = [parts, -parts, of, -of]
+        if self.exchange.world > 1 and _is_sharded(self):
+            raise ConfigError(
+                f"the experts of layer {self.exchange.name!r} are other ones on each rank, and "
+                "fully_shard has taken them for one tensor of all ranks: make the model anew, and "
+                "leave them out by ignored_params={layer.up, layer.down}"
+            )
+        parts, strategy, limit = self._asked
+        numbers = [
+            0 if isinstance(parts, str) else parts,
+            -1 if strategy == AUTO else list(Strategy).index(strategy_of(strategy)),
+            -1 if limit is None else limit,
+        ]
+        given = [float(one) for number in numbers for one in (number, -number)]
         found = self.exchange.largest(given, self.router.device, "parts and strategy of all ranks")
         if found != given:
+            memory = "" if limit is None else f", memory={format_bytes(limit)}"
             raise ConfigError(
-                f"layer {self.exchange.name!r} has parts={parts or AUTO!r} and strategy="
-                f"{AUTO if isinstance(strategy, int) else strategy.value!r} on rank "
-                f"{self.exchange.rank}, and others on another rank: give all ranks the same"
+                f"layer {self.exchange.name!r} has parts={parts!r}, strategy={strategy!r}{memory} "
+                f"on rank {self.exchange.rank}, and others on another rank: give all ranks the same"
             )
         self._agreed = True
 

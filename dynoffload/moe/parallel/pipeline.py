@@ -35,8 +35,8 @@ from dynoffload.moe.parallel.buffers import Buffers
 from dynoffload.moe.parallel.dispatch import Dispatch, Part
 from dynoffload.moe.parallel.exchange import Exchange, Pending
 from dynoffload.moe.parallel.laps import Lap
-from dynoffload.moe.parallel.strategies import Strategy
 from dynoffload.moe.parallel.tiers import Copying, Stored, Tier
+from dynoffload.planning.strategies import Strategy
 
 
 @dataclass(eq=False)

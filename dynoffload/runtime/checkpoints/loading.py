@@ -12,7 +12,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,21 +68,36 @@ def load(
     with contextlib.ExitStack() as stack:
         matched: list[_Matched] = []
 
-        def verify() -> None:
+        def verify() -> list[Any]:
             things = things_of(extra)
             for name, thing in things.items():
                 state_of(name, thing)  # refuses what has none
             reshard(model)
             checkpoint = stack.enter_context(opened(directory, peers))
             matched.append(_matched(checkpoint, model, optimizer, things, peers))
+            return [str(checkpoint.path), checkpoint.checksum]
 
         def fill() -> None:
             prepare()
             _fill(matched[0], model, optimizer, extra or {}, memory)
 
-        peers.share(verify)
+        _check_same(peers.share(verify))
         peers.share(fill)
     logger.info("loaded checkpoint %s", matched[0].checkpoint.path)
+
+
+def _check_same(everyone: Sequence[Sequence[Any]]) -> None:
+    """Refuse checkpoints that are not one, given path and checksum of each rank's.
+
+    Raises:
+        CheckpointError: naming two.
+    """
+    for rank, (path, checksum) in enumerate(everyone):
+        if checksum != everyone[0][1]:
+            raise CheckpointError(
+                f"ranks 0 and {rank} load two checkpoints, {everyone[0][0]} and {path}: give all "
+                "ranks the same; nothing was loaded"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,7 @@ class Opened:
     Attributes:
         path: of the directory.
         said: the manifest.
+        checksum: of the manifest, so of all that it says.
         tensors: of each set (``model``, ``optimizer``, ``extra``), by name.
     """
 
@@ -99,6 +101,7 @@ class Opened:
             self._directory = self._open(str(place), os.O_DIRECTORY, None)
             data = self._content(manifest.NAME)
             self.said = Manifest.of(data, str(self.path / manifest.NAME))
+            self.checksum = zlib.crc32(data)
             for number, (name, file) in enumerate(self.said.files.items()):
                 self._check(name, file, sums=number % peers.world == peers.rank)
         except OSError as error:

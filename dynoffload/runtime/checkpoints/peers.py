@@ -64,7 +64,8 @@ class Peers:
         """Refuse a directory that does not suit; all do so together.
 
         Raises:
-            CheckpointError: several ranks name it that have checkpoints of their own.
+            CheckpointError: several ranks name it that have checkpoints of their own, or some that
+                have one in common do not.
         """
 
 
@@ -106,6 +107,17 @@ class Ranks(Peers):
                     f"rank {rank} of {self.world} has failed, and so have all: {other['error']}"
                 )
         return [other["value"] for other in everyone]
+
+    def check(self, directory: str | os.PathLike[str]) -> None:
+        """See `Peers.check`."""
+        named = self.share(lambda: os.path.realpath(os.fspath(directory)))
+        for rank, path in enumerate(named):
+            if path != named[0]:
+                raise CheckpointError(
+                    f"ranks 0 and {rank} name two directories, {named[0]} and {path}: a checkpoint "
+                    "is one for all ranks, so give all the same, and the same again when they "
+                    "load; nothing was touched"
+                )
 
     def _exchange(self, data: bytes) -> list[bytes]:
         """Return what each rank has to say; a few bytes to some megabytes."""

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dynoffload.errors import RankError
+from dynoffload.errors import ExchangeError, RankError
 from dynoffload.runtime.ranks.board import Board
 from dynoffload.runtime.ranks.standing import Standing, awaited
 
@@ -147,8 +147,7 @@ class Watch:
             return None
         standing = self._standing()
         waits = awaited(error.__traceback__) or "the others"
-        late = _TIMED_OUT.search(str(error))
-        lost, now = self._lost(_PATIENCE_AFTER_S if late else _PATIENCE_S)
+        lost, now = self._lost(_PATIENCE_AFTER_S if _timed_out(error) else _PATIENCE_S)
         if not lost:
             known = [rank for rank in self._others() if rank in self._board.lines]
             lost = [r for r in known if self._still(r, now) > _SILENT_BEATS * _BEAT_S] or known
@@ -223,9 +222,18 @@ class Watch:
 def _is_of_group(error: BaseException) -> bool:
     import torch.distributed as dist
 
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | ExchangeError):
         return True
     return isinstance(error, RuntimeError) and bool(_OF_GROUP.search(str(error)))
+
+
+def _timed_out(error: BaseException | None) -> bool:
+    """Return whether an error, or what it comes from, says that a wait took too long."""
+    while error is not None:
+        if _TIMED_OUT.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _timeout_of_group() -> float:
