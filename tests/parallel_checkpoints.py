@@ -176,6 +176,9 @@ def refused(rank: int, world: int, folder: str) -> dict[str, Any]:
     optimizer = adamw(model)
     step_of(model, optimizer, rank, 0, None)
     found["directories"] = refusal(save, model, optimizer, place / f"of{rank}")
+    found["loads"] = refusal(
+        dynoffload.load_checkpoint, model, optimizer, place / ("of-one" if rank else "another")
+    )
     optimizer.state[model.first.router]["exp_avg_sq"][0, 0] += float(rank)
     found["state"] = refusal(save, model, optimizer, place / "state")
     optimizer.state[model.first.router]["exp_avg_sq"].zero_()

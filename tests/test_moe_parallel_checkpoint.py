@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import dynoffload
 from dynoffload.errors import CheckpointError
 from dynoffload.moe.parallel import ExpertParallel
+from dynoffload.runtime.checkpoints import loading
 from dynoffload.runtime.checkpoints.extents import agreed_extents
 from dynoffload.runtime.checkpoints.peers import Peers
 
@@ -209,6 +210,7 @@ def test_what_several_ranks_hold_has_to_be_alike(what: str, told: str, of_four: 
         ("state", "optimizer state 'first.router.exp_avg_sq' differs between ranks 0 and 1 of 2"),
         ("numbers", "or numbers in its state, differ between ranks 0 and 1 of 2"),
         ("directories", "ranks 0 and 1 name two directories, "),
+        ("loads", "ranks 0 and 1 name two directories, "),
         ("factored", "optimizer state 'first.up.row_var' has shape [2, 128, 1], and its"),
         ("factored", "use an optimizer that keeps such, as AdamW and SGD do, or save without"),
         ("shards", "has shards of fully_shard and experts that are other ones on each rank"),
@@ -277,3 +279,9 @@ def test_experts_that_are_not_all_there_are_refused() -> None:
     ):
         with pytest.raises(CheckpointError, match=told):
             agreed_extents(layer, Others(*said))
+
+
+def test_one_path_that_is_another_checkpoint_on_each_machine_is_refused() -> None:
+    loading._check_same([["/runs/last", 1], ["/runs/last", 1]])
+    with pytest.raises(CheckpointError, match="ranks 0 and 1 load two checkpoints, /runs/last"):
+        loading._check_same([["/runs/last", 1], ["/runs/last", 2]])
