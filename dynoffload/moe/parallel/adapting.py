@@ -188,7 +188,7 @@ class Adapting:
             for one in (batch.tokens, batch.gates, batch.up, batch.down)
         ]
         tokens, gates, up, down = leaves
-        self._exchange.largest([0.0], device, "the others before a trial")
+        self._exchange.largest([0.0], device, "the sign that it is at a trial")
         start = time.perf_counter()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             out = self._run(choice, Batch(tokens, batch.chosen, gates, up, down))

@@ -62,7 +62,7 @@ class Lap:
     def backward(self) -> Iterator[None]:
         """Time the block, at whose beginning ranks meet if the lap is timed."""
         if self._times is not None:
-            self._exchange.largest([0.0], self._device, "the others before a backward")
+            self._exchange.largest([0.0], self._device, "the sign that it is at a backward")
         start = time.perf_counter()
         yield
         if self._times is not None and not self.done:

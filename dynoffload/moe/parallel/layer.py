@@ -308,7 +308,7 @@ class ExpertParallel(MoE):
             -1 if limit is None else limit,
         ]
         given = [float(one) for number in numbers for one in (number, -number)]
-        found = self.exchange.largest(given, self.router.device, "parts and strategy of all ranks")
+        found = self.exchange.largest(given, self.router.device, "parts and strategy")
         if found != given:
             memory = "" if limit is None else f", memory={format_bytes(limit)}"
             raise ConfigError(

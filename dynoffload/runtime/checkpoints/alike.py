@@ -134,6 +134,7 @@ def _told(found: _Difference, what: str, world: int) -> str:
         all_else, over = "experts", "the ranks that hold the same"
     return (
         f"{what} differs {between}, and a checkpoint has it once for all: begin alike, and sum the "
-        f"gradients of {all_else} over {over} before each step; or write what is meant to be each "
-        f"rank's own to files of its own; {_KEPT}"
+        f"gradients of {all_else} over {over} before each step, and clip by a norm that is the "
+        "same on all, as of dynoffload.moe.parallel.clip_grad_norm_; or write what is meant to be "
+        f"each rank's own to files of its own; {_KEPT}"
     )
