@@ -414,7 +414,10 @@ def faults(directory: Path, budget: str) -> dict[str, Any]:
     said["leftovers"] = sorted(path.name for path in directory.glob(".faulty*"))
     elsewhere = directory / "nowhere" if rank() else target
     now = state_digests(model, optimizer)
-    said["load"] = said_by(lambda: dynoffload.load_checkpoint(model, optimizer, elsewhere))
+    said["elsewhere"] = said_by(lambda: dynoffload.load_checkpoint(model, optimizer, elsewhere))
+    said["load"] = said_by(
+        lambda: dynoffload.load_checkpoint(model, optimizer, target, extra=extra)
+    )
     said["untouched"] = state_digests(model, optimizer) == now
     other = sharded(Case(network="dense", width=96 if rank() else 104))
     said["unlike"] = said_by(lambda: dynoffload.save_checkpoint(other, None, target))

@@ -312,7 +312,10 @@ def test_a_rank_that_fails_tells_the_others(found: dict[str, list[Any]]) -> None
     first, second = found["faults"]
     assert second["save"].startswith("ConfigError")
     assert "File too large" in second["disk"]
-    assert "nowhere" in second["load"]
+    assert second["load"].startswith("ConfigError")
+    for one in (first, second):
+        assert "ranks 0 and 1 name two directories, " in one["elsewhere"]
+        assert "nowhere: a checkpoint is one for all ranks" in one["elsewhere"]
     for said in ("save", "disk", "load"):
         assert "rank 1 of 2 has failed, and so have all: " in first[said]
         assert second[said].partition(": ")[2][:100] in first[said]
