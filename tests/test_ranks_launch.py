@@ -3,7 +3,6 @@ and the experiment about both."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -88,21 +87,3 @@ def test_names_that_ranks_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_experiment_refuses(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ranks.run(**options)
-
-
-@pytest.mark.slow
-@needs_pager
-def test_the_experiment_finds_the_same_bits_and_a_rank_that_died(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "ranks.json"
-    found = ranks.run(path, steps=4, ways=["ddp"], networks=["layerdrop"])
-    assert json.loads(path.read_text())["trainings"] == found["trainings"]
-    (training,) = found["trainings"]
-    assert training["exact"]
-    assert training["kept"]
-    assert all(one["bytes_in"] > 0 for one in training["ranks"])
-    first, second = (one["plain"] for one in training["ranks"])
-    assert first != second, "ranks took the same paths"
-    (death,) = found["deaths"]
-    assert death["within"]
-    assert "rank 1 is gone" in death["words"]
