@@ -144,6 +144,9 @@ class Emulated:
         self._clocks: list[Clock] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
         self._seen: dict[int, Seen] = {}  # by the storage's object
         self._mutex = threading.RLock()
+        # A copy that nobody waits for meets memory that is poisoned or not there, and never memory
+        # that goes while it is copied, which would end the process instead of failing a test.
+        self._moving = threading.Lock()
         self._jobs: list[queue.Queue[Callable[[], None] | None]] = [queue.Queue(), queue.Queue()]
         self._threads = [
             threading.Thread(target=self._run, args=(jobs,), daemon=True) for jobs in self._jobs
@@ -220,7 +223,8 @@ class Emulated:
         assert _size(storage) == 0, "memory is given to what has some"
         if self.given + nbytes > self._memory:
             raise torch.OutOfMemoryError("the emulated accelerator is full")
-        storage.resize_(nbytes)
+        with self._moving:
+            storage.resize_(nbytes)
         self.given += nbytes
         self.peak = max(self.peak, self.given)
         with self._mutex:
@@ -232,8 +236,9 @@ class Emulated:
         with self._mutex:
             del self._seen[storage._cdata]
         self.given -= _size(storage)
-        _bytes_of(storage).fill_(_POISON)
-        storage.resize_(0)
+        with self._moving:
+            _bytes_of(storage).fill_(_POISON)
+            storage.resize_(0)
 
     def open_reader(self, descriptor: int) -> Reading:
         self.reading = Reading(descriptor, self._random.random() * self._delay_s)
@@ -306,12 +311,12 @@ class Emulated:
                 start = time.perf_counter()
                 time.sleep(delay)
                 try:
-                    ours, theirs = (
-                        one if isinstance(one, torch.Tensor) else _bytes_of(one)
-                        for one in (target, source)
-                    )
-                    assert len(ours) == len(theirs), "a copy of another size"
-                    with torch.no_grad():
+                    with self._moving, torch.no_grad():
+                        ours, theirs = (
+                            one if isinstance(one, torch.Tensor) else _bytes_of(one)
+                            for one in (target, source)
+                        )
+                        assert len(ours) == len(theirs), "a copy of another size"
                         ours.copy_(theirs)
                 except Exception as error:
                     self.races.append(f"{_QUEUES[of]} failed: {error}")
