@@ -12,8 +12,6 @@ With ``--json PATH`` the figure and the page are written beside it, as ``PATH`` 
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 
 from dynoffload.errors import ConfigError
+from dynoffload.experiments import provenance
 from dynoffload.experiments.costs_networks import NETWORKS, Network
 from dynoffload.experiments.costs_views import draw, page, show
 from dynoffload.pilot.progress import progress_bar
@@ -97,7 +96,7 @@ def run(
             report(f"measuring {name}", done, total)
             measured[name] = _measure(NETWORKS[name], samples, watch)
         report("fitting to all", len(names), total)
-        machine = _machine()
+        machine = provenance.machine()
         whole = fit(
             (trace for one in measured.values() for trace in one.fitted),
             source=f"{machine['cpu']}, {machine['threads']} threads",
@@ -283,17 +282,3 @@ def _plain(model: CostModel) -> dict[str, Any]:
     plain["overhead"] = {kind.value: seconds for kind, seconds in model.overhead.items()}
     plain["operators"] = {name: list(factors) for name, factors in sorted(model.operators.items())}
     return plain
-
-
-def _machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__.partition("+")[0],
-    }

@@ -81,6 +81,7 @@ MAIN = "main"
 VARIANTS: dict[str, Variant] = {
     MAIN: Variant(""),
     "mapped": Variant("mapped", config={"backend": "mapped"}),
+    "repeat": Variant("repeat", config={"policy": "repeat"}, pilot=None),
     "on_demand": Variant("on_demand", config={"policy": "on-demand"}, pilot=None),
     "replay": Variant("replay", config={"policy": "replay"}, pilot=None),
     "dtr": Variant("dtr", config={"policy": "dtr"}, pilot=None),

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import make_room
 from dynoffload.experiments.pilot_accuracy import recorded
@@ -156,7 +154,6 @@ def run(
                     "footprint_bytes": footprint_bytes,
                     "budget_bytes": spec.budget,
                     **found,
-                    "ratios": _ratios(found),
                 }
     show(result)
     if json_path is not None:
@@ -291,55 +288,3 @@ def _numbers(plain: Worker, ran: Worker) -> dict[str, Any]:
         "losses_equal": losses_equal(plain, ran),
         "steps": len(steps),
     }
-
-
-def _ratios(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what the pilot's run is compared by; None where there is nothing to divide by."""
-    runs = found["runs"]
-    pilot = runs["pilot"]
-
-    def waits(key: str) -> float | None:
-        waited: float = runs[key]["stall_total_s"]
-        return pilot["stall_total_s"] / waited if waited else None
-
-    fetched = pilot["prefetched_bytes"]
-    on_demand = runs["on_demand"]["stall_total_s"]
-    best = runs["clairvoyant"]["stall_total_s"]
-    on_demand_steps = paired(pilot, runs["on_demand"])
-    over = paired(pilot, runs["clairvoyant"], both=True)
-    return {
-        "clairvoyant_stall_over_on_demand": best / on_demand if on_demand else None,
-        "stall_over_on_demand": waits("on_demand"),
-        "stall_over_recorded": waits("recorded"),
-        "stall_over_repeat": waits("repeat"),
-        "step_over_on_demand": on_demand_steps[0] if on_demand_steps else None,
-        "step_over_clairvoyant": over[0] if over else None,
-        "step_over_clairvoyant_range": over[1:] if over else None,
-        "medians_over_clairvoyant": pilot["step_s"] / runs["clairvoyant"]["step_s"],
-        "wasted": pilot["wasted_bytes"] / fetched if fetched else None,
-    }
-
-
-def paired(
-    run: dict[str, Any], other: dict[str, Any], *, both: bool = False
-) -> tuple[float, float, float] | None:
-    """Return how much longer the steps of one run took, each over the other's on the same sample.
-
-    Args:
-        run: the one.
-        other: the other.
-        both: leave out the samples on which one of them fetched nothing ahead, as in a trial.
-
-    Returns:
-        The median, which samples of many sizes leave alone, and the range in which nine of ten
-        medians lie when the samples are drawn anew (bootstrap); None if all are left out.
-    """
-    ratios = np.array(run["each_step_s"]) / np.array(other["each_step_s"])
-    if both:
-        ahead = np.array(run["each_prefetched"]) * np.array(other["each_prefetched"], float)
-        ratios = ratios[ahead > 0]
-    if not len(ratios):
-        return None
-    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.05, 0.95))
-    return float(np.median(ratios)), float(low), float(high)

@@ -120,7 +120,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "cells": found,
         "over_published": {
             "least": min(over, default=None),
-            "median": median(over) if over else None,
             "most": max(over, default=None),
             "cells": len(over),
         },
@@ -214,10 +213,10 @@ def overall(result: Mapping[str, Any]) -> list[str]:
         )
     else:
         lines.append(
-            f"the pilot against the better of paging by the system and DTR: "
-            f"{over['least']:.2f} to {over['most']:.2f} times as fast, median "
-            f"{over['median']:.2f}, where one of them runs ({_where(result)}); published: up to "
-            f"{result['published']}"
+            "the pilot against the better of paging by the system and DTR: "
+            f"{over['least']:.2f} to {over['most']:.2f} times as fast, in {over['cells']} cells "
+            f"where one of them runs ({_where(result)}). These cells are too unlike for a median, "
+            f"or to stand beside the published {result['published']}, which is of other networks"
         )
     equal = result["summary"]["losses_equal"]
     lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -210,7 +211,12 @@ def test_options_reach_the_experiment_by_type(
     words = ["--steps", "5", "--rate=0.5", "--fast", "--preset", "base", "--budgets", "1,2"]
     result = runner.invoke(app, ["experiment", "fake", "--json", str(path), *words])
     assert result.exit_code == 0, result.output
-    assert json.loads(path.read_text()) == {
+    found = json.loads(path.read_text())
+    made_by = found.pop("made_by")
+    assert made_by["machine"]["cores"] == os.cpu_count()
+    assert made_by["command"].startswith("dynoffload ")
+    assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|\d+\.\d+\.\d+\S*", made_by["commit"])
+    assert found == {
         "steps": 5,
         "rate": 0.5,
         "fast": True,

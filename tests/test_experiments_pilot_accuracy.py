@@ -327,7 +327,7 @@ def test_page_and_figure_tell_the_numbers(tmp_path: Path) -> None:
     drawn = ElementTree.parse(tmp_path / "x.svg").getroot()
     text = "".join(drawn.itertext())
     assert "Child-Sum Tree-LSTM" in text
-    assert "pilot, one ahead" in text
+    assert "decision known" in text
 
 
 # The whole

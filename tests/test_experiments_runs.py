@@ -18,6 +18,7 @@ from dynoffload.experiments import (
     paged,
     paged_rows,
     pilot_benefit,
+    pilot_benefit_views,
     resident,
     write_json,
 )
@@ -155,7 +156,7 @@ def test_paged_puts_each_variant_under_its_key(
     assert set(paged.VARIANTS) - set(paged.ROWS) == {"dtr", "os_paging"}
     assert {name for name in nested if result[name]["key"] == name} == nested
     assert told == [
-        (["", "mapped", "on_demand", "replay", "rollback"], "fused", 1024),
+        (["", "mapped", "repeat", "on_demand", "replay", "rollback"], "fused", 1024),
         (["foreach"], "foreach", 1024),
         (["tokens_512"], "fused", 512),
         (["fused"], "fused", 1024),
@@ -207,6 +208,7 @@ def test_resident(tmp_path: Path) -> None:
         assert result[f"{name}_stepped_aside"] is True
         assert len(result[f"{name}_pairs"]) == steps
         assert min(result[f"{name}_pairs"]) <= result[f"{name}_ratio"]
+        assert result[f"{name}_control_ratio"] > 0
         assert 0 < result[f"{name}_peak_fast_bytes"] <= result[f"{name}_budget_bytes"]
     json.dumps(result, allow_nan=False)
 
@@ -243,16 +245,17 @@ def test_pilot_benefit(tmp_path: Path) -> None:
     assert found["repeatable"] is True
     assert found["largest_update_bytes"] % 16 == 0
     assert 0 < found["largest_update_bytes"] < found["budget_bytes"]
-    ratios = found["ratios"]
+    ratios = pilot_benefit_views.ratios(found)
     assert ratios["wasted"] < 1
     low, high = ratios["step_over_clairvoyant_range"]
     assert low <= ratios["step_over_clairvoyant"] <= high
     medians = runs["pilot"]["step_s"] / runs["clairvoyant"]["step_s"]
     assert ratios["medians_over_clairvoyant"] == medians
+    assert ratios["step_over_plain"] == runs["pilot"]["step_s"] / runs["plain"]["step_s"]
     json.dumps(result, allow_nan=False)
     text = (tmp_path / "benefit.md").read_text()
     assert "top-2 of 64, 8 tokens" in text
-    assert "Of each run 2 steps are measured, after 1:" in text
+    assert "Each run measures 2 steps after 1." in text
     assert "--steps 2 --warmup 1 --size tiny --model lightgbm --only moe_8 --json PATH" in text
     assert "(benefit.svg)" in text
     assert (tmp_path / "benefit.svg").stat().st_size > 4000
@@ -263,11 +266,11 @@ def test_pilot_benefit(tmp_path: Path) -> None:
 def test_steps_are_compared_on_the_same_sample() -> None:
     own = {"each_step_s": [2.0, 30.0, 1.0, 9.0], "each_prefetched": [1, 1, 1, 0]}
     other = {"each_step_s": [1.0, 20.0, 1.0, 1.0], "each_prefetched": [1, 1, 1, 1]}
-    assert pilot_benefit.paired(own, other, both=True) == (1.5, 1.0, 2.0)  # of 2, 1.5 and 1
-    all_of_them = pilot_benefit.paired(own, other)
+    assert pilot_benefit_views.paired(own, other, both=True) == (1.5, 1.0, 2.0)  # of 2, 1.5 and 1
+    all_of_them = pilot_benefit_views.paired(own, other)
     assert all_of_them is not None
     assert all_of_them[0] == 1.75
-    assert pilot_benefit.paired(own, {**other, "each_prefetched": [0] * 4}, both=True) is None
+    assert pilot_benefit_views.paired(own, {**other, "each_prefetched": [0] * 4}, both=True) is None
 
 
 def test_demo(tmp_path: Path) -> None:

@@ -78,8 +78,11 @@ def experiment(
     written = None if to_stdout else json_path
     if written is not None:
         experiments.make_room(written, "--json")
+    from dynoffload.experiments.provenance import provenance
+
+    made_by = provenance()
     with ended_by_signal():
-        result = function(json_path=written, **options)
+        result = {**function(json_path=written, **options), "made_by": made_by}
     if to_stdout:
         typer.echo(json.dumps(result, indent=2))
     if written is not None:

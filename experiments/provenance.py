@@ -1,0 +1,59 @@
+"""Which command, commit and machine made a result."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynoffload import __version__
+
+
+def provenance() -> dict[str, Any]:
+    """Return ``command``, ``commit`` and ``machine`` of the running process."""
+    return {
+        "command": shlex.join(["dynoffload", *sys.argv[1:]]),
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def commit() -> str:
+    """Return the commit of this checkout, ending in ``-dirty`` if tracked files differ from it.
+
+    An installed package, which has no history, returns its version.
+    """
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return __version__
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or __version__
+
+
+def machine() -> dict[str, Any]:
+    """Return processor, cores, threads, memory in bytes, kernel, and the version of torch."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "torch": torch.__version__.partition("+")[0],
+    }
