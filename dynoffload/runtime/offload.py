@@ -225,9 +225,10 @@ def offload(
             wrapped in `DistributedDataParallel` is passed as it is; see docs/distributed.md.
         optimizer: any dense optimizer of `torch.optim` with state per parameter; what wraps it, as
             accelerate's ``prepare`` does, is unwrapped.
-        budget: bytes, or a text such as ``"8GiB"``; a hard cap on parameters, gradients, optimizer
-            state and saved activations in fast memory. ``None`` takes the command line's. One that
-            is larger than the memory there is, is lowered to that, with a warning.
+        budget: bytes, or a text such as ``"8GiB"``, of parameters, gradients, optimizer state and
+            saved activations in fast memory. On the pager it is a hard cap; docs/limits.md says
+            what it does not count. ``None`` takes the command line's. One that is larger than the
+            memory there is, is lowered to that, with a warning.
         pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` (repeat the last order, learn during
             the first steps, and let what was learned steer once it does better) or ``None`` (fetch
             on demand only, unless ``OffloadConfig.policy`` is ``"repeat"``).
