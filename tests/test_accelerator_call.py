@@ -313,14 +313,27 @@ def test_what_fits_is_not_paged_and_comes_home(elsewhere: bool) -> None:
     assert not session.paging
 
 
-def test_the_meta_device(tmp_path: Path) -> None:
+def test_the_meta_device() -> None:
+    """A model from there is initialised as a plain one, and trained to the same bits."""
+
+    def init(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.1)
+
     with torch.device("meta"):
         model = small()
-    dynoffload.materialize(model)
+    dynoffload.materialize(model, init)
+    torch.manual_seed(3)
     with accelerated():
         trained(model)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
-    assert any(bool(p.any()) for p in model.parameters())
+    plain = small()
+    torch.manual_seed(3)
+    for module in plain.modules():
+        init(module)
+    optimizer = AdamW(plain.parameters(), lr=1e-2)
+    Loop(steps=3).run(plain, optimizer, small_samples(3), small_loss)
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()), "weights")
 
 
 def test_tensors_go_to_the_accelerator_and_back(tmp_path: Path) -> None:

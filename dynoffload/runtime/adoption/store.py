@@ -207,7 +207,7 @@ class Store:
 
     @torch.no_grad()
     def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Slot:
-        """Move ``parameter`` into a region; one on the meta device gets one without content."""
+        """Move ``parameter`` into a region; one on the meta device gets one of zeros."""
         part = local(parameter)
         nbytes, meta = local_bytes(part), part.is_meta
         whole = moved_bytes(part)  # with its other views, which follow
@@ -223,6 +223,7 @@ class Store:
         slot = Slot(name, parameter, region)
         ours = view_of(self._device.storage(region), part, offset_of(part))
         if meta:
+            self._device.clear([region])
             put_in_place(parameter, ours)
         else:
             put(part, ours)
