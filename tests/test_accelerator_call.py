@@ -256,6 +256,43 @@ def test_what_operators_take_makes_the_pool_smaller() -> None:
     assert session.log.headroom >= others - small_bytes
 
 
+@pytest.mark.parametrize("when", ["before the block", "while weights are given"])
+def test_what_was_taken_before_the_first_step_is_not_what_operators_take(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as the model itself, or the batches of another: the pool would be at its least for as
+    long as steps are remembered, and the budget called too small."""
+    with accelerated() as queues:
+
+        def take() -> None:
+            storage = torch.UntypedStorage(0)
+            queues.fill(storage, 8 * MiB)
+            queues.empty(storage)
+
+        def init(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.normal_(parameter, std=0.1)
+            take()
+
+        with torch.device("meta" if when.startswith("while") else "cpu"):
+            model = small()
+        if when.startswith("while"):
+            dynoffload.materialize(model, init)
+        else:
+            take()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with dynoffload.offload(
+            model, optimizer, budget=budget_for(model, optimizer, 2), device=DEVICE, config=CONFIG
+        ) as session:
+            Loop(steps=3).run(model, optimizer, small_samples(3), small_loss)
+            paging = session._paging
+            assert paging is not None
+            capacity = paging.device.capacity
+        assert capacity > session.sizing.least_bytes
+        assert (session.stats["peak_allocated_bytes"] < 8 * MiB).all()
+    assert "the budget of" not in caplog.text
+
+
 # Before, and after
 
 
