@@ -545,6 +545,26 @@ def test_what_comes_on_meta_in_the_block_is_owed_too() -> None:
         assert all(tensor.any() for tensor in model.parameters())
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "accelerator"])
+def test_a_parameter_on_meta_that_is_a_part_of_a_tensor(backend: str) -> None:
+    """It gets memory of its own, as by ``to_empty``."""
+    with torch.device("meta"):
+        model = Rooted()
+        model.token = nn.Parameter(torch.empty(8, 64, 64)[5])
+    assert model.token.storage_offset() > 0
+    on_accelerator = backend == "accelerator"
+    options: dict[str, Any] = {"config": {**CONFIG, "backend": backend}}
+    if on_accelerator:
+        options = {"config": CONFIG, "device": DEVICE}
+    dynoffload.materialize(model, give)
+    with (
+        accelerated() if on_accelerator else contextlib.nullcontext(),
+        dynoffload.offload(model, budget=BUDGET, pilot=None, **options),
+    ):
+        pass
+    assert torch.equal(model.token, torch.full((64, 64), 0.25))
+
+
 def test_a_model_that_has_its_values_keeps_them() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}

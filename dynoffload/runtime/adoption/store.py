@@ -221,12 +221,11 @@ class Store:
                 ours.copy_(bytes_of(part.untyped_storage()))
                 self._storages[source] = region
         slot = Slot(name, parameter, region)
-        ours = view_of(self._device.storage(region), part, offset_of(part))
         if meta:
             self._device.clear([region])
-            put_in_place(parameter, ours)
+            put_in_place(parameter, view_of(self._device.storage(region), part))
         else:
-            put(part, ours)
+            put(part, view_of(self._device.storage(region), part, offset_of(part)))
             for alias in self.aliases.get(parameter, ()):
                 put(alias, view_of(self._device.storage(region), alias, offset_of(alias)))
         self.slots[parameter] = slot
