@@ -256,34 +256,36 @@ def test_what_operators_take_makes_the_pool_smaller() -> None:
     assert session.log.headroom >= others - small_bytes
 
 
-@pytest.mark.parametrize("when", ["before the block", "while weights are given"])
+@pytest.mark.parametrize("when", ["before", "as it begins", "in the block", "by the first forward"])
 def test_what_was_taken_before_the_first_step_is_not_what_operators_take(
     when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as the model itself, or the batches of another: the pool would be at its least for as
-    long as steps are remembered, and the budget called too small."""
+    """Such as the model itself, or what it is initialised with: the pool would be at its least for
+    as long as steps are remembered, and the budget called too small."""
     with accelerated() as queues:
 
-        def take() -> None:
+        def take(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.normal_(parameter, std=0.1)
             storage = torch.UntypedStorage(0)
             queues.fill(storage, 8 * MiB)
             queues.empty(storage)
 
-        def init(module: nn.Module) -> None:
-            for parameter in module.parameters(recurse=False):
-                nn.init.normal_(parameter, std=0.1)
-            take()
-
-        with torch.device("meta" if when.startswith("while") else "cpu"):
+        with torch.device("cpu" if when == "before" else "meta"):
             model = small()
-        if when.startswith("while"):
-            dynoffload.materialize(model, init)
-        else:
-            take()
+        if when == "before":
+            take(model)
+        elif when == "as it begins":
+            dynoffload.materialize(model, take)
+        elif when == "by the first forward":
+            for module in model.modules():
+                object.__setattr__(module, "reset_parameters", partial(take, module))
         optimizer = AdamW(model.parameters(), lr=1e-2)
         with dynoffload.offload(
             model, optimizer, budget=budget_for(model, optimizer, 2), device=DEVICE, config=CONFIG
         ) as session:
+            if when == "in the block":
+                dynoffload.materialize(model, take)
             Loop(steps=3).run(model, optimizer, small_samples(3), small_loss)
             paging = session._paging
             assert paging is not None

@@ -491,11 +491,15 @@ class Session:
         """
         self.flush()
         self._owed.give_by(init, self._access_to(self._paging))
+        if self._paging is not None:
+            self._paging.count_anew()
 
     def _give_owed(self) -> None:
         if self._owed.init is not None:
             self.flush()
             self._owed.give(self._access_to(self._paging))
+            if self._paging is not None:
+                self._paging.count_anew()
 
     def _access_to(self, paging: Paging | None) -> Access:
         if paging is None:
