@@ -295,6 +295,37 @@ def test_what_was_taken_before_the_first_step_is_not_what_operators_take(
     assert "the budget of" not in caplog.text
 
 
+def test_what_was_taken_while_paging_stepped_aside_is_not_what_operators_take(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A larger sample is paged again, and all is adopted anew."""
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    few, many = (torch.arange(count) for count in (4, 16))
+    with (
+        accelerated() as queues,
+        dynoffload.offload(
+            model,
+            optimizer,
+            budget=4 * footprint_of(model) + MiB,
+            device=DEVICE,
+            config={**CONFIG, "step_aside": True},
+        ) as session,
+    ):
+        for step, tokens in enumerate([few] * 6 + [many] * 2):
+            if step == 6:
+                assert not session.paging
+                storage = torch.UntypedStorage(0)
+                queues.fill(storage, 64 * MiB)
+                queues.empty(storage)
+            small_loss(model, (tokens, tokens)).backward()
+            assert session.paging or step != 6
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (session.stats["peak_allocated_bytes"] < 64 * MiB).all()
+    assert "the budget of" not in caplog.text
+
+
 # Before, and after
 
 
