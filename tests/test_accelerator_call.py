@@ -256,6 +256,76 @@ def test_what_operators_take_makes_the_pool_smaller() -> None:
     assert session.log.headroom >= others - small_bytes
 
 
+@pytest.mark.parametrize("when", ["before", "as it begins", "in the block", "by the first forward"])
+def test_what_was_taken_before_the_first_step_is_not_what_operators_take(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as the model itself, or what it is initialised with: the pool would be at its least for
+    as long as steps are remembered, and the budget called too small."""
+    with accelerated() as queues:
+
+        def take(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.normal_(parameter, std=0.1)
+            storage = torch.UntypedStorage(0)
+            queues.fill(storage, 8 * MiB)
+            queues.empty(storage)
+
+        with torch.device("cpu" if when == "before" else "meta"):
+            model = small()
+        if when == "before":
+            take(model)
+        elif when == "as it begins":
+            dynoffload.materialize(model, take)
+        elif when == "by the first forward":
+            for module in model.modules():
+                object.__setattr__(module, "reset_parameters", partial(take, module))
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with dynoffload.offload(
+            model, optimizer, budget=budget_for(model, optimizer, 2), device=DEVICE, config=CONFIG
+        ) as session:
+            if when == "in the block":
+                dynoffload.materialize(model, take)
+            Loop(steps=3).run(model, optimizer, small_samples(3), small_loss)
+            paging = session._paging
+            assert paging is not None
+            capacity = paging.device.capacity
+        assert capacity > session.sizing.least_bytes
+        assert (session.stats["peak_allocated_bytes"] < 8 * MiB).all()
+    assert "the budget of" not in caplog.text
+
+
+def test_what_was_taken_while_paging_stepped_aside_is_not_what_operators_take(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A larger sample is paged again, and all is adopted anew."""
+    model = small()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    few, many = (torch.arange(count) for count in (4, 16))
+    with (
+        accelerated() as queues,
+        dynoffload.offload(
+            model,
+            optimizer,
+            budget=4 * footprint_of(model) + MiB,
+            device=DEVICE,
+            config={**CONFIG, "step_aside": True},
+        ) as session,
+    ):
+        for step, tokens in enumerate([few] * 6 + [many] * 2):
+            if step == 6:
+                assert not session.paging
+                storage = torch.UntypedStorage(0)
+                queues.fill(storage, 64 * MiB)
+                queues.empty(storage)
+            small_loss(model, (tokens, tokens)).backward()
+            assert session.paging or step != 6
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (session.stats["peak_allocated_bytes"] < 64 * MiB).all()
+    assert "the budget of" not in caplog.text
+
+
 # Before, and after
 
 
@@ -313,14 +383,27 @@ def test_what_fits_is_not_paged_and_comes_home(elsewhere: bool) -> None:
     assert not session.paging
 
 
-def test_the_meta_device(tmp_path: Path) -> None:
+def test_the_meta_device() -> None:
+    """A model from there is initialised as a plain one, and trained to the same bits."""
+
+    def init(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.1)
+
     with torch.device("meta"):
         model = small()
-    dynoffload.materialize(model)
+    dynoffload.materialize(model, init)
+    torch.manual_seed(3)
     with accelerated():
         trained(model)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
-    assert any(bool(p.any()) for p in model.parameters())
+    plain = small()
+    torch.manual_seed(3)
+    for module in plain.modules():
+        init(module)
+    optimizer = AdamW(plain.parameters(), lr=1e-2)
+    Loop(steps=3).run(plain, optimizer, small_samples(3), small_loss)
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()), "weights")
 
 
 def test_tensors_go_to_the_accelerator_and_back(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_a_pool_that_shrinks_evicts_what_waits_for_an_update(
     samples = [torch.randn(8, 48) for _ in range(6)]
     budget = footprint_of(twin.model) * 4 // 5
     with accelerated(elsewhere=True) as queues:
-        _grow(queues, after=2, by=budget // 3)
+        _grow(queues, after=3, by=budget // 3)  # the first call is made as the block begins
         session = compare_runs(
             twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE, config=CONFIG
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -279,6 +280,22 @@ def test_it_ends_with_its_last_reference() -> None:
     assert alive() is None
     model(words(1)[0]).backward()
     assert model.out.weight.grad is not None
+
+
+def test_a_forked_process_gives_nothing_back() -> None:
+    """What is pinned is its parent's, and an accelerator answers to no forked process."""
+    with emulated() as queues:
+        pair = Pair(queues=queues)
+        pair.train(words(2))
+        held = queues.host_bytes
+        child = os.fork()
+        if not child:
+            pair.ours._finalizer()  # as when its last reference goes
+            os._exit(int(queues.host_bytes != held))
+        assert held > 0
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        pair.train(words(2, seed=1))
+        pair.assert_same()
 
 
 @pytest.mark.parametrize("call", [1, 3])

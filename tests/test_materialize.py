@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulated import DEVICE, accelerated
 from exactness import SMALL_PAGES, Loop, assert_same, assert_same_training, needs_pager
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -544,6 +545,26 @@ def test_what_comes_on_meta_in_the_block_is_owed_too() -> None:
         assert all(tensor.any() for tensor in model.parameters())
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "accelerator"])
+def test_a_parameter_on_meta_that_is_a_part_of_a_tensor(backend: str) -> None:
+    """It gets memory of its own, as by ``to_empty``."""
+    with torch.device("meta"):
+        model = Rooted()
+        model.token = nn.Parameter(torch.empty(8, 64, 64)[5])
+    assert model.token.storage_offset() > 0
+    on_accelerator = backend == "accelerator"
+    options: dict[str, Any] = {"config": {**CONFIG, "backend": backend}}
+    if on_accelerator:
+        options = {"config": CONFIG, "device": DEVICE}
+    dynoffload.materialize(model, give)
+    with (
+        accelerated() if on_accelerator else contextlib.nullcontext(),
+        dynoffload.offload(model, budget=BUDGET, pilot=None, **options),
+    ):
+        pass
+    assert torch.equal(model.token, torch.full((64, 64), 0.25))
+
+
 def test_a_model_that_has_its_values_keeps_them() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -936,3 +957,45 @@ def test_the_bits_of_pieces_are_compared(dtype: torch.dtype) -> None:
     assert not same_bits(one, other)
     if dtype.is_floating_point:
         assert not same_bits(one, -one)
+
+
+@pytest.mark.parametrize("kind", ["whole", "slices"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "accelerator"])
+def test_what_has_no_value_yet_shows_zeros(backend: str, kind: str) -> None:
+    """Not what its memory held before, which would pass for values that the user has written."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = (4, 64, 256) if kind == "slices" else (256, 256)
+            self.weight = nn.Parameter(torch.ones(shape), requires_grad=False)
+
+        def reset_parameters(self) -> None:
+            nn.init.uniform_(self.weight, 2.0, 3.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.weight.sum()
+
+    model = nn.Sequential(*[Layer() for _ in range(8)])
+    with torch.device("meta"):
+        model.append(Layer())
+    lacking = model[8].weight
+    on_accelerator = backend == "accelerator"
+    options: dict[str, Any] = {"config": {**CONFIG, "backend": backend}}
+    if on_accelerator:
+        options = {"config": CONFIG, "device": DEVICE}
+    with (
+        accelerated() if on_accelerator else contextlib.nullcontext(),
+        dynoffload.offload(model, budget="1MiB", pilot=None, **options),
+    ):
+        for layer in model[:8]:
+            layer.weight.sum()
+        shows_zeros = not bool(lacking.any())
+        torch.manual_seed(3)
+        model(torch.ones(1))
+        found = lacking.clone()
+    assert shows_zeros
+    torch.manual_seed(3)
+    expected = torch.empty_like(found)
+    nn.init.uniform_(expected, 2.0, 3.0)
+    assert_same(found, expected, "what was initialised")

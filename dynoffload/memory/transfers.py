@@ -296,7 +296,8 @@ class Transfers:
             return
         self.forget(h)
         try:
-            self._mapping.clear(h.offset, h.length)
+            if self._mapping.holds_data(h.offset, h.length):
+                self._mapping.clear(h.offset, h.length)
         except OSError as error:
             failure = error.errno or errno.EIO
             raise SpillError(failure, self._unwritable(h, failure)) from error

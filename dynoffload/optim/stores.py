@@ -6,6 +6,7 @@ not: a step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +66,7 @@ class Stores:
         self.staging = Staging(queues, 0)
         self.departures = Departures(queues, tile_bytes, _FLIGHTS * tile_bytes)
         self._closed = False
+        self._process = os.getpid()
 
     @property
     def memory_bytes(self) -> int:
@@ -165,8 +167,8 @@ class Stores:
             shelf.sync()
 
     def close(self) -> None:
-        """End threads, and give memory and files back."""
-        if self._closed:
+        """End threads, and give memory and files back; a forked process has none of them."""
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         self._crew.close()

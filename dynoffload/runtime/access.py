@@ -102,8 +102,7 @@ class Paged:
     def reads_zero(self, tensor: torch.Tensor) -> bool:
         """See `Access.reads_zero`."""
         regions = self._adoption.store.regions_under(tensor)
-        tells = self._device.guarded and self._device.serves
-        if regions and tells and not any(self._device.visits(regions)):
+        if regions and all(self._device.is_clear(regions)):
             return True
         for piece in self._adoption.pieces(tensor):
             with self._adoption.held(piece):

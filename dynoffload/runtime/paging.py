@@ -132,6 +132,11 @@ class Paging:
         self.adoption.begun()
         tell_children(self)
 
+    def count_anew(self) -> None:
+        """The first step comes next: what was taken so far is not what a step takes."""
+        if isinstance(self.device, Accelerator):
+            self.device.count_anew()
+
     def _open(self, config: OffloadConfig) -> None:
         sizing = self.sizing
         self.device = open_device(sizing, config, self.spill_dir, self._target)

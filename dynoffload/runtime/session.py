@@ -171,6 +171,7 @@ class Session:
         self._owed.begin()
         paging.begun()
         interruptible(self._owed.give_said)(self._access_to(paging))
+        paging.count_anew()
 
     def _outside_bytes(self, device: Device | None) -> int:
         buckets = beside(self._replicas, device, self.sizing.bucket_bytes)
@@ -443,6 +444,7 @@ class Session:
         self._growth.end()
         self._recording.restart()
         paging.begun()
+        paging.count_anew()
         self._paging = paging
 
     # What the user calls
@@ -489,11 +491,15 @@ class Session:
         """
         self.flush()
         self._owed.give_by(init, self._access_to(self._paging))
+        if self._paging is not None:
+            self._paging.count_anew()
 
     def _give_owed(self) -> None:
         if self._owed.init is not None:
             self.flush()
             self._owed.give(self._access_to(self._paging))
+            if self._paging is not None:
+                self._paging.count_anew()
 
     def _access_to(self, paging: Paging | None) -> Access:
         if paging is None:

@@ -414,6 +414,12 @@ class Accelerator(Unguarded, Residents):
             self._resize(self._temporaries.after(peak, regions))
             return peak
 
+    def count_anew(self) -> None:
+        """Have `allocated_bytes` count from now on: what was taken so far was for no step."""
+        with self._mutex:
+            self._queues.peak_bytes()
+            self._bare_peak = self._bare
+
     @unseen
     def make_way(self) -> bool:
         """An operator has found no memory: all regions that are not used make way, and the pool is

@@ -1,11 +1,5 @@
 """The queues of a real accelerator: torch's streams and events, through `torch.accelerator`.
 
-[Note: pinned memory]  Copies run beside computation only from and to pinned memory. torch's own
-pinned memory comes in powers of two, up to twice what is asked for; so on CUDA (and HIP, which
-torch gives the same name) a private mapping of the exact size is registered with the driver. Where
-that is refused, or there is no such call, torch's is taken, and where there is none, memory that is
-not pinned: copies are exact then, too, but nothing runs beside them.
-
 [Note: fragments]  Regions of many sizes come and go, and torch's allocator cuts the blocks that it
 keeps. What it keeps and cannot use grows with that. Where it has taken more than the budget and
 `_BEYOND` of it, it is asked to hand whole unused blocks back, which costs a wait for the
@@ -18,10 +12,6 @@ on. Operators that need no copy ask for none: who uses two streams has each wait
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import logging
-import mmap
 import threading
 import time
 from collections.abc import Sequence
@@ -30,14 +20,10 @@ from typing import Any
 import torch
 
 from dynoffload.errors import BackendError
+from dynoffload.memory.accelerator.pinned import HostMemory
 from dynoffload.memory.accelerator.queues import Queues
-from dynoffload.units import format_bytes
 
-logger = logging.getLogger(__name__)
-
-_ALIGNED = mmap.PAGESIZE
 _BEYOND = 0.125
-_PORTABLE = 1  # of cudaHostRegister: pinned for every device
 _ORIGIN_S = 600.0
 
 
@@ -128,7 +114,7 @@ class Streams:
         self.device = torch.device(device.type, index)
         self.name = str(self.device)
         self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
-        self._mapped: dict[int, mmap.mmap] = {}  # address -> mapping that is registered
+        self._host = HostMemory(self.device)
         self._giving = threading.Lock()  # a stream is entered by one thread at a time
         self._last: torch.Stream | None = None  # on which the calling thread was last
         self.pinned = True
@@ -242,78 +228,14 @@ class Streams:
     # Host memory
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """See `Queues.host` and [Note: pinned memory]."""
-        try:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(error.strerror) from error
-        memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        address = memory.data_ptr()
-        why = self._register(address, nbytes)
-        if not why:
-            self._mapped[address] = mapping
-            return memory
-        del memory
-        mapping.close()
-        try:
-            found = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            try:
-                found = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8)
-            except RuntimeError as none_left:
-                raise MemoryError(str(none_left).partition("\n")[0]) from none_left
-            if self.pinned:
-                self.pinned = False
-                logger.warning(
-                    "host memory cannot be pinned for %s (%s; %s): copies hold computation up; "
-                    "raise the limit of locked memory (ulimit -l), or lower host_budget",
-                    self.name,
-                    why,
-                    str(error).partition("\n")[0],
-                )
-        else:
-            if self.pinned:
-                logger.info(
-                    "%s for %s is pinned by torch, in powers of two: %s",
-                    format_bytes(nbytes),
-                    self.name,
-                    why,
-                )
-        begin = -found.data_ptr() % _ALIGNED
-        return found[begin : begin + nbytes]
+        """See `Queues.host`."""
+        memory = self._host.take(nbytes)
+        self.pinned = self._host.pinned
+        return memory
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Queues.release`."""
-        address = memory.data_ptr()
-        mapping = self._mapped.pop(address, None)
-        if mapping is not None:
-            code = int(_runtime().cudaHostUnregister(address))
-            if code:
-                logger.warning("host memory of %s stays pinned (error %d)", self.name, code)
-                self._forget_error()
-        # The mapping ends with the last tensor over it.
-
-    def _register(self, address: int, nbytes: int) -> str:
-        """Pin memory; return why it was not pinned, "" if it was."""
-        if self.device.type != "cuda":
-            return f"torch has no call for it on {self.device.type}"
-        ctypes.memset(address, 0, nbytes)  # by this thread, on its own memory node
-        with torch.accelerator.device_index(self.device.index):
-            code = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
-            if not code:
-                return ""
-            self._forget_error()
-        return f"cudaHostRegister returned {code}"
-
-    def _forget_error(self) -> None:
-        """Have the runtime forget an error that was dealt with: it would be told of the next kernel
-        that is launched, so one is."""
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self.device)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        """See `Queues.release`. A mapping ends with the last tensor over it."""
+        self._host.give_back(memory)
 
 
 def _bytes_of(storage: torch.UntypedStorage | torch.Tensor) -> torch.Tensor:

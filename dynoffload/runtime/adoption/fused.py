@@ -121,7 +121,7 @@ class FusedStore:
 
     @torch.no_grad()
     def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Fused:
-        """Move ``parameter`` into a row; one on the meta device gets one without content."""
+        """Move ``parameter`` into a row; one on the meta device gets one of zeros."""
         count = int(parameter.shape[0])
         nbytes = parameter.numel() // count * parameter.element_size()
         row = self._device.allocate_row(count, nbytes)
@@ -135,6 +135,7 @@ class FusedStore:
         fused.slots = tuple(slots)
         ours = self.view(fused, row)
         if parameter.is_meta:
+            self._device.clear(row)
             put_in_place(parameter, ours)
         else:
             self._fill(row, ours, parameter.data)

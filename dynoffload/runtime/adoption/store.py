@@ -207,7 +207,7 @@ class Store:
 
     @torch.no_grad()
     def adopt_parameter(self, name: str, parameter: nn.Parameter) -> Slot:
-        """Move ``parameter`` into a region; one on the meta device gets one without content."""
+        """Move ``parameter`` into a region; one on the meta device gets one of zeros."""
         part = local(parameter)
         nbytes, meta = local_bytes(part), part.is_meta
         whole = moved_bytes(part)  # with its other views, which follow
@@ -221,11 +221,11 @@ class Store:
                 ours.copy_(bytes_of(part.untyped_storage()))
                 self._storages[source] = region
         slot = Slot(name, parameter, region)
-        ours = view_of(self._device.storage(region), part, offset_of(part))
         if meta:
-            put_in_place(parameter, ours)
+            self._device.clear([region])
+            put_in_place(parameter, view_of(self._device.storage(region), part))
         else:
-            put(part, ours)
+            put(part, view_of(self._device.storage(region), part, offset_of(part)))
             for alias in self.aliases.get(parameter, ()):
                 put(alias, view_of(self._device.storage(region), alias, offset_of(alias)))
         self.slots[parameter] = slot

@@ -1,0 +1,181 @@
+"""Host memory that an accelerator copies from and to: pinned where it can be.
+
+[Note: pinned memory]  Copies run beside computation only from and to pinned memory. torch's own
+pinned memory comes in powers of two, up to twice what is asked for; so on CUDA (and HIP, which
+torch gives the same name) a private mapping of the exact size is registered with the driver. Where
+that is refused, or there is no such call, torch's is taken, and where there is none, memory that is
+not pinned: copies are exact then, too, but nothing runs beside them.
+
+[Note: forks]  A forked process would get a copy of all pinned pages at once, or would leave the
+accelerator with pages that are no longer this process's. So they are not inherited while they are
+in use (MADV_DONTFORK), and an access ends a forked process; for what a session pages,
+`dynoffload.runtime.forked` raises an error first. Nor does a forked process unmap them: their
+addresses may be another's there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import mmap
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from dynoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_PAGE = mmap.PAGESIZE
+_PORTABLE = 1  # of cudaHostRegister: pinned for every device
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = address
+    libc.mmap.argtypes = (address, size, number, number, number, ctypes.c_int64)
+    libc.munmap.argtypes = (address, size)
+    libc.madvise.argtypes = (address, size, number)
+    return libc
+
+
+class HostMemory:
+    """Gives host memory for the copies of one accelerator.
+
+    Args:
+        device: the accelerator, with its index.
+
+    Attributes:
+        pinned: whether all that was given is pinned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._registered: set[int] = set()  # addresses
+        self.pinned = True
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes``, uint8, that begin at a page; see [Note: pinned memory].
+
+        Raises:
+            MemoryError: there are none left.
+        """
+        return self._pages(-(-nbytes // _PAGE) * _PAGE)[:nbytes]
+
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Unpin what `take` has given, all of it; tensors that are still over it keep it."""
+        address = memory.data_ptr()
+        if address in self._registered:
+            self._registered.remove(address)
+            code = int(_runtime().cudaHostUnregister(address))
+            if code:
+                logger.warning("host memory of %s stays pinned (error %d)", self._device, code)
+                self._forget_error()
+        _let_inherit(memory, inherited=True)
+
+    def _pages(self, nbytes: int) -> torch.Tensor:
+        memory = _mapped(nbytes)
+        why = self._register(memory)
+        if not why:
+            self._registered.add(memory.data_ptr())
+            return memory
+        del memory  # before torch takes as much
+        try:
+            memory = _pinned_by_torch(nbytes)
+        except RuntimeError as error:
+            if self.pinned:
+                self.pinned = False
+                logger.warning(
+                    "host memory cannot be pinned for %s (%s; %s): copies hold computation up; "
+                    "raise the limit of locked memory (ulimit -l), or lower host_budget",
+                    self._device,
+                    why,
+                    str(error).partition("\n")[0],
+                )
+            return _mapped(nbytes)
+        if self.pinned:
+            logger.info(
+                "%s for %s is pinned by torch, in powers of two: %s",
+                format_bytes(nbytes),
+                self._device,
+                why,
+            )
+        return memory
+
+    def _register(self, memory: torch.Tensor) -> str:
+        """Pin memory; return why it was not pinned, "" if it was."""
+        if self._device.type != "cuda":
+            return f"torch has no call for it on {self._device.type}"
+        address, nbytes = memory.data_ptr(), memory.nbytes
+        ctypes.memset(address, 0, nbytes)  # by this thread, on its own memory node
+        with torch.accelerator.device_index(self._device.index):
+            code = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
+            if not code:
+                return ""
+            self._forget_error()
+        return f"cudaHostRegister returned {code}"
+
+    def _forget_error(self) -> None:
+        """Have the runtime forget an error that was dealt with: it would be told of the next kernel
+        that is launched, so one is."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _mapped(nbytes: int) -> torch.Tensor:
+    """Return private memory of whole pages, which no forked process inherits.
+
+    Raises:
+        MemoryError: there is none left.
+    """
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc().mmap(None, nbytes, access, kind, -1, 0)
+    if address == _FAILED:
+        raise MemoryError(os.strerror(ctypes.get_errno()))
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(buffer, _unmap, os.getpid(), address, nbytes).atexit = False
+    memory = torch.frombuffer(buffer, dtype=torch.uint8)
+    _let_inherit(memory, inherited=False)
+    return memory
+
+
+def _unmap(process: int, address: int, nbytes: int) -> None:
+    if os.getpid() == process:  # see [Note: forks]
+        _libc().munmap(address, nbytes)
+
+
+def _pinned_by_torch(nbytes: int) -> torch.Tensor:
+    """Return torch's pinned memory of whole pages: one byte more could take twice as much.
+
+    Raises:
+        RuntimeError: torch has none.
+    """
+    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if memory.data_ptr() % _PAGE:  # of the driver's own allocator it is aligned
+        del memory
+        memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=True)
+    begin = -memory.data_ptr() % _PAGE
+    memory = memory[begin : begin + nbytes]
+    _let_inherit(memory, inherited=False)
+    return memory
+
+
+def _let_inherit(memory: torch.Tensor, *, inherited: bool) -> None:
+    """Have forked processes inherit the pages of ``memory``, or not; see [Note: forks].
+
+    Only Linux can. A driver's own mapping refuses to be inherited, which is as well.
+    """
+    advice = getattr(mmap, "MADV_DOFORK" if inherited else "MADV_DONTFORK", None)
+    if advice is not None:
+        _libc().madvise(memory.data_ptr(), -(-memory.nbytes // _PAGE) * _PAGE, advice)
