@@ -41,6 +41,7 @@ from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.cells import Cell
 from dynoffload.memory.device import Cause
+from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.passes import saved
 from dynoffload.units import KiB
 
@@ -218,6 +219,86 @@ def test_sessions_that_overlap_leave_nothing_in_later_threads() -> None:
     finally:
         threading.setprofile(before)
     assert found == [0]
+
+
+def modes_are_called() -> bool:
+    """Return whether torch calls dispatch modes in this thread; without one, that is an error."""
+    return torch._C._dispatch_tls_is_dispatch_key_included("Python")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_block_leaves_torch_as_it_was(elsewhere: bool) -> None:
+    twin = Twin(mlp(), partial(AdamW, lr=1e-2))
+    samples = [torch.randn(8, 48) for _ in range(3)]
+    with accelerated(elsewhere=elsewhere, watched=False):
+        compare_runs(twin, Loop(steps=3), samples, mlp_loss, budget_for(twin, 3), device=DEVICE)
+        assert not modes_are_called()
+        assert torch.empty(2).shape == (2,)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_block_that_fails_leaves_torch_as_it_was(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it begins, and in its midst, with updates that still wait."""
+    model, optimizer, budget = paged_mlp()
+    if not begun:
+        monkeypatch.setattr(Homes, "bring", lambda self: 1 / 0)
+
+    def fail() -> None:
+        with dynoffload.offload(model, optimizer, budget=budget, device=DEVICE, config=CONFIG):
+            Loop(steps=1).run(model, optimizer, [torch.randn(8, 48)], mlp_loss)
+            raise ZeroDivisionError
+
+    with accelerated(elsewhere=True, watched=False):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert not modes_are_called()
+        assert torch.empty(2).shape == (2,)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+class Whole(SGD):
+    """An optimizer that is not of torch's, so its steps run whole."""
+
+
+@pytest.mark.parametrize("first", ["step", "whole step", "forward", "evaluation"])
+def test_a_thread_from_before_is_heard_of_from_its_first_call_on(first: str) -> None:
+    """Its first call of the model or the optimizer may be made under a guard of the user's: what
+    the guard took along as it was left is there again with the next call."""
+    twin = Twin(mlp(), partial(Whole if first == "whole step" else AdamW, lr=1e-2))
+    sample, go, come = torch.randn(8, 48), threading.Event(), threading.Event()
+    heard: list[bool] = []
+
+    def work() -> None:
+        assert go.wait(60)
+        calls = {
+            "step": twin.optimizer.step,
+            "whole step": twin.optimizer.step,
+            "forward": lambda: twin.model(sample),
+            "evaluation": lambda: torch.inference_mode()(twin.model)(sample),
+        }
+        calls[first]()
+        if first == "evaluation":
+            with torch.no_grad():
+                twin.model(sample)
+        heard.append(modes_are_called())
+        come.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with accelerated(elsewhere=True, watched=False):
+        with twin.paged(budget_for(twin, 3), device=DEVICE):
+            mlp_loss(twin.model, sample).backward()
+            mlp_loss(twin.reference, sample).backward()
+            go.set()
+            assert come.wait(60)
+            if "step" in first:
+                twin.its.step()
+        thread.join()
+    assert heard == [True]
+    twin.assert_same()
 
 
 @pytest.mark.parametrize("seed", range(2))
