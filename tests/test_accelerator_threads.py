@@ -13,11 +13,12 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emulated import DEVICE, Emulated, accelerated
+from emulated import DEVICE, Emulated, accelerated, emulated
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -38,11 +39,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import dynoffload
 from dynoffload.errors import BackendError
-from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
 from dynoffload.memory.accelerator.cells import Cell
 from dynoffload.memory.device import Cause
+from dynoffload.memory.places import users_of
+from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.passes import saved
+from dynoffload.runtime.recompute.records import Handle, Record
 from dynoffload.units import KiB
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
@@ -383,6 +387,40 @@ class _Entry:
 
     def source(self) -> None:
         return None
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_what_is_saved_on_another_device_notes_writes_and_keeps_no_bytes(conjugate: bool) -> None:
+    """The meta device stands for one whose tensors torch keeps in another way than the CPU's."""
+    tensor = torch.empty(8, dtype=torch.complex64, device="meta")
+    if conjugate:
+        tensor = tensor.conj()
+    storage = tensor.untyped_storage()
+    users = users_of(storage)
+    entry = saved.Entry(saved.Chunk(0, 0, 64), 0, storage, tensor)
+    assert entry.stands_for(tensor)
+    assert users_of(storage) == users
+    handle = Handle(tensor, Record(storage, None))
+    handle.check()
+    tensor.add_(1)
+    assert not entry.stands_for(tensor)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        handle.check()
+
+
+def test_buffers_go_home_to_another_device(tmp_path: Path) -> None:
+    """The meta device stands for a home whose tensors torch keeps in another way."""
+    module = nn.Linear(4, 4)
+    with emulated() as queues:
+        device = Accelerator(queues, 16 * PAGE, tmp_path)
+        buffers = Buffers(module, device, KiB, {})
+        module.register_buffer("mask", torch.ones(PAGE))
+        mask = module.mask
+        assert device.owner(mask) >= 0
+        buffers.restore(lambda region, tensor: tensor.to("meta"))
+        assert module.mask is mask
+        assert mask.is_meta
+        device.close()
 
 
 @pytest.mark.parametrize("columns", [False, True])
