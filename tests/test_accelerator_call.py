@@ -79,6 +79,49 @@ def test_a_device_that_is_none_is_refused(device: str, message: str) -> None:
         pass
 
 
+def test_a_number_beyond_the_accelerators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch is asked for a stream of it, which ends the process with some backends."""
+    here = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: here)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for use in (
+        lambda: dynoffload.offload(small(), budget="1MiB", device="cuda:2").__enter__(),
+        lambda: dynoffload.HostOptimizer(small().parameters(), AdamW, device="cuda:2"),
+    ):
+        with pytest.raises(BackendError, match=r"finds 2 of 'cuda' .* 'cuda:0' to 'cuda:1'"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [
+        ("given_bytes", "memory_stats"),
+        ("free_bytes", "get_memory_info"),
+        ("fill", "resize_ to more bytes"),
+        ("empty", "resize_ to no bytes"),
+    ],
+)
+def test_a_backend_that_lacks_something_is_refused_before_anything_is_touched(
+    method: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(*args: Any) -> None:
+        raise NotImplementedError("not supported by this backend\nException raised from here")
+
+    model = small()
+    optimizer = AdamW(model.parameters())
+    before = [(one, one.data_ptr(), one.detach().clone()) for one in model.parameters()]
+    with emulation() as opened:
+        monkeypatch.setattr(opened.return_value, method, lacks)
+        with (
+            pytest.raises(BackendError, match=rf"lacks .*{named}.* \(not supported by this back"),
+            dynoffload.offload(model, optimizer, budget="1MiB", device=DEVICE),
+        ):
+            pass
+    for parameter, address, value in before:
+        assert parameter.data_ptr() == address
+        assert torch.equal(parameter, value)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
