@@ -35,7 +35,7 @@ from dynoffload.runtime import opening
 from dynoffload.runtime.adoption.held import is_between_processes
 from dynoffload.runtime.adoption.homes import Homes, Room
 from dynoffload.runtime.target import Target
-from dynoffload.units import KiB, MiB
+from dynoffload.units import KiB, MiB, parse_bytes
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 CPU_0 = torch.device("cpu", 0)  # equal to no tensor's device: "elsewhere"
@@ -257,6 +257,17 @@ def test_host_memory_and_file_take_what_they_may(tmp_path: Path) -> None:
 
 
 # The pool, and what operators take beside it
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "64MiB"])
+def test_chunks_of_activations_fit_host_memory(budget: str) -> None:
+    """A chunk grows with the budget, and leaves for host memory, which may be smaller."""
+    model = small()
+    host_budget = footprint_of(model) // 2
+    with accelerated():
+        session = trained(model, budget=parse_bytes(budget), host_budget=host_budget)
+    assert 8 * session.sizing.chunk_bytes <= host_budget
+    assert len(session.log.steps) == 3
 
 
 def test_the_pool_follows_the_allocator() -> None:
