@@ -88,7 +88,7 @@ def test_a_number_beyond_the_accelerators_is_refused(monkeypatch: pytest.MonkeyP
         lambda: dynoffload.offload(small(), budget="1MiB", device="cuda:2").__enter__(),
         lambda: dynoffload.HostOptimizer(small().parameters(), AdamW, device="cuda:2"),
     ):
-        with pytest.raises(BackendError, match=r"finds 2 of 'cuda' .* 'cuda:0' to 'cuda:1'"):
+        with pytest.raises(BackendError, match=r"finds 2 of 'cuda' .* device='cuda', or"):
             use()
 
 

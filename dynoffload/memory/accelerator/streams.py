@@ -129,8 +129,7 @@ class Streams:
         if index >= count:  # some backends end the process where they are asked for it
             raise BackendError(
                 f"parameters are to be on {str(device)!r}, but torch finds {count} of "
-                f"{here.type!r} here: pass device= one of '{here.type}:0' to "
-                f"'{here.type}:{count - 1}'"
+                f"{here.type!r} here: pass device='{here.type}', or a number below {count} with it"
             )
         self.device = torch.device(device.type, index)
         self.name = str(self.device)
