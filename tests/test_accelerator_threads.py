@@ -8,6 +8,7 @@ does. Here backward runs in another one, which has the caller's modes, as autogr
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import threading
@@ -41,6 +42,7 @@ import dynoffload
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
 from dynoffload.memory.accelerator.cells import Cell
+from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.device import Cause
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.buffers import Buffers
@@ -261,6 +263,32 @@ def test_a_block_that_fails_leaves_torch_as_it_was(
         assert not modes_are_called()
         assert torch.empty(2).shape == (2,)
     assert _get_current_dispatch_mode_stack() == []
+
+
+def regions_with_memory() -> set[int]:
+    """Return the ids of all storages of regions that take memory."""
+    gc.collect()
+    return {
+        id(one)
+        for one in gc.get_objects()
+        if type(one) is RegionStorage and torch.UntypedStorage.nbytes(one)
+    }
+
+
+def test_a_block_gives_memory_back_though_its_session_lives_on() -> None:
+    """Also what a graph held as the block ended, once that is gone."""
+    model, optimizer, budget = paged_mlp()
+    before = regions_with_memory()
+    with accelerated(elsewhere=True):
+        with dynoffload.offload(
+            model, optimizer, budget=budget, device=DEVICE, config=CONFIG
+        ) as session:
+            Loop(steps=2).run(model, optimizer, [torch.randn(8, 48)] * 2, mlp_loss)
+            loss = mlp_loss(model, torch.randn(8, 48))
+            assert regions_with_memory() - before
+        del loss
+        assert not regions_with_memory() - before
+    assert len(session.log.steps) == 2
 
 
 class Whole(SGD):
