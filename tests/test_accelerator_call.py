@@ -113,7 +113,7 @@ def test_a_backend_that_lacks_something_is_refused_before_anything_is_touched(
     with emulation() as opened:
         monkeypatch.setattr(opened.return_value, method, lacks)
         with (
-            pytest.raises(BackendError, match=rf"lacks .*{named}.* \(not supported by this back"),
+            pytest.raises(BackendError, match=rf"needs .*{named}.* fails there \(not supported"),
             dynoffload.offload(model, optimizer, budget="1MiB", device=DEVICE),
         ):
             pass

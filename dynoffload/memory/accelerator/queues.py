@@ -142,16 +142,14 @@ def check_paging(queues: Queues) -> None:
     for what, call in needed:
         try:
             call()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             raise lacking(queues.device, what, error) from error
 
 
 def lacking(device: torch.device, what: str, error: RuntimeError) -> BackendError:
-    """Return the error for a backend of torch that lacks ``what``."""
+    """Return the error for a device whose backend of torch lacks ``what``."""
     said = str(error).partition("\n")[0]
     return BackendError(
-        f"the backend of {str(device)!r} lacks {what}, which dynoffload needs there ({said}): use "
-        "a release of the backend that has it, or leave device= out to train on the CPU"
+        f"dynoffload needs {what} on {str(device)!r}, and it fails there ({said}): use a release "
+        "of that backend which has it, or leave device= out to train on the CPU"
     )
