@@ -6,7 +6,9 @@ aware of which accelerator it is, nor of processes.
 
 [Note: beside]  A budget on an accelerator caps all that its allocator gives: workspaces of
 libraries, which for networks as small as these are far more than all they keep, and the copies that
-comparing takes. So what plain training took beside what it keeps comes to the budget.
+comparing takes. So two sums come to the budget: what is still held as the block begins, once
+garbage is collected, and what plain training took beyond that and beside what it keeps. The second
+plain training says the latter, as workspaces are held since the first.
 
 [Note: not deterministic]  Deterministic algorithms are on, but not every operator of every
 accelerator has one. So plain training runs twice, and only where it equals itself can paged
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -219,12 +222,13 @@ class _Run:
     Attributes:
         steps: losses and norms of each step, and what training has changed by then.
         end: what it had changed when it was over.
-        peak: the most bytes that the accelerator's allocator had given; 0 where it does not count.
+        took: the most bytes that the accelerator's allocator had given beyond those that were held
+            before; 0 where it does not count.
     """
 
     steps: list[dict[str, Any]]
     end: dict[str, Any]
-    peak: int = 0
+    took: int = 0
 
 
 def train_case(
@@ -260,8 +264,8 @@ def train_case(
         if difference:
             why = f"plain training differs from itself: {difference}"
             return {"verdict": Verdict.NOT_DETERMINISTIC.value, "why": why}
-        del second, plain
-        return _paged(case, model, device, subject, first, spill_dir, named)
+        del first, plain
+        return _paged(case, model, device, subject, second, spill_dir, named)
 
 
 def train_plainly(case: Case, device: torch.device) -> None:
@@ -286,15 +290,29 @@ def _trained(
         yield {"losses": moved(losses, _CPU), **moved(state, _CPU)}
 
 
+def _held_bytes(device: torch.device) -> int:
+    """Return the bytes that the allocator has given and that no garbage holds."""
+    gc.collect()
+    return 0 if device.type == "cpu" else int(torch.accelerator.memory_allocated(device))
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that the allocator had given since the last call."""
+    if device.type == "cpu":
+        return 0
+    peak = int(torch.accelerator.max_memory_allocated(device))
+    torch.accelerator.reset_peak_memory_stats(device)
+    return peak
+
+
 def _plainly(case: Case, model: nn.Module, device: torch.device, subject: _Subject) -> _Run:
+    held = _held_bytes(device)
     model.to(device)
     optimizer = case.loop.make_optimizer(model)
-    counts = device.type != "cpu"
-    if counts:
-        torch.accelerator.reset_peak_memory_stats(device)
+    _peak_bytes(device)
     steps = list(_trained(case, model, optimizer, subject))
-    peak = int(torch.accelerator.max_memory_allocated(device)) if counts else 0
-    return _Run(steps, moved(state_of(model, optimizer), _CPU), peak)
+    took = max(0, _peak_bytes(device) - held)
+    return _Run(steps, moved(state_of(model, optimizer), _CPU), took)
 
 
 def _difference(found: _Run, expected: _Run) -> str:
@@ -316,12 +334,13 @@ def _paged(
 ) -> dict[str, Any]:
     import dynoffload
 
+    held = _held_bytes(device)
     if case.starts_there:
         model.to(device)
     optimizer = case.loop.make_optimizer(model)
     config = {**CONFIG, **case.config}
     allowed = budget_of(model, optimizer, ACCELERATOR, config)
-    beside = max(0, expected.peak - allowed.whole)  # see [Note: beside]
+    beside = held + max(0, expected.took - allowed.whole)  # see [Note: beside]
     budget = allowed.budget + _TEMPORARY.get(case.network, 0) + beside
     options: dict[str, Any] = {
         "budget": budget,

@@ -35,7 +35,7 @@ from dynoffload.runtime import opening
 from dynoffload.runtime.adoption.held import is_between_processes
 from dynoffload.runtime.adoption.homes import Homes, Room
 from dynoffload.runtime.target import Target
-from dynoffload.units import KiB, MiB
+from dynoffload.units import KiB, MiB, parse_bytes
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 CPU_0 = torch.device("cpu", 0)  # equal to no tensor's device: "elsewhere"
@@ -77,6 +77,49 @@ def test_a_device_that_is_none_is_refused(device: str, message: str) -> None:
         dynoffload.offload(model, budget="1MiB", device=device),
     ):
         pass
+
+
+def test_a_number_beyond_the_accelerators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch is asked for a stream of it, which ends the process with some backends."""
+    here = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: here)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for use in (
+        lambda: dynoffload.offload(small(), budget="1MiB", device="cuda:2").__enter__(),
+        lambda: dynoffload.HostOptimizer(small().parameters(), AdamW, device="cuda:2"),
+    ):
+        with pytest.raises(BackendError, match=r"finds 2 of 'cuda' .* device='cuda', or"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [
+        ("given_bytes", "memory_stats"),
+        ("free_bytes", "get_memory_info"),
+        ("fill", "resize_ to more bytes"),
+        ("empty", "resize_ to no bytes"),
+    ],
+)
+def test_a_backend_that_lacks_something_is_refused_before_anything_is_touched(
+    method: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(*args: Any) -> None:
+        raise NotImplementedError("not supported by this backend\nException raised from here")
+
+    model = small()
+    optimizer = AdamW(model.parameters())
+    before = [(one, one.data_ptr(), one.detach().clone()) for one in model.parameters()]
+    with emulation() as opened:
+        monkeypatch.setattr(opened.return_value, method, lacks)
+        with (
+            pytest.raises(BackendError, match=rf"needs .*{named}.* fails there \(not supported"),
+            dynoffload.offload(model, optimizer, budget="1MiB", device=DEVICE),
+        ):
+            pass
+    for parameter, address, value in before:
+        assert parameter.data_ptr() == address
+        assert torch.equal(parameter, value)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +257,17 @@ def test_host_memory_and_file_take_what_they_may(tmp_path: Path) -> None:
 
 
 # The pool, and what operators take beside it
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "64MiB"])
+def test_chunks_of_activations_fit_host_memory(budget: str) -> None:
+    """A chunk grows with the budget, and leaves for host memory, which may be smaller."""
+    model = small()
+    host_budget = footprint_of(model) // 2
+    with accelerated():
+        session = trained(model, budget=parse_bytes(budget), host_budget=host_budget)
+    assert 8 * session.sizing.chunk_bytes <= host_budget
+    assert len(session.log.steps) == 3
 
 
 def test_the_pool_follows_the_allocator() -> None:

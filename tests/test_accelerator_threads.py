@@ -8,16 +8,18 @@ does. Here backward runs in another one, which has the caller's modes, as autogr
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emulated import DEVICE, Emulated, accelerated
+from emulated import DEVICE, Emulated, accelerated, emulated
 from exactness import (
     SMALL_PAGES,
     Loop,
@@ -38,10 +40,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import dynoffload
 from dynoffload.errors import BackendError
-from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
 from dynoffload.memory.accelerator.cells import Cell
+from dynoffload.memory.accelerator.storages import RegionStorage
 from dynoffload.memory.device import Cause
+from dynoffload.memory.places import users_of
+from dynoffload.runtime.adoption.buffers import Buffers
+from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.passes import saved
+from dynoffload.runtime.recompute.records import Handle, Record
 from dynoffload.units import KiB
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
@@ -220,6 +227,112 @@ def test_sessions_that_overlap_leave_nothing_in_later_threads() -> None:
     assert found == [0]
 
 
+def modes_are_called() -> bool:
+    """Return whether torch calls dispatch modes in this thread; without one, that is an error."""
+    return torch._C._dispatch_tls_is_dispatch_key_included("Python")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_block_leaves_torch_as_it_was(elsewhere: bool) -> None:
+    twin = Twin(mlp(), partial(AdamW, lr=1e-2))
+    samples = [torch.randn(8, 48) for _ in range(3)]
+    with accelerated(elsewhere=elsewhere, watched=False):
+        compare_runs(twin, Loop(steps=3), samples, mlp_loss, budget_for(twin, 3), device=DEVICE)
+        assert not modes_are_called()
+        assert torch.empty(2).shape == (2,)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_block_that_fails_leaves_torch_as_it_was(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it begins, and in its midst, with updates that still wait."""
+    model, optimizer, budget = paged_mlp()
+    if not begun:
+        monkeypatch.setattr(Homes, "bring", lambda self: 1 / 0)
+
+    def fail() -> None:
+        with dynoffload.offload(model, optimizer, budget=budget, device=DEVICE, config=CONFIG):
+            Loop(steps=1).run(model, optimizer, [torch.randn(8, 48)], mlp_loss)
+            raise ZeroDivisionError
+
+    with accelerated(elsewhere=True, watched=False):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert not modes_are_called()
+        assert torch.empty(2).shape == (2,)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def regions_with_memory() -> set[int]:
+    """Return the ids of all storages of regions that take memory."""
+    gc.collect()
+    return {
+        id(one)
+        for one in gc.get_objects()
+        if type(one) is RegionStorage and torch.UntypedStorage.nbytes(one)
+    }
+
+
+def test_a_block_gives_memory_back_though_its_session_lives_on() -> None:
+    """Also what a graph held as the block ended, once that is gone."""
+    model, optimizer, budget = paged_mlp()
+    before = regions_with_memory()
+    with accelerated(elsewhere=True):
+        with dynoffload.offload(
+            model, optimizer, budget=budget, device=DEVICE, config=CONFIG
+        ) as session:
+            Loop(steps=2).run(model, optimizer, [torch.randn(8, 48)] * 2, mlp_loss)
+            loss = mlp_loss(model, torch.randn(8, 48))
+            assert regions_with_memory() - before
+        del loss
+        assert not regions_with_memory() - before
+    assert len(session.log.steps) == 2
+
+
+class Whole(SGD):
+    """An optimizer that is not of torch's, so its steps run whole."""
+
+
+@pytest.mark.parametrize("first", ["step", "whole step", "forward", "evaluation"])
+def test_a_thread_from_before_is_heard_of_from_its_first_call_on(first: str) -> None:
+    """Its first call of the model or the optimizer may be made under a guard of the user's: what
+    the guard took along as it was left is there again with the next call."""
+    twin = Twin(mlp(), partial(Whole if first == "whole step" else AdamW, lr=1e-2))
+    sample, go, come = torch.randn(8, 48), threading.Event(), threading.Event()
+    heard: list[bool] = []
+
+    def work() -> None:
+        assert go.wait(60)
+        calls = {
+            "step": twin.optimizer.step,
+            "whole step": twin.optimizer.step,
+            "forward": lambda: twin.model(sample),
+            "evaluation": lambda: torch.inference_mode()(twin.model)(sample),
+        }
+        calls[first]()
+        if first == "evaluation":
+            with torch.no_grad():
+                twin.model(sample)
+        heard.append(modes_are_called())
+        come.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with accelerated(elsewhere=True, watched=False):
+        with twin.paged(budget_for(twin, 3), device=DEVICE):
+            mlp_loss(twin.model, sample).backward()
+            mlp_loss(twin.reference, sample).backward()
+            go.set()
+            assert come.wait(60)
+            if "step" in first:
+                twin.its.step()
+        thread.join()
+    assert heard == [True]
+    twin.assert_same()
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_an_interrupt_while_something_enters_spoils_nothing(seed: int) -> None:
     """Forward and backward are interrupted as a copy is queued, and made again."""
@@ -302,6 +415,40 @@ class _Entry:
 
     def source(self) -> None:
         return None
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_what_is_saved_on_another_device_notes_writes_and_keeps_no_bytes(conjugate: bool) -> None:
+    """The meta device stands for one whose tensors torch keeps in another way than the CPU's."""
+    tensor = torch.empty(8, dtype=torch.complex64, device="meta")
+    if conjugate:
+        tensor = tensor.conj()
+    storage = tensor.untyped_storage()
+    users = users_of(storage)
+    entry = saved.Entry(saved.Chunk(0, 0, 64), 0, storage, tensor)
+    assert entry.stands_for(tensor)
+    assert users_of(storage) == users
+    handle = Handle(tensor, Record(storage, None))
+    handle.check()
+    tensor.add_(1)
+    assert not entry.stands_for(tensor)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        handle.check()
+
+
+def test_buffers_go_home_to_another_device(tmp_path: Path) -> None:
+    """The meta device stands for a home whose tensors torch keeps in another way."""
+    module = nn.Linear(4, 4)
+    with emulated() as queues:
+        device = Accelerator(queues, 16 * PAGE, tmp_path)
+        buffers = Buffers(module, device, KiB, {})
+        module.register_buffer("mask", torch.ones(PAGE))
+        mask = module.mask
+        assert device.owner(mask) >= 0
+        buffers.restore(lambda region, tensor: tensor.to("meta"))
+        assert module.mask is mask
+        assert mask.is_meta
+        device.close()
 
 
 @pytest.mark.parametrize("columns", [False, True])

@@ -346,7 +346,8 @@ def _plan(
     with within(target, limit, options.heap_slack_bytes, model, optimizer) as possible:
         options = replace(options, heap_slack_bytes=possible.slack)
         buckets = bucket_bytes(replicas)
-        sizing = sizing_of(model, optimizer, possible.budget, options, buckets)
+        host = target.host_budget
+        sizing = sizing_of(model, optimizer, possible.budget, options, buckets, host)
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})

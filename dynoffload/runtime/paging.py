@@ -119,11 +119,12 @@ class Paging:
         self._guard: threading.Thread | None = None
         self._hooks: Hooks | None = None
         self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
+        self._residence: Residence | None = None
         try:
             self._open(config)
             self._start(config)
         except BaseException:
-            self._undo.close()
+            self._undo_all()
             raise
 
     def begun(self) -> None:
@@ -141,10 +142,9 @@ class Paging:
         sizing = self.sizing
         self.device = open_device(sizing, config, self.spill_dir, self._target)
         self._undo.callback(self._end_device)
-        self._residence: Residence | None = None
         if isinstance(self.device, Accelerator):
             self._residence = Residence(self.device)
-            self._undo.callback(self._residence.end)
+            self._undo.callback(self._residence.stop)
         check_host(self.optimizer, self.device)
         self.device.reserve(sizing.reserve_bytes)
         self.adoption = Adoption(
@@ -221,6 +221,7 @@ class Paging:
             self.device,
             self.loss,
             defer=defer,
+            hear=self.hear,
             check=self._check_step,
             on_step=self._end_step,
         )
@@ -321,7 +322,6 @@ class Paging:
     @torch.inference_mode(False)
     def _check_step(self) -> None:
         """Refuse a conversion that does not fit, with nothing changed; else follow it."""
-        self._hear()
         if self._replicated:
             self._adopt_reduced()  # of a backward in which this rank had no gradient of its own
         self.adoption.check_updates()
@@ -405,7 +405,7 @@ class Paging:
 
     # A forward
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
         """Operators of this thread may touch what is paged."""
         if self._residence is not None:
             self._residence.here()
@@ -430,7 +430,6 @@ class Paging:
     @uninterrupted
     def drop_forward(self) -> None:
         """A forward that was interrupted will not go on."""
-        self._hear()
         self._forecast.drop()
         self.migrator.drop_forward()
 
@@ -591,7 +590,6 @@ class Paging:
         return any(is_held(one) for one in self._meta if not one.is_meta)
 
     @uninterrupted
-    @torch.inference_mode(False)
     def close(self, *, stays: bool = False) -> str:
         """Make all tensors ordinary again, and give the pool and the spill file back.
 
@@ -607,8 +605,16 @@ class Paging:
         self._ends = True
         if stays:
             self._place = self._target.device
-        self._undo.close()
+        self._undo_all()
         return self._where
+
+    def _undo_all(self) -> None:
+        try:
+            with torch.inference_mode(False):
+                self._undo.close()
+        finally:
+            if self._residence is not None:  # outside of that guard
+                self._residence.end()
 
     def _end_guard(self) -> None:
         self._closing.set()

@@ -55,6 +55,9 @@ from dynoffload.runtime.touching import held_by, in_parts
 
 logger = logging.getLogger(__name__)
 
+_MODES_ARE_CALLED = ("Python", "PythonTLSSnapshot")
+"""The dispatch keys that are on in a thread with dispatch modes."""
+
 
 @functools.cache
 def _may_be_called_again(func: Any) -> bool:
@@ -190,8 +193,14 @@ class Residence:
     """The threads in which operators are heard of, as dispatch modes are a thread's own: that which
     makes it, those that say `here`, and those that Python starts meanwhile.
 
-    [Note: other threads]  Of a thread that was there before, and has not called the model since,
-    nothing is heard: an absent tensor that it touches ends the process.
+    [Note: other threads]  Of a thread that was there before, and has not called the model or the
+    optimizer since, nothing is heard: an absent tensor that it touches ends the process.
+
+    [Note: guards]  Leaving `torch.inference_mode` restores the dispatch keys of the thread as they
+    were when it was entered, whatever modes have come or gone meanwhile. A mode that was entered
+    within is then on the stack and never called; one that was left within is called and not there,
+    so that every operator raises. So no guard is on where modes are entered and left here. Under
+    one of the user's, `here` puts the keys back the next time.
 
     Args:
         device: whose regions operators touch.
@@ -213,12 +222,16 @@ class Residence:
             self.here()
 
     def here(self) -> None:
-        """Hear of the operators of this thread from now on."""
-        if getattr(self._of_thread, "mode", None) is None:
+        """Hear of the operators of this thread from now on; see [Note: guards]."""
+        mode: Residency | None = getattr(self._of_thread, "mode", None)
+        if mode is None:
             mode = self._of_thread.mode = Residency(self._device, self._life)
             self._modes.append(mode)
             mode.__enter__()  # type: ignore[no-untyped-call]
             self._of_thread.leaving = _Leaving(mode)
+        elif mode in _get_current_dispatch_mode_stack():
+            for key in _MODES_ARE_CALLED:
+                torch._C._dispatch_tls_set_dispatch_key_included(key, True)
 
     def heard(self, meet: Callable[[int], None]) -> Callable[[int], None]:
         """Return what hears of the operators of ``meet``, too, which is called in the midst of one:
@@ -235,12 +248,16 @@ class Residence:
 
         return call
 
-    def end(self) -> None:
-        """Hear of none any more."""
+    def stop(self) -> None:
+        """Hear of none any more; `end` is still to be called, outside of guards."""
         if threading.getprofile() == self._begin_thread:
             threading.setprofile(self._profile)
-        mine: Residency | None = getattr(self._of_thread, "mode", None)
         self._life.ended = True
+
+    def end(self) -> None:
+        """Hear of none any more, and leave this thread's mode; see [Note: guards]."""
+        self.stop()
+        mine: Residency | None = getattr(self._of_thread, "mode", None)
         _leave_ended()
         above = [] if mine is None else _above(mine)
         if not all(isinstance(mode, Residency) for mode in above):  # else it goes with them

@@ -265,6 +265,7 @@ class Session:
             raise unknown(module)
         self._in_sample = False
         if self._paging is not None:
+            self._paging.hear()
             self._paging.loss.check()
         self._give_owed()
         if self._leaves and not _is_transformed():

@@ -45,6 +45,7 @@ from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
 _PADDING = 1.1  # how much larger the paged parameters may become by padding
 _LEAST_SLICED = 64 * KiB  # page for the sake of slices
+_HOST_CHUNKS = 8  # chunks that host memory below an accelerator has room for, at least
 _RESIDENT = 8  # the share of the budget that small tensors may take is one in so many
 
 
@@ -137,20 +138,24 @@ def sizing_of(
     budget: int,
     config: OffloadConfig,
     buckets: int = 0,
+    host: int | None = None,
 ) -> Sizing:
     """Divide ``budget`` for ``model``, beside whose tensors there are ``buckets`` bytes of buckets.
+
+    Below an accelerator there are ``host`` bytes of host memory; None: as many as all that is kept
+    takes.
 
     Raises:
         BudgetError: the largest parameter's update, or the small tensors, do not fit; names need,
             have and remedy.
     """
-    division = _divided(model, optimizer, max(1, budget - buckets), config)
+    division = _divided(model, optimizer, max(1, budget - buckets), config, host)
     if division.sizing is not None:
         return replace(division.sizing, budget=budget, bucket_bytes=buckets)
     enough = division.need + buckets
     while True:  # what a larger budget is divided into is larger too, and so may be its pages
         enough = _readable(enough)
-        division = _divided(model, optimizer, enough - buckets, config)
+        division = _divided(model, optimizer, enough - buckets, config, host)
         if division.sizing is not None:
             break
         enough = max(division.need + buckets, enough + 4 * KiB)
@@ -232,11 +237,15 @@ def _readable(nbytes: int) -> int:
 
 
 def _divided(
-    model: nn.Module, optimizer: Optimizer | None, budget: int, config: OffloadConfig
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    budget: int,
+    config: OffloadConfig,
+    host: int | None,
 ) -> _Division:
     """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with pages
     by which fused parameters are paged slice by slice."""
-    division = _divide(model, optimizer, budget, config)
+    division = _divide(model, optimizer, budget, config, host)
     if division.sizing is not None or config.page_bytes or not config.slices:
         return division
     fitting = set()
@@ -244,7 +253,7 @@ def _divided(
         parts = map(slice_bytes, model.parameters())
         fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
     for nbytes in sorted(fitting, reverse=True):
-        other = _divide(model, optimizer, budget, config, nbytes)
+        other = _divide(model, optimizer, budget, config, host, nbytes)
         if other.need < division.need:
             division = other
         if division.sizing is not None:
@@ -257,6 +266,7 @@ def _divide(
     optimizer: Optimizer | None,
     budget: int,
     config: OffloadConfig,
+    host: int | None,
     sliced: int = 0,
 ) -> _Division:
     """Divide ``budget``, for the sake of slices of ``sliced`` bytes if there are any; see
@@ -309,7 +319,10 @@ def _divide(
     storages = [part.untyped_storage() for tensor in resident for part in parts_of(tensor)]
     small += sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     saved = budget // 32
-    chunk = max(page, min(32 * MiB, budget // 32 // page * page))
+    most = budget // 32
+    if config.backend == ACCELERATOR:  # whose chunks leave for host memory
+        most = min(most, (total if host is None else host) // _HOST_CHUNKS)
+    chunk = max(page, min(32 * MiB, most // page * page))
     pool = (budget - small - saved) // page * page
     reserve = min(max(chunk, biggest), max(0, pool // 8)) // page * page
     need = largest + 2 * chunk + reserve

@@ -18,7 +18,7 @@ from torch import nn
 
 from dynoffload.config import ACCELERATOR, UNPAGED, OffloadConfig
 from dynoffload.errors import ConfigError
-from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.queues import Queues, check_paging
 from dynoffload.memory.accelerator.streams import open_queues
 from dynoffload.runtime.counting import parts_of
 from dynoffload.units import parse_bytes
@@ -64,7 +64,7 @@ def target_of(
     Raises:
         ConfigError: the model is spread over devices, or is not where it could be trained, or an
             option is not for that device.
-        BackendError: there is no such accelerator.
+        BackendError: there is no such accelerator, or it lacks what paging needs.
     """
     here = _place_of(model)
     wanted = (here or _CPU) if device is None else _parsed(device)
@@ -97,6 +97,8 @@ def target_of(
             f"this {type(model).__name__} is on {here}, and device={str(wanted)!r} was asked for: "
             "move the model before the block, or leave device= out"
         )
+    if options.policy not in UNPAGED:
+        check_paging(queues)
     host = None if host_budget is None else parse_bytes(host_budget)
     return Target(queues, _CPU if here is None else here, host)
 

@@ -523,3 +523,5 @@ class Accelerator(Unguarded, Residents):
             self._direct.close()
         self._host.close()
         self._spill.close()
+        self._cells.clear()  # and their memory goes, though whoever refers to this lives on
+        self._by_storage.clear()

@@ -10,10 +10,12 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
+
+from dynoffload.errors import BackendError
 
 
 class Moment(Protocol):
@@ -122,3 +124,32 @@ class Queues(Protocol):
     def trim(self, limit: int) -> None:
         """Hand memory that the allocator keeps unused back, if it has far more than ``limit`` bytes
         in all; see [Note: fragments] in `streams`."""
+
+
+def check_paging(queues: Queues) -> None:
+    """Try what a backend of torch may lack and paging needs, before anything is touched.
+
+    Raises:
+        BackendError: it lacks something.
+    """
+    storage = torch.UntypedStorage(0, device=queues.device)  # type: ignore[no-untyped-call]
+    needed: list[tuple[str, Callable[[], Any]]] = [
+        ("torch.accelerator.memory_stats", queues.given_bytes),
+        ("torch.accelerator.get_memory_info", queues.free_bytes),
+        ("UntypedStorage.resize_ to more bytes", lambda: queues.fill(storage, 64)),
+        ("UntypedStorage.resize_ to no bytes", lambda: queues.empty(storage)),
+    ]
+    for what, call in needed:
+        try:
+            call()
+        except RuntimeError as error:
+            raise lacking(queues.device, what, error) from error
+
+
+def lacking(device: torch.device, what: str, error: RuntimeError) -> BackendError:
+    """Return the error for a device whose backend of torch lacks ``what``."""
+    said = str(error).partition("\n")[0]
+    return BackendError(
+        f"dynoffload needs {what} on {str(device)!r}, and it fails there ({said}): use a release "
+        "of that backend which has it, or leave device= out to train on the CPU"
+    )

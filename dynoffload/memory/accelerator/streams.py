@@ -21,7 +21,7 @@ import torch
 
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.pinned import HostMemory
-from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.queues import Queues, lacking
 
 _BEYOND = 0.125
 _ORIGIN_S = 600.0
@@ -96,7 +96,7 @@ class Streams:
         device: of the type that `torch.accelerator` names.
 
     Raises:
-        BackendError: there is no such accelerator.
+        BackendError: there is no such accelerator, or it has no streams with timed events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,14 +111,23 @@ class Streams:
                 why = f"torch has {here.type!r} as its accelerator: pass device={here.type!r}"
             raise BackendError(f"parameters are to be on {str(device)!r}, but {why}")
         index = torch.accelerator.current_device_index() if device.index is None else device.index
+        count = torch.accelerator.device_count()
+        if index >= count:  # some backends end the process where they are asked for it
+            raise BackendError(
+                f"parameters are to be on {str(device)!r}, but torch finds {count} of "
+                f"{here.type!r} here: pass device='{here.type}', or a number below {count} with it"
+            )
         self.device = torch.device(device.type, index)
         self.name = str(self.device)
-        self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
         self._host = HostMemory(self.device)
         self._giving = threading.Lock()  # a stream is entered by one thread at a time
         self._last: torch.Stream | None = None  # on which the calling thread was last
         self.pinned = True
-        self._set_origin()
+        try:
+            self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
+            self._set_origin()
+        except RuntimeError as error:
+            raise lacking(self.device, "streams with timed events", error) from error
 
     def _set_origin(self) -> None:
         """From now on copies are timed from here."""

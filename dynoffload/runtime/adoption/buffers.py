@@ -19,6 +19,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import is_between_processes
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
+from dynoffload.runtime.placing import put
 
 _OWN = 2  # users of a new buffer's storage: the tensor, and the storage's own object
 
@@ -97,8 +98,8 @@ class Buffers:
     def restore(self, ordinary: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         """Give every buffer memory of its own again, which ``ordinary`` returns."""
         self._handle.remove()
-        for region, reference in self._tensors.items():
-            tensor = reference()
+        tensors = {region: reference() for region, reference in self._tensors.items()}
+        self._tensors.clear()  # torch swaps no tensor that has a weak reference
+        for region, tensor in tensors.items():
             if tensor is not None and self._lies_in(region, tensor):
-                tensor.data = ordinary(region, tensor.data)
-        self._tensors.clear()
+                put(tensor, ordinary(region, tensor.data))

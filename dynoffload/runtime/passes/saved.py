@@ -77,9 +77,7 @@ class Entry:
         self.chunk, self.offset = chunk, offset
         self.source, self.version = weakref.ref(source), tensor._version
         self.spread: weakref.ref[torch.UntypedStorage] | None = None  # made by `Columns`
-        # Shares the version counter of the original's views, and holds none of its bytes.
-        self.witness = tensor.detach()
-        self.witness.data = _EMPTY
+        self.witness = witness_of(tensor)
 
     def stands_for(self, tensor: torch.Tensor) -> bool:
         """Return whether the copy is also that of ``tensor``, which lies in the same storage."""
@@ -218,6 +216,15 @@ def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:
 def is_of_a_subclass(tensor: torch.Tensor) -> bool:
     """Return whether backward must get this very object; see [Note: subclasses]."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def witness_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares the version counter of ``tensor`` and its views, and holds none
+    of their bytes."""
+    witness = as_it_lies(tensor).detach()
+    kin = torch._has_compatible_shallow_copy_type(witness, _EMPTY)  # of the CPU, CUDA and some more
+    witness.data = _EMPTY if kin else witness.new_empty(0)
+    return witness
 
 
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:

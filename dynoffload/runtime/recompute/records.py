@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from dynoffload.runtime.adoption.store import offset_of
-from dynoffload.runtime.passes.saved import _EMPTY, _check
+from dynoffload.runtime.passes.saved import _check, witness_of
 
 
 class Saved:
@@ -191,9 +191,7 @@ class Handle:
         self.saved = record.save(tensor.untyped_storage())
         self.view = View.of(tensor, record)
         self.version = tensor._version
-        # Shares the version counter of the original's views, and holds none of its bytes.
-        self.witness = tensor.detach()
-        self.witness.data = _EMPTY
+        self.witness = witness_of(tensor)
 
     def check(self) -> None:
         """Raise what autograd raises if the tensor was modified since it was saved."""

@@ -93,7 +93,8 @@ class Updates:
         device: holds their regions.
         loss: where a step that was cut off is noted.
         defer: put updates off; needs a guarded device.
-        check: called before each ``step()`` of the user, which it may refuse.
+        hear: called at the start of each ``step()`` of the user, outside of guards of ours.
+        check: called before each one that is split, which it may refuse.
         on_step: called after each ``step()`` of the user.
 
     Attributes:
@@ -112,6 +113,7 @@ class Updates:
         loss: Loss,
         *,
         defer: bool,
+        hear: Callable[[], None],
         check: Callable[[], None],
         on_step: Callable[[], None],
     ) -> None:
@@ -120,7 +122,7 @@ class Updates:
         self._store = store
         self._device = device
         self._defer = defer and device.guarded
-        self._check, self._on_step = check, on_step
+        self._hear, self._check, self._on_step = hear, check, on_step
         self._groups: list[Group] | None = None
         self.maker = Maker(optimizer, store, rows, device)
         self._slices = self.maker.slices
@@ -231,6 +233,7 @@ class Updates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._hear()
         if not self.splits:
             return None
         self.waiting.loss.check()
