@@ -66,7 +66,7 @@ from dynoffload.runtime.updates.watched import WatchedState
 logger = logging.getLogger(__name__)
 
 _REGISTER = "register_step_pre_hook"
-_OF_ENTRY = 4  # references to an entry of the state: of two mappings and two calls
+_OF_ENTRY = 2  # references to an entry of the state: of `WatchedState`, and of what it stands for
 
 
 def can_split(optimizer: Optimizer) -> bool:
@@ -411,10 +411,10 @@ class Updates:
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad
             assert gradient is not None
-            state = self.optimizer.state.get(parameter)
-            copy = None if state is None else dict(state)
-            regions = slot.update_regions()
             states = self.optimizer.state
+            copy = states.get(parameter)
+            copy = None if copy is None else dict(copy)  # no local holds the entry: it is counted
+            regions = slot.update_regions()
             data, part = local(parameter).data, local(gradient)
             update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
@@ -454,11 +454,12 @@ class Updates:
     def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether the device sees every access to what the update reads and writes."""
         owner = self._device.owner
+        held = references(self.optimizer.state, slot.parameter) > _OF_ENTRY
         state = self.optimizer.state.get(slot.parameter, {})
         return (
             slot.gradient is not None
             and owner(gradient) == slot.gradient
-            and references(state) <= _OF_ENTRY  # who holds it would see it as it was
+            and not held  # who holds it would see it as it was
             and not are_shared(state, besides=slot.states)
             and all(
                 key in state and owner(state[key]) == region for key, region in slot.states.items()
