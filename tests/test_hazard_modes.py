@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import SMALL_PAGES, Twin, footprint_of
+from exactness import SMALL_PAGES, Twin, assert_same, footprint_of
 from hazards import (
     Mlp,
     Side,
@@ -29,12 +29,13 @@ from hazards import (
     loss_of,
 )
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import ASGD, SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dynoffload
 from dynoffload.errors import ConfigError, StepLostError
+from dynoffload.runtime.updates.modes import depends_on_dtype
 
 
 @contextmanager
@@ -417,3 +418,37 @@ def test_an_optimizer_of_the_users_under_a_default_dtype(backend: str) -> None:
                 read(side, model)
 
     hazard(backend, program)
+
+
+OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type)
+    and issubclass(kind, Optimizer)
+    and kind not in (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
+    """Deterministic algorithms change no bit, and the default dtype none but of what it is said
+    to: so the guard's thread may leave both as they are."""
+
+    def state(scope: Callable[[], Any], begin: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(33, 17))
+        options = {} if kind is Muon else {"foreach": foreach}
+        optimizer = kind([parameter], lr=1e-2, **options)  # type: ignore[call-arg]
+        for step in range(4):
+            parameter.grad = torch.randn(33, 17)
+            with scope() if step >= begin else contextlib.nullcontext():
+                optimizer.step()
+        return parameter.detach(), optimizer.state[parameter]
+
+    plain = state(contextlib.nullcontext, 0)
+    assert_same(state(deterministic, 0), plain, "deterministic")
+    for dtype in (torch.float64, torch.bfloat16):
+        begin = 0 if not depends_on_dtype(kind([nn.Parameter(torch.ones(2, 2))]), first=True) else 1
+        if kind is not ASGD:
+            assert_same(state(lambda of=dtype: default_dtype(of), begin), plain, str(dtype))  # type: ignore[misc]
