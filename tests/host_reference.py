@@ -12,8 +12,10 @@ import torch
 from emulated import Emulated, Watcher, emulated
 from exactness import assert_same
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from dynoffload.errors import ConfigError
 from dynoffload.optim import HostOptimizer
 from dynoffload.optim.immediate import Immediate
 
@@ -266,3 +268,33 @@ def on_accelerator(model: nn.Module, queues: Emulated) -> nn.Module:
         parameter.register_hook(made)
     model._kept = kept  # type: ignore[assignment]
     return model
+
+
+class Two(nn.Module):
+    """Two layers, of which the first may be left to each process."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if alone:
+            self._ddp_params_and_buffers_to_ignore = ["first.weight", "first.bias"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def step_of_replica(rank: int, world: int, alone: bool) -> str:
+    """Return what the first step over a replica's first layer raises."""
+    model = Two(alone)
+    optimizer = HostOptimizer(model.first.parameters(), torch.optim.AdamW, lr=0.1)
+    replica = DistributedDataParallel(model)
+    before = [p.detach().clone() for p in model.first.parameters()]
+    replica(torch.full((2, 4), 1.0 + rank)).sum().backward()
+    try:
+        optimizer.step()
+    except ConfigError as error:
+        assert all(map(torch.equal, model.first.parameters(), before))
+        return str(error)
+    assert not any(map(torch.equal, model.first.parameters(), before))
+    return ""

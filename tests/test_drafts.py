@@ -138,7 +138,9 @@ def clip(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 
 def read_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    assert sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None) >= 0
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.norm()
 
 
 def write_gradients_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -171,7 +173,8 @@ def write_parameters_unseen(model: nn.Module, optimizer: Optimizer, step: int) -
 
 
 def read_parameters(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    assert sum(float(p.detach().norm()) for p in model.parameters()) >= 0
+    for parameter in model.parameters():
+        parameter.detach().norm()
 
 
 def change_rate(model: nn.Module, optimizer: Optimizer, step: int) -> None:

@@ -85,18 +85,18 @@ def test_without_the_tools_namespaces_are_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_a_slow_exchange_takes_the_time_of_its_bytes_one_after_the_other() -> None:
     exchange = SlowExchange()
-    exchange.rate = 1e6
+    exchange.rate = 1e5
     exchange.rank = 1  # rows to rank 0 are another's
     rows = torch.zeros(50, 500)
     start = time.monotonic()
     first = exchange.start(torch.empty_like(rows), rows, [50], [50], "rows")
     second = exchange.start(torch.empty_like(rows), rows, [50], [50], "rows")
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < 1
     first.wait()
-    assert time.monotonic() - start >= 0.1
+    assert time.monotonic() - start >= 1
     second.wait()
-    assert time.monotonic() - start >= 0.2
-    assert exchange.waited_s >= 0.15
+    assert time.monotonic() - start >= 2
+    assert exchange.waited_s >= 1.5
 
 
 def test_allocations_are_counted_while_they_live() -> None:
@@ -119,25 +119,26 @@ def small(**options: Any) -> Task:
     return replace(task, **options)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "start_s", "named"), [(0, 1.0, "has said nothing"), (1, 200.0, "did not end")]
+)
 def test_a_rank_that_hangs_ends_the_experiment_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, rank: int
+    monkeypatch: pytest.MonkeyPatch, rank: int, start_s: float, named: str
 ) -> None:
+    """Rank 0 has as long as it needs to begin, where it is to find out that rank 1 hangs."""
     real = moe_pipeline.subprocess.Popen
 
     def popen(command: list[str], **options: Any) -> Any:
         task = json.loads(command[-1])
         if task["rank"] == rank:
-            command = [sys.executable, "-c", "import time; time.sleep(60)"]
+            command = [sys.executable, "-c", "import time; time.sleep(3600)"]
         return real(command, **options)
 
     monkeypatch.setattr(moe_pipeline.subprocess, "Popen", popen)
-    monkeypatch.setattr(moe_pipeline, "_START_S", 6.0)
+    monkeypatch.setattr(moe_pipeline, "_START_S", start_s)
     monkeypatch.setattr(moe_pipeline, "_SILENT", 1)
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=f"rank {rank} of 2 (has said nothing|did not end)"):
+    with pytest.raises(WorkerError, match=f"rank {rank} of 2 {named}"):
         moe_pipeline._run_ranks(small(), "delays", lambda *_: None)
-    assert time.monotonic() - start < 30
 
 
 def test_a_rank_that_fails_is_told_with_what_it_said() -> None:

@@ -58,7 +58,6 @@ def check_row(row: dict[str, Any]) -> None:
     assert row["losses_equal"] is True
     assert 0 < row["peak_fast_bytes"] <= row["budget_bytes"]
     assert row["within_budget"] is True
-    assert row["offload_over_in_memory"] == row["offload_s"] / row["in_memory_s"]
     assert row["offload_over_bound"] == row["offload_s"] / row["bound_s"]
     phases = row["in_memory_phases_s"]
     assert row["bound_s"] >= 0.999 * sum(phases.values())
@@ -121,11 +120,8 @@ def test_paged_within_real_limits(tmp_path: Path) -> None:
     check_row(result)
     assert result["oom_kills"] == 0
     assert result["paged_losses_equal"] is True
-    assert result["paged_over_offload"] == result["paged_s"] / result["offload_s"]
     before, peak = result["process_before_bytes"], result["cgroup_peak_bytes"]
     assert before < peak <= result["limit_bytes"]
-    allowed = before + result["budget_bytes"] + result["headroom_bytes"]
-    assert result["cgroup_within_declared"] is (peak <= allowed)
     assert "dynoffload" not in Path("/proc/swaps").read_text()
 
 

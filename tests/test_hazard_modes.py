@@ -8,12 +8,15 @@ user's back must be as at ``step()``, and what is on where they are made must no
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from exactness import SMALL_PAGES, Twin, assert_same, footprint_of
 from hazards import (
     Mlp,
     Side,
@@ -26,9 +29,13 @@ from hazards import (
     loss_of,
 )
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import ASGD, SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import dynoffload
+from dynoffload.errors import ConfigError, StepLostError
+from dynoffload.runtime.updates.modes import depends_on_dtype
 
 
 @contextmanager
@@ -164,17 +171,111 @@ def test_a_mode_that_norms_and_products_follow(
     def program(side: Side) -> None:
         model = Matrices()
         optimizer = kind(model.parameters(), lr=1e-2)
-        with side.offload(model, optimizer, states=1):
+        with side.offload(model, optimizer, states=1) as session:
             for step in range(5):
                 loss_of(model, step).backward()
                 with OF_PRODUCTS[scope]() if where == "at the step" else contextlib.nullcontext():
                     optimizer.step()
                 optimizer.zero_grad()
                 if where == "at the look":
+                    if session is not None and scope == "mkldnn":
+                        session.flush()
                     with OF_PRODUCTS[scope]():
                         read(side, model)
 
     hazard(backend, program)
+
+
+@guarded
+@pytest.mark.parametrize("kind", [Adafactor, Muon])
+def test_products_after_onednn_was_switched_are_refused(
+    backend: str, kind: type[Optimizer]
+) -> None:
+    """The guard's thread does not switch it, as other threads may be at work."""
+    model = Matrices()
+    optimizer = kind(model.parameters(), lr=1e-2)
+    config = {"backend": backend, "step_aside": False, **SMALL_PAGES}
+    budget = footprint_of(model, 1) // 2
+    with dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=config):
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with without_mkldnn():
+            model.layers[1].weight.detach().norm()
+        with pytest.raises(StepLostError) as caught:
+            loss_of(model, 2)
+        assert isinstance(caught.value.__cause__, ConfigError)
+        assert "call session.flush() before" in str(caught.value.__cause__)
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "dtype": (lambda: default_dtype(torch.float64), torch.get_default_dtype),
+    "deterministic": (deterministic, torch.are_deterministic_algorithms_enabled),
+    "threads": (lambda: threads(3), lambda: in_a_thread(torch.get_num_threads)),
+    "mkldnn": (without_mkldnn, torch._C._get_mkldnn_enabled),
+    "compiling": (
+        torch.compiler._compile_session_context,
+        lambda: bool(torch.compiler.is_compiling()),
+    ),
+}
+
+
+@guarded
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("ends", ["after it", "before it"])
+def test_the_guard_leaves_settings_of_the_process_alone(
+    backend: str, setting: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread reads a weight, so the guard makes its update while this one goes on, which has
+    changed a setting since the step. Nothing of the update is seen here, then or later."""
+    scope, value = SETTINGS[setting]
+    twin = Twin(Mlp(depth=3), lambda p: AdamW(p, lr=1e-2))
+    begun, go_on = threading.Event(), threading.Event()
+    config = {"backend": backend, "draft_share": 0.0, "step_aside": False, **SMALL_PAGES}
+    with twin.paged(footprint_of(twin.model) // 2, config=config) as session:
+        for step in range(3):
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session._paging is not None
+        assert session._paging.updates is not None
+        maker = session._paging.updates.maker
+        step_of = maker.step
+
+        def slow(optimizer: Any) -> None:
+            if threading.current_thread().name == "dynoffload-guard":
+                begun.set()
+                assert go_on.wait(100)
+            step_of(optimizer)
+
+        monkeypatch.setattr(maker, "step", slow)
+        before = value()
+        watcher = threading.Thread(target=lambda: twin.model.layers[1].weight.norm())
+        try:
+            with scope():
+                changed = value()
+                assert changed != before
+                watcher.start()
+                assert begun.wait(100)
+                assert value() == changed
+                if ends == "after it":
+                    go_on.set()
+                    watcher.join(100)
+                    assert value() == changed
+            assert value() == before
+        finally:
+            go_on.set()
+        watcher.join(100)
+        assert not watcher.is_alive()
+        assert value() == before
+    twin.assert_same()
 
 
 class Sums(nn.Module):
@@ -317,3 +418,37 @@ def test_an_optimizer_of_the_users_under_a_default_dtype(backend: str) -> None:
                 read(side, model)
 
     hazard(backend, program)
+
+
+OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type)
+    and issubclass(kind, Optimizer)
+    and kind not in (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
+    """Deterministic algorithms change no bit, and the default dtype none but of what it is said
+    to: so the guard's thread may leave both as they are."""
+
+    def state(scope: Callable[[], Any], begin: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(33, 17))
+        options = {} if kind is Muon else {"foreach": foreach}
+        optimizer = kind([parameter], lr=1e-2, **options)  # type: ignore[call-arg]
+        for step in range(4):
+            parameter.grad = torch.randn(33, 17)
+            with scope() if step >= begin else contextlib.nullcontext():
+                optimizer.step()
+        return parameter.detach(), optimizer.state[parameter]
+
+    plain = state(contextlib.nullcontext, 0)
+    assert_same(state(deterministic, 0), plain, "deterministic")
+    for dtype in (torch.float64, torch.bfloat16):
+        begin = 0 if not depends_on_dtype(kind([nn.Parameter(torch.ones(2, 2))]), first=True) else 1
+        if kind is not ASGD:
+            assert_same(state(lambda of=dtype: default_dtype(of), begin), plain, str(dtype))  # type: ignore[misc]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_same
-from host_reference import Pair, Reference, odd, on_accelerator, racing, words
+from gloo_ranks import run_ranks
+from host_reference import Pair, Reference, odd, on_accelerator, racing, step_of_replica, words
 from torch import nn
 
 from dynoffload.errors import ConfigError
@@ -321,3 +322,11 @@ def test_two_optimizers_of_one_model() -> None:
     }
     assert changed == {"hidden.weight", "hidden.bias", "out.weight", "out.bias"}
     assert model.embedding.weight.grad is not None
+
+
+def test_a_replica_in_a_plain_loop_is_refused() -> None:
+    """Its gradients leave before they are reduced, so the replicas would diverge."""
+    refused = run_ranks(step_of_replica, 2, False)
+    assert all("before DistributedDataParallel has reduced those of" in one for one in refused)
+    assert run_ranks(step_of_replica, 2, True) == ["", ""]
+    assert run_ranks(step_of_replica, 1, False) == [""]

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 import dynoffload
-from dynoffload.errors import CheckpointError, SpillError, StepLostError
+from dynoffload.errors import BudgetError, CheckpointError, SpillError, StepLostError
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.checkpoints.opened import Opened
 from dynoffload.units import MiB
@@ -481,3 +481,34 @@ def test_a_forward_on_a_value_that_lacks_its_update_raises(backend: str, trains:
         with torch.set_grad_enabled(trains), pytest.raises(StepLostError, match=told) as caught:
             model(x)
         assert "is lost" in str(caught.value)
+
+
+@guarded
+def test_an_update_that_cannot_begin_is_lost_where_somebody_may_write(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sleeps on the access goes on, and may write: made later, it would be of that."""
+    model = Reading()
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    config = {**SMALL_PAGES, "backend": backend, "draft_share": 0.0, "step_aside": False}
+    x = torch.ones(2, 64)
+
+    def show(regions: Any) -> Any:
+        raise BudgetError("no room")
+
+    with dynoffload.offload(model, optimizer, budget="128KiB", config=config) as session:
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(x).sum().backward()
+        old = model.read.weight.detach().clone()
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(session._paging.device, "show", show)  # type: ignore[union-attr]
+            with torch.no_grad():
+                model.read.weight.mul_(2)
+        assert torch.equal(model.read.weight, 2 * old)
+        with pytest.raises(StepLostError) as caught:
+            model(x)
+        assert isinstance(caught.value.__cause__, BudgetError)

@@ -35,6 +35,7 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration import worth as worths
+from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.migration.migrator import Migrator, Phase
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.trial import Trial
@@ -479,3 +480,69 @@ def test_a_forward_that_was_interrupted_is_over_by_the_next(profiled: tuple[int,
         assert session._forecast._order == []
         _loss(model, second).backward()
         optimizer.step()
+
+
+class _Nested:
+    """A predictor whose one block is a module with what it calls; it predicts nothing."""
+
+    def __init__(self) -> None:
+        zeros = Idioms(0, 0, 0, 0, 0, 0)
+        first = Block(0, "0", "", ("0.0", "0.1"), (), 0, 0, 0.0, 0.0, zeros)
+        second = replace(first, index=1, path="1", visits=("1",))
+        self.vocabulary = Vocabulary("", (first, second))
+
+    def predict(self, sample: Any) -> None:
+        return None
+
+    def check(self, fingerprint: str) -> None:
+        return None
+
+
+def _forecast_of_nested() -> tuple[nn.Module, Forecast]:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    return model, Forecast(model, "pilot", _Nested(), None)
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+def test_hooks_that_are_replaced_in_mid_call_leave_no_block_twice(where: str) -> None:
+    """A call looks its hooks up once: one that an earlier hook removes still runs."""
+    model, forecast = _forecast_of_nested()
+    nested = model[0]  # type: ignore[index]
+
+    def renew(*_: Any) -> None:
+        forecast.unwatch()
+        forecast.watch([])
+
+    if where == "before":
+        handle = nested.register_forward_pre_hook(renew)
+    elif where == "inside":
+        handle = nested[0].register_forward_hook(renew)
+    else:
+        handle = nested.register_forward_hook(renew)
+    forecast.watch([])
+    forecast.begin((torch.zeros(1, 2),), {})
+    nested(torch.zeros(1, 2))
+    handle.remove()
+    model(torch.zeros(1, 2))
+    forecast.end()
+    assert forecast.actual[-2:] == [0, 1]
+
+
+def test_a_block_that_was_not_entered_is_not_left() -> None:
+    """Where a hook fails before the block begins, the hook that ends it is called all the same."""
+    model, forecast = _forecast_of_nested()
+    fails = [True]
+
+    def fail(*_: Any) -> None:
+        if fails[0]:
+            raise ArithmeticError
+
+    model[0].register_forward_pre_hook(fail)  # type: ignore[index]
+    forecast.watch([])
+    forecast.begin((torch.zeros(1, 2),), {})
+    with pytest.raises(ArithmeticError):
+        model[0](torch.zeros(1, 2))  # type: ignore[index]
+    fails[0] = False
+    model(torch.zeros(1, 2))
+    forecast.end()
+    assert forecast.actual == [0, 1]

@@ -54,6 +54,7 @@ from dynoffload.optim.norms import are_finite_in_place, norms_in_place, total_no
 from dynoffload.optim.options import (
     check_delay,
     check_entries,
+    check_not_reduced,
     check_options,
     peers_of,
     queues_of,
@@ -85,7 +86,8 @@ class HostOptimizer(Optimizer):
     type or of torch's, is refused until this one is closed.
 
     It has run on CPUs, and on an accelerator made of threads; it has not run on a GPU. It is for
-    one process: under `DistributedDataParallel` gradients would leave before they are reduced.
+    one process: under `DistributedDataParallel` gradients would leave before they are reduced, and
+    the first step is refused.
 
     Args:
         params: as torch's optimizers take them; bfloat16, float16 or float32, on one device.
@@ -248,6 +250,7 @@ class HostOptimizer(Optimizer):
 
     def _show(self, entries: Sequence[Entry]) -> None:
         """Show entries as ``state``, and take their gradients from now on."""
+        self._may_be_reduced = self.place == "host"
         self._claims.add(entries)
         for entry in entries:
             self._entries[entry.parameter] = entry
@@ -413,8 +416,9 @@ class HostOptimizer(Optimizer):
         Raises:
             StepLostError: it was cut off, as by a file that cannot be read: some parameters have it
                 and others not, until a state is loaded.
-            ConfigError: an option was switched on that needs state which there is none of; or
-                another optimizer of this type was made over a parameter since.
+            ConfigError: an option was switched on that needs state which there is none of; another
+                optimizer of this type was made over a parameter since; or its gradients are those
+                of a `DistributedDataParallel` of several processes.
         """
         self._held()
         self._claims.check(self._entries.values())
@@ -428,6 +432,9 @@ class HostOptimizer(Optimizer):
 
     def _commit(self) -> None:
         stores = self._held()
+        if self._may_be_reduced:
+            check_not_reduced(self._entries)
+            self._may_be_reduced = False
         self._gather()
         groups = self._with_gradients()
         self._end_delayed()

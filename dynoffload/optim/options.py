@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import ConfigError
 from dynoffload.memory.accelerator.queues import Queues
@@ -87,6 +90,29 @@ def check_entries(entries: Iterable[Entry], device: torch.device, *, coming: boo
             why = "has elements apart, or together, in memory: make it contiguous()"
         if why:
             raise ConfigError(f"{entry.name} {why}")
+
+
+def check_not_reduced(parameters: Container[torch.Tensor]) -> None:
+    """Refuse parameters whose gradients `DistributedDataParallel` is to reduce: they leave before.
+
+    Nothing of a parameter names its wrapper, so all objects of the process are looked through.
+
+    Raises:
+        ConfigError: naming the wrapped module.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    for one in gc.get_objects():
+        if not issubclass(type(one), DistributedDataParallel):
+            continue
+        ignored: set[str] = one.parameters_to_ignore
+        reduced = (p for name, p in one.module.named_parameters() if name not in ignored)
+        if dist.get_world_size(one.process_group) > 1 and any(p in parameters for p in reduced):
+            raise ConfigError(
+                f"HostOptimizer takes gradients before DistributedDataParallel has reduced those "
+                f"of this {type(one.module).__name__}, so ranks would diverge: use an optimizer of "
+                "torch.optim, or one process"
+            )
 
 
 def queues_of(parameters: Iterable[nn.Parameter], device: torch.device | str | None) -> Queues:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -21,24 +21,23 @@ from dynoffload.memory.places import users_of
 from dynoffload.memory.reused import is_reused
 from dynoffload.runtime.ranks.sharded import aliases_of
 
-_OF_STATE = 3  # references to a tensor of state: its dict, the update's copy, and one here
+_OF_STATE = 2  # references to a tensor of state: its dict, and the update's copy
 
 
-def references(value: object) -> int:
-    """Return how many references there are to ``value``, a local variable, that one included.
+def references(values: dict[Any, Any], key: object) -> int:
+    """Return how many references there are to ``values[key]``, that of ``values`` included; 0
+    where there is none.
 
-    How many more a call makes differs between versions of Python, and is measured once.
+    Code in C counts here: what bytecode adds for arguments and on its stack differs between
+    versions of Python. A local variable of a caller counts as any other holder.
     """
-    return sys.getrefcount(value) - _OF_CALL
+    if not dict.__contains__(values, key):
+        return 0
+    return next(map(sys.getrefcount, (dict.__getitem__(values, key),))) - _OF_COUNTING
 
 
-def _of_call() -> int:
-    value = object()
-    return references(value) - 1
-
-
-_OF_CALL = 0
-_OF_CALL = _of_call()
+_OF_COUNTING = 0
+_OF_COUNTING = references({0: object()}, 0) - 1
 
 
 def has_its_own(model: nn.Module) -> bool:
@@ -84,12 +83,15 @@ def holders(tensor: torch.Tensor) -> int:
     return users_of(local(tensor).untyped_storage()) - 1
 
 
-def are_shared(state: Mapping[str, Any], besides: Container[str]) -> bool:
+def are_shared(state: dict[str, Any], besides: Container[str]) -> bool:
     """Return whether somebody holds a tensor of a parameter's ``state``, but those ``besides``."""
-    for key in state:  # items would hold them as well
-        value = state[key]
-        if isinstance(value, torch.Tensor) and key not in besides:
-            strange = value.layout is not torch.strided or holders(value) > 1
-            if strange or references(value) > _OF_STATE:
-                return True
-    return False
+    return any(
+        isinstance(state[key], torch.Tensor)
+        and (
+            references(state, key) > _OF_STATE  # items would hold it as well
+            or state[key].layout is not torch.strided
+            or holders(state[key]) > 1
+        )
+        for key in state
+        if key not in besides
+    )

@@ -112,7 +112,7 @@ class Forecast:
         self._thread: threading.Thread | None = None
         self._steady = 0
         self._sample: Sample | None = None
-        self._inside = 0
+        self._inside: list[str] = []  # blocks of several units whose calls are under way
         self._step: Step | None = None  # while a forward runs
         self._worth = Worth(self.vocabulary)
         self._chosen: list[int] = []  # what of the rest is fetched ahead
@@ -171,7 +171,7 @@ class Forecast:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Unit] | None:
         """A sample begins: return the order of units it will probably visit, or None."""
-        self._order, self._inside = [], 0
+        self._order, self._inside = [], []
         self._sample, following = None, None
         follows = self._repeats if self.replay is None else self.replay.begin()
         self.predicted, self.source = self._last if follows else None, "the last order"
@@ -354,8 +354,8 @@ class Forecast:
                 nests = any(b.path == path and b.visits != (path,) for b in self.vocabulary.blocks)
                 self._handles.append(self._hook(module, path, nests))
                 if nests:
-                    out = module.register_forward_hook(Hook(self._out), always_call=True)
-                    self._handles.append(out)
+                    out = Hook(partial(self._out, path))  # not ended: it leaves what was entered
+                    self._handles.append(module.register_forward_hook(out, always_call=True))
         if self._learner is not None:
             self._install_deciders(modules)
 
@@ -389,14 +389,19 @@ class Forecast:
             if not self._inside:
                 index = index_of(path, shape_key(args, kwargs) if repeated else "")
                 self._ran(index if index >= 0 else UNSEEN)
-            self._inside += nests
+            if nests:
+                self._inside.append(path)
 
         hook = Hook(call)
         self._hooks.append(hook)
         return module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _out(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._inside -= 1
+    def _out(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        """A call of a block of several units ends. Its beginning was not seen if an earlier hook
+        has failed, or has replaced the hooks."""
+        if path in self._inside:
+            while self._inside.pop() != path:
+                pass
 
 
 def _less(blocks: Sequence[int], begun: Sequence[int]) -> list[int]:

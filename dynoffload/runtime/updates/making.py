@@ -92,10 +92,11 @@ class Maker:
     def make_behind(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are locked, under other addresses; their own stay absent.
         The gradient's end is left to the caller."""
+        update.modes.check_behind(self._optimizer)
         shown = self._device.show(update.regions)
         try:
             storages = dict(zip(update.regions, shown, strict=True))
-            with update.modes.again(own_thread=True):
+            with update.modes.again(guard=True):
                 self._apply(slot, update, storages)
         finally:
             storages.clear()

@@ -13,6 +13,14 @@ Muon. Leaving a block of `torch.autocast` takes the lock of its cache, and so do
 be cached; that lock may be held by the thread that casts the very weight whose update is being
 made. So flags are set instead, and nothing is cached.
 
+[Note: settings of the process]  The default dtype, deterministic algorithms, oneDNN, the flag of a
+compiler and the number of threads that new threads begin with are the process's; all else is a
+thread's own. The guard's thread makes updates while threads of the user's run, so it leaves those
+settings as they are. On the CPU no optimizer of `torch.optim` depends on deterministic algorithms.
+What depends on the default dtype does not wait (`depends_on_dtype`), and what multiplies matrices
+is refused there if oneDNN was switched meanwhile. A thread of the user's that makes an update has
+the settings of its ``step()`` for that time.
+
 [Note: modes that hold]  Two kinds cannot be carried over, so with them nothing is put off: a mode
 of the user's that watches operators would miss them, and no other thread flushes denormals alike.
 Modes that see to residency stay on.
@@ -21,13 +29,15 @@ Modes that see to residency stay on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Muon, Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
@@ -35,8 +45,12 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from dynoffload.errors import ConfigError
+
 _LEAST = 5e-324  # the least denormal number
-_CAST = ("Adafactor", "Muon")  # whose operators autocast casts; those of the others it does not
+_CAST = ("Adafactor", "Muon")
+"""Whose operators autocast casts and oneDNN makes; those of the others they do not."""
+_here = threading.local()
 
 
 def flushes_denormals() -> bool:
@@ -60,6 +74,13 @@ def may_wait() -> bool:
         isinstance(mode, DeviceContext) and mode.device.type == "cpu"
         for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     )
+
+
+def depends_on_dtype(optimizer: Optimizer, *, first: bool) -> bool:
+    """Return whether an update depends on the default dtype: the first, which makes counts of
+    steps, and each of ASGD, which makes tensors of its rates."""
+    kind = type(optimizer)
+    return kind is ASGD or (first and kind not in (SGD, Muon))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +127,32 @@ class Modes:
             others = replace(others, autocast=self.autocast, autocast_dtype=self.autocast_dtype)
         return self == others
 
+    def check_behind(self, optimizer: Optimizer) -> None:
+        """Refuse an update on the guard's thread that needs another setting of the process.
+
+        Raises:
+            ConfigError: oneDNN was switched on or off since ``step()``.
+        """
+        if type(optimizer).__name__ in _CAST and self.mkldnn != torch._C._get_mkldnn_enabled():
+            raise ConfigError(
+                f"oneDNN was switched {'off' if self.mkldnn else 'on'} between step() and an "
+                f"access to a parameter, and {type(optimizer).__name__} multiplies matrices by it: "
+                "call session.flush() before it is switched"
+            )
+
     @contextlib.contextmanager
-    def again(self, *, own_thread: bool = False) -> Iterator[None]:
+    def again(self, *, guard: bool = False) -> Iterator[None]:
         """Have these modes, and none of the code around.
 
         Args:
-            own_thread: this thread does nothing else: its number of threads need not come back.
+            guard: this is the guard's thread; see [Note: settings of the process].
         """
         with contextlib.ExitStack() as undo:
             now = Modes.now(self.kind)
-            if now != self:
-                undo.callback(now._set_globals if own_thread else now._set)
+            if guard:
+                self._set_of_guard(now)
+            elif now != self:
+                undo.callback(now._set)
                 self._set()
             if self.autocast:  # see [Note: autocast by its flags]
                 undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -136,22 +172,59 @@ class Modes:
             if torch.is_inference_mode_enabled():
                 undo.enter_context(torch.inference_mode(False))
             if torch.compiler.is_compiling():
-                undo.callback(_set_compiling, True)
-                _set_compiling(False)
+                undo.enter_context(_not_compiling_here())
             yield
 
-    def _set_globals(self) -> None:
+    def _set(self) -> None:
         torch.set_default_dtype(self.dtype)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch._C._set_mkldnn_enabled(self.mkldnn)
-
-    def _set(self) -> None:
-        self._set_globals()
-        torch.set_autocast_enabled(self.kind, self.autocast)
-        torch.set_autocast_dtype(self.kind, self.autocast_dtype)
+        self._set_autocast()
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 
+    def _set_autocast(self) -> None:
+        torch.set_autocast_enabled(self.kind, self.autocast)
+        torch.set_autocast_dtype(self.kind, self.autocast_dtype)
 
-def _set_compiling(compiling: bool) -> None:
-    torch.compiler._is_compiling_flag = compiling
+    def _set_of_guard(self, now: Modes) -> None:
+        """Set what is a thread's own; the guard's does nothing else, so it need not come back."""
+        if (now.autocast, now.autocast_dtype) != (self.autocast, self.autocast_dtype):
+            self._set_autocast()
+        if now.threads != self.threads:
+            of_new = _in_a_thread(torch.get_num_threads)
+            torch.set_num_threads(self.threads)
+            if of_new != self.threads:
+                _in_a_thread(torch.set_num_threads, of_new)
+
+
+def _in_a_thread(call: Callable[..., Any], *args: Any) -> Any:
+    """Return what ``call`` returns in a thread of its own."""
+    with ThreadPoolExecutor(1, "dynoffload-threads") as pool:
+        return pool.submit(call, *args).result()
+
+
+class _Elsewhere:
+    """The flag of a compiler that is at work: true but for a thread that makes an update."""
+
+    def __bool__(self) -> bool:
+        return not getattr(_here, "hidden", False)
+
+
+_ELSEWHERE = _Elsewhere()
+
+
+@contextlib.contextmanager
+def _not_compiling_here() -> Iterator[None]:
+    """Have `torch.compiler.is_compiling()` false in this thread, and as it is in others.
+
+    The compiler itself ends what it has begun: nothing is put back.
+    """
+    settings = vars(torch.compiler)
+    if settings["_is_compiling_flag"]:  # calls nothing until it is set: no other thread comes in
+        settings["_is_compiling_flag"] = _ELSEWHERE
+    _here.hidden = True
+    try:
+        yield
+    finally:
+        _here.hidden = False

@@ -210,7 +210,7 @@ class SliceUpdates:
                 assert region is not None
                 update.begun = True
                 others = step.modes != update.modes
-                with step.modes.again() if others else nullcontext():
+                with step.modes.again(guard=bool(storages)) if others else nullcontext():
                     self._make(data, tensor(region), states, step)
         finally:
             if zeros is not None:

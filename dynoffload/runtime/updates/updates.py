@@ -50,7 +50,7 @@ from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss, note_lost, note_undone
 from dynoffload.runtime.updates.making import OF_SCALER, Maker
 from dynoffload.runtime.updates.marks import is_changed, marks_of
-from dynoffload.runtime.updates.modes import Modes, may_wait
+from dynoffload.runtime.updates.modes import Modes, depends_on_dtype, may_wait
 from dynoffload.runtime.updates.slices import SliceUpdate, Step
 from dynoffload.runtime.updates.update import (
     FIRST_TIMERS,
@@ -66,7 +66,7 @@ from dynoffload.runtime.updates.watched import WatchedState
 logger = logging.getLogger(__name__)
 
 _REGISTER = "register_step_pre_hook"
-_OF_ENTRY = 4  # references to an entry of the state: of two mappings and two calls
+_OF_ENTRY = 2  # references to an entry of the state: of `WatchedState`, and of what it stands for
 
 
 def can_split(optimizer: Optimizer) -> bool:
@@ -414,14 +414,15 @@ class Updates:
         for slot, group in paged:
             parameter, gradient = slot.parameter, slot.parameter.grad
             assert gradient is not None
-            state = self.optimizer.state.get(parameter)
-            copy = None if state is None else dict(state)
-            regions = slot.update_regions()
             states = self.optimizer.state
+            copy = states.get(parameter)
+            copy = None if copy is None else dict(copy)  # no local holds the entry: it is counted
+            regions = slot.update_regions()
             data, part = local(parameter).data, local(gradient)
             update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
-            if may and (not self._defer or self._guards(slot, gradient)):
+            depends = self._defer and depends_on_dtype(self.optimizer, first=not copy)
+            if may and not depends and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))
                 continue
             self.maker.make(slot, update)
@@ -449,7 +450,8 @@ class Updates:
 
     def _wait_for_slice(self, slot: Slot, step: Step) -> None:
         update = self._slices.begin(slot, step)
-        if self._defer and may_wait():
+        waits = self._defer and not depends_on_dtype(self.optimizer, first=False)
+        if waits and may_wait():
             self.waiting.add(slot, update)
         else:
             self.maker.make(slot, update)
@@ -457,11 +459,12 @@ class Updates:
     def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether the device sees every access to what the update reads and writes."""
         owner = self._device.owner
+        held = references(self.optimizer.state, slot.parameter) > _OF_ENTRY
         state = self.optimizer.state.get(slot.parameter, {})
         return (
             slot.gradient is not None
             and owner(gradient) == slot.gradient
-            and references(state) <= _OF_ENTRY  # who holds it would see it as it was
+            and not held  # who holds it would see it as it was
             and not are_shared(state, besides=slot.states)
             and all(
                 key in state and owner(state[key]) == region for key, region in slot.states.items()

@@ -136,6 +136,7 @@ class Waiting:
             try:
                 self._maker.make_behind(slot, update)
             except BaseException as error:  # the thread that waits must not wait for ever
+                # Lost also if it had not begun: the access that goes on may be a write.
                 self._lose(update, error)
             finally:
                 self._device.unlock(update.regions)
