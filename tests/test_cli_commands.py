@@ -41,6 +41,20 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 # -- the root -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("words", ["profile -o {} {}", "pilot train {1} -o {0}/p.pilot"])
+def test_a_path_that_cannot_be_made_is_one_line(
+    words: str, runner: CliRunner, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    beside = script if words.startswith("profile") else tmp_path
+    result = runner.invoke(app, words.format("/proc/none", beside).split())
+    assert result.exit_code == 1
+    assert result.output == (
+        "error: /proc/none: No such file or directory: check that path, or name another\n"
+    )
+
+
 def test_version(runner: CliRunner) -> None:
     assert runner.invoke(app, ["--version"]).stdout == f"dynoffload {__version__}\n"
 
