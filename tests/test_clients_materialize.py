@@ -122,7 +122,9 @@ def test_a_stock_model_without_an_initialiser_is_told_the_call_that_gives_one(no
         dynoffload.materialize(model)
     tokens = torch.randint(0, 96, (2, 8))
     with (
-        pytest.raises(ConfigError, match=r"integrations\.transformers\.materialize\(model\)") as told,
+        pytest.raises(
+            ConfigError, match=r"integrations\.transformers\.materialize\(model\)"
+        ) as told,
         dynoffload.offload(model, optimizer, budget="16MB"),
     ):
         model(input_ids=tokens, labels=tokens).loss.backward()
