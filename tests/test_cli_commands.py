@@ -388,7 +388,12 @@ def test_training_shows_scores_and_saves_the_pilot(
     assert "| mlp | 80.0% |" in told
     assert "| paths | 12.3 points behind on the first part" in told
     assert out.read_text() == "pilot"
-    for expected in ("pilot, following", "95.0%", "last order", "mlp; one prediction takes 200 µs"):
+    for expected in (
+        "pilot with online learning",
+        "95.0%",
+        "repeat-last",
+        "model: mlp; one prediction takes 200 µs",
+    ):
         assert expected in result.stdout
     numbers = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
     assert (numbers["model"], numbers["train_samples"], numbers["seconds"]) == ("mlp", 30, 1.5)

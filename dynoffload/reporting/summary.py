@@ -16,6 +16,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from dynoffload.config import BASELINES
 from dynoffload.reporting.columns import Columns
 from dynoffload.runtime.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_bytes, format_seconds
@@ -131,6 +132,21 @@ def summarize(log: RunLog, *, warmup: int | None = None) -> RunSummary:
         stalled_share=sum(s.stall_s for s in steps) / seconds if seconds > 0 else 0.0,
         accuracy=fmean(scored) if scored else math.nan,
         peak_fast_bytes=max(s.peak_fast_bytes for s in log.steps),
+    )
+
+
+def in_a_line(log: RunLog) -> str:
+    """Return what a session's steps took, in one line."""
+    if not log.steps:
+        return f"{log.model} ended before its first step was complete"
+    run, count = summarize(log), len(log.steps)
+    by = f" by policy {log.policy}" if log.policy in BASELINES else ""
+    return (
+        f"{log.model}, {count} step{'s' if count > 1 else ''}{by}: median step "
+        f"{format_seconds(run.step_s)}, {format_seconds(run.stall_s)} of it in {run.stalls:.0f} "
+        f"stall{'' if run.stalls == 1 else 's'}; {format_bytes(run.bytes_in)} read and "
+        f"{format_bytes(run.bytes_out)} written a step; peak of fast memory "
+        f"{format_bytes(run.peak_fast_bytes)} of the budget of {format_bytes(log.budget)}"
     )
 
 

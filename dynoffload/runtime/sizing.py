@@ -199,7 +199,7 @@ def enough_for(
 
 def _unit_of(budget: int) -> str:
     """Return how to write the unit that a small int most likely lacks, "" if none does."""
-    if isinstance(budget, Quantity) or budget >= MiB:
+    if isinstance(budget, Quantity) or not 0 < budget < MiB:
         return ""
     return f" (an int is in bytes: write '{budget}GiB' or '{budget}MB' if that is meant)"
 
