@@ -389,7 +389,7 @@ def test_training_shows_scores_and_saves_the_pilot(
     assert "| paths | 12.3 points behind on the first part" in told
     assert out.read_text() == "pilot"
     for expected in (
-        "pilot with online learning",
+        "pilot, online",
         "95.0%",
         "repeat-last",
         "model: mlp; one prediction takes 200 µs",

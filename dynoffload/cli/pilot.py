@@ -231,7 +231,7 @@ def _show(
     if evaluation.trained_on:
         console.print(
             f"{evaluation.trained_on} of these {evaluation.pilot.samples} samples were used to "
-            "train this pilot, so its scores are too good: record others with another -o",
+            "train this pilot, so its scores are too good: score it on traces of other samples",
             style="yellow",
             highlight=False,
         )

@@ -258,7 +258,7 @@ def headlines(log: RunLog) -> list[Headline]:
             Headline(
                 "Order predicted",
                 f"{summary.accuracy:.1%}",
-                "Block-order accuracy: 100% means that each block ran just where it was foreseen.",
+                "Block-order accuracy: 100% means that each block ran just where it was predicted.",
                 _tone(1 - summary.accuracy, 0.05, 0.25),
                 summary.accuracy,
             )
