@@ -63,8 +63,9 @@ class Buffers:
         nbytes = storage.nbytes()
         if self._device.padded(nbytes) > self._device.capacity:
             raise BudgetError(
-                f"the buffer {name} of {format_bytes(nbytes)} is larger than the pool: raise the "
-                f"budget to {format_bytes(self._enough(nbytes))}, or make it smaller"
+                f"the buffer {name} of {format_bytes(nbytes)} is larger than the pool of "
+                f"{format_bytes(self._device.capacity)}: raise the budget to "
+                f"{format_bytes(self._enough(nbytes))}, or make it smaller"
             )
         region = self._device.allocate(nbytes, extra=True)
         self._names[region] = name

@@ -164,7 +164,8 @@ class Activations:
             if self.device.padded(nbytes) > self.device.capacity:
                 raise BudgetError(
                     f"a tensor of {format_bytes(nbytes)} that autograd saves in or after module "
-                    f"{self.site()!r} is larger than the pool: raise the budget to "
+                    f"{self.site()!r} is larger than the pool of "
+                    f"{format_bytes(self.device.capacity)}: raise the budget to "
                     f"{format_bytes(self.enough(nbytes))}, or make the sample smaller"
                 )
             region = self.device.allocate(nbytes, extra=True)
