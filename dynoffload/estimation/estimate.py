@@ -221,7 +221,7 @@ def estimates(
         ),
     )
     if isinstance(given, Fitted):  # read before, so that a wrong file is told at once
-        tell("measuring the link")
+        tell("measuring the disk")
         given = given.on(directory)
     assumed.append(given.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))

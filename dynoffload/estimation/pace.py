@@ -81,8 +81,8 @@ def _measured(directory: str | Path) -> Pace:
     if own <= 0:
         raise BackendError(
             f"a step took {format_seconds(median(paged))} in a session and "
-            f"{format_seconds(median(plain))} plainly, so the runtime's pace cannot be told: the "
-            "machine is too busy, try again"
+            f"{format_seconds(median(plain))} plainly, so dynoffload's overhead cannot be "
+            "measured: the machine is too busy, estimate again when it is idle"
         )
     return Pace(own, min(1.0, min(rounds) / own), max(1.0, max(rounds) / own))
 
