@@ -48,8 +48,8 @@ class Quantity(int):
         made.text = text
         return made
 
-    def __getnewargs__(self) -> tuple[int, str]:  # for copies
-        return int(self), self.text
+    def __reduce__(self) -> tuple[type[Quantity], tuple[int, str]]:
+        return Quantity, (int(self), self.text)
 
 
 def parse_bytes(quantity: int | str) -> int:
