@@ -16,6 +16,7 @@ import dynoffload
 from dynoffload import errors
 from dynoffload.errors import BudgetError
 from dynoffload.memory.pager import Pager
+from dynoffload.profiler.costs import CostModel
 from dynoffload.profiler.trace import Trace
 from dynoffload.runtime.telemetry import RunLog
 from dynoffload.simulation.machine import load_machine
@@ -53,6 +54,7 @@ def _unreadable(path: Path) -> dict[str, Callable[[], object]]:
         "run log": lambda: RunLog.load(path),
         "machine": lambda: load_machine(path),
         "speeds": lambda: Speeds.load(path),
+        "costs": lambda: CostModel.load(path),
     }
 
 
