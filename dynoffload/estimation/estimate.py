@@ -455,7 +455,7 @@ def _judged(
         return known
     return _noted(
         known,
-        f"the probe was disturbed: repeats of the same step differ by {spread:.0%}, as when other "
+        f"the probe was disturbed: its repeats differ by more than {_DISTURBED:.0%}, as when other "
         "programs use the machine; estimate again when it is idle",
     )
 
