@@ -181,8 +181,9 @@ def _read(
             with Image.open(path) as opened:
                 scaled = opened.convert("RGB").resize((side, side))
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            why = getattr(error, "strerror", None) or error
             raise DataError(
-                f"{path} cannot be read as an image ({error}); take it out of the folder"
+                f"{path} cannot be read as an image ({why}); take it out of the folder"
             ) from error
         return np.asarray(np.asarray(scaled).transpose(2, 0, 1) / 255, dtype=np.float32)
 

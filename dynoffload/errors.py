@@ -10,6 +10,10 @@ from __future__ import annotations
 class DynOffloadError(Exception):
     """Base of all errors that dynoffload raises for its users."""
 
+    def __str__(self) -> str:
+        """Return the words alone: an `OSError` with a number reads ``[Errno 2] ...``."""
+        return str(getattr(self, "strerror", None) or super().__str__())
+
 
 class ConfigError(DynOffloadError, ValueError):
     """An option is unknown, out of range or contradicts another."""

@@ -33,8 +33,28 @@ _FACTORS = {
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
+class Quantity(int):
+    """A number of bytes that `format_bytes` shows as the user wrote it.
+
+    Attributes:
+        text: as it was written, such as ``"16MB"``.
+    """
+
+    text: str
+
+    def __new__(cls, count: int, text: str) -> Quantity:
+        """Return ``count`` with its ``text``."""
+        made = super().__new__(cls, count)
+        made.text = text
+        return made
+
+    def __reduce__(self) -> tuple[type[Quantity], tuple[int, str]]:
+        return Quantity, (int(self), self.text)
+
+
 def parse_bytes(quantity: int | str) -> int:
-    """Return ``quantity`` in bytes: an int as it is, or a text such as ``"8GiB"`` or ``"500MB"``.
+    """Return ``quantity`` in bytes: an int as it is, or a text such as ``"8GiB"`` or ``"500MB"``,
+    whose spelling `format_bytes` keeps.
 
     Raises:
         ConfigError: if the quantity is negative, not a whole number of bytes, unreadable, or a text
@@ -70,11 +90,13 @@ def parse_bytes(quantity: int | str) -> int:
         raise ConfigError(
             f"{quantity!r} is no whole number of bytes: name its unit, as in '1.5GiB'"
         )
-    return int(count)
+    return Quantity(int(count), quantity.strip())
 
 
 def format_bytes(count: float) -> str:
-    """Return ``count`` bytes as a person reads it: ``"3.50 GiB"``."""
+    """Return ``count`` bytes as a person reads it: ``"3.50 GiB"``, or as the user wrote it."""
+    if isinstance(count, Quantity):
+        return count.text
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -46,7 +46,8 @@ def _parted(page: Path) -> tuple[str, str]:
     try:
         text = page.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {page}, whose table is to be written: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {page}, whose table is to be written: {why}") from error
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

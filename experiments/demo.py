@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -64,10 +66,16 @@ def run(
         out: the page with the report of the run that the pilot steers.
         spill_dir: where the spill files lie.
     """
+    from dynoffload.experiments import make_room
     from dynoffload.reporting import Comparison, ComparisonRow, comparison_table, write_run
 
+    make_room(out, "--out")
     begin = time.perf_counter()
-    with progress_bar(True) as report, tempfile.TemporaryDirectory() as scratch:
+    with progress_bar(sys.stderr.isatty()) as report, tempfile.TemporaryDirectory() as scratch:
+        _say(
+            f"1/6 recording {profiled} plain steps of a language model of routed experts, and "
+            "training a pilot on them"
+        )
         pilot, footprint_bytes, accuracy = _pilot(
             Path(scratch), preset, tokens, profiled, lr, report
         )
@@ -77,28 +85,38 @@ def run(
             f"and activations); the budget is one eighth: {format_bytes(budget)}"
         )
         samples = _samples(tokens, steps, data_seed=1)
+        _say(f"2/6 training {steps} steps with plain PyTorch, in all the memory it takes")
         losses, seconds = _plain(preset, samples, lr, report)
         rows = [ComparisonRow("plain", median(seconds[_WARMUP:]), peak_fast_bytes=footprint_bytes)]
         logs: dict[str, RunLog] = {}
         equal: dict[str, bool] = {}
-        for name, policy, steers in (
-            ("on-demand", "on-demand", None),
-            ("repeat last order", "repeat", None),
-            ("pilot", "pilot", pilot),
+        for number, (name, policy, steers, how) in enumerate(
+            (
+                ("on-demand", "on-demand", None, "without prefetch"),
+                ("repeat-last", "repeat", None, "with prefetch by the order of the step before"),
+                ("pilot", "pilot", pilot, "with prefetch by the pilot"),
+            ),
+            3,
         ):
+            _say(f"{number}/6 training the same steps under the budget, {how}")
             found, log = _offloaded(
                 name, preset, samples, lr, budget, policy, steers, spill_dir, report
             )
             logs[name], equal[name] = log, found == losses
             rows.append(ComparisonRow.of(name, log, losses_equal=equal[name], warmup=_WARMUP))
-        report("writing the report")
+        _say("6/6 writing the report")
         title = f"MoE {preset}, {tokens} tokens a step"
         compared = Comparison(f"Four ways to train: {title}", tuple(rows), budget, _HOW)
         files = write_run(logs["pilot"], out, comparison=compared)
     _print(comparison_table(rows, title=title, budget=budget, upright=True))
     took = time.perf_counter() - begin
-    _say(f"the report: {files.page} (trace for ui.perfetto.dev: {files.perfetto})")
-    _say(f"all of it took {format_seconds(took)}")
+    for line in _told(rows, logs["pilot"], budget, steps):
+        _say(line)
+    _say(
+        f"Look at {files.page} in a browser, at {files.perfetto} in ui.perfetto.dev, and at the "
+        "README for the 15 lines that train a network of yours."
+    )
+    _say(f"(all of it took {format_seconds(took)})")
     return {
         "preset": preset,
         "tokens": tokens,
@@ -111,6 +129,26 @@ def run(
         "report": str(files.page),
         "runs": {row.name.replace(" ", "_").replace("-", "_"): _numbers(row) for row in rows},
     }
+
+
+def _told(rows: Sequence[ComparisonRow], log: RunLog, budget: int, steps: int) -> Iterator[str]:
+    """Yield what was trained in how much, and at what price: a sentence each."""
+    plain, *paged = rows
+    times = {row.name: format_seconds(row.step_s) for row in rows}
+    peak = max(row.peak_fast_bytes or 0 for row in paged)
+    equal = all(row.losses_equal for row in paged)
+    yield (
+        f"Trained: {steps} steps of a {log.model} that takes "
+        f"{format_bytes(plain.peak_fast_bytes or 0)} with plain PyTorch, in {format_bytes(peak)} "
+        f"of a budget of {format_bytes(budget)}, with "
+        + ("every loss bit for bit the same." if equal else "losses that DIFFER from plain ones.")
+    )
+    yield (
+        f"Price: a step takes {times['pilot']} with the pilot, {times['repeat-last']} by the last "
+        f"order and {times['on-demand']} without prefetch, where plain PyTorch takes "
+        f"{times[plain.name]}; so {paged[-1].step_s / plain.step_s:.1f} times as long, in one run "
+        "of each."
+    )
 
 
 def _pilot(

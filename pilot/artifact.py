@@ -78,7 +78,9 @@ def write_artifact(path: Path, document: Mapping[str, Any], arrays: Arrays) -> N
     try:
         write_whole(path, data)
     except OSError as error:
-        raise PilotError(f"{path}: cannot be written ({error}); name another place") from error
+        raise PilotError(
+            f"{path}: cannot be written ({error.strerror or error}); name another place"
+        ) from error
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -115,7 +117,7 @@ def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
                 raise _refusal(path, f"it is larger than {format_bytes(MAX_FILE)}")
             data = file.read(MAX_FILE + 1)
     except OSError as error:
-        raise PilotError(f"{path}: cannot be read ({error})") from error
+        raise PilotError(f"{path}: cannot be read ({error.strerror or error})") from error
     header, start = _header(path, data)
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(FORMAT), str):

@@ -25,6 +25,22 @@ if TYPE_CHECKING:
 
 Predictor = Callable[[Example], Sequence[int]]
 
+COLUMNS = ("order", "by bytes", "whole order", "choices F1")
+"""Headers of the shares of `Scores`, as tables show them."""
+LEGEND = (
+    "order: share of the blocks in the right order (1 - edit distance). By bytes: the same over "
+    "the blocks that vary, weighted by size. Whole order: share of steps without an error. Choices "
+    "F1: of the set of blocks chosen at each module where that varies. Online: corrected after "
+    "each step by what it ran."
+)
+PREDICTORS = {
+    "pilot": "pilot",
+    "pilot, following": "pilot, online",
+    "last order": "repeat-last",
+    "most frequent": "most frequent order",
+}
+"""How tables name the rows of an evaluation."""
+
 
 @dataclass(frozen=True)
 class Scores:

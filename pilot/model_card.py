@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dynoffload.pilot.evaluate import Scores
+from dynoffload.pilot.evaluate import COLUMNS, LEGEND, PREDICTORS, Scores
 from dynoffload.pilot.pilot import RULE
 from dynoffload.pilot.train import TrainResult
 from dynoffload.units import format_bytes, format_seconds
@@ -175,7 +175,7 @@ def _choice(result: TrainResult) -> Iterator[str]:
     yield "## Model"
     yield ""
     if result.pilot.kind == RULE:
-        yield "No block is optional, so there is no model: the order follows by rule."
+        yield "Every step runs the same blocks in the same order, so no model is needed."
         return
     yield (
         f"`{result.pilot.kind}`, by cross-validation (of whole sources, if there are enough) on "
@@ -194,15 +194,17 @@ def _scores(result: TrainResult) -> Iterator[str]:
     evaluation = result.evaluation
     yield f"## Scores on {evaluation.pilot.samples} samples held out"
     yield ""
-    yield "| who predicts | order | by bytes | whole order | site F1 |"
+    yield f"| predictor | {' | '.join(COLUMNS)} |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for who, row in evaluation.rows().items():
         cells = (row.block_order_accuracy, row.byte_weighted, row.whole_order, row.site_f1)
-        yield f"| {who} | " + " | ".join(_share(cell) for cell in cells) + " |"
+        yield f"| {PREDICTORS[who]} | " + " | ".join(_share(cell) for cell in cells) + " |"
+    yield ""
+    yield LEGEND[0].upper() + LEGEND[1:]
     yield ""
     yield (
-        f"Corrected as the step runs, it foretells the next block {evaluation.one_ahead:.1%} of "
-        "the time."
+        f"Corrected during the step, it predicts the next block {evaluation.one_ahead:.1%} of the "
+        "time."
     )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -44,6 +44,7 @@ FOLLOWED_BY_ONE = 64
 """Samples that one process follows block by block; more are shared out among the workers."""
 CHUNKS = 8
 """Parts that they are shared out in."""
+_MARK = 16  # digits of a trace's digest
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Evaluation:
         latency_s: median seconds of one prediction.
         latency_p95_s: seconds that 95% of the predictions stay below.
         sources: the sources that were scored.
+        trained_on: how many of the samples the pilot was trained on.
     """
 
     pilot: Scores
@@ -70,6 +72,7 @@ class Evaluation:
     latency_s: float
     latency_p95_s: float
     sources: tuple[str, ...]
+    trained_on: int = 0
 
     def rows(self) -> dict[str, Scores]:
         """Return the scores by the name of who made them, as a table's rows."""
@@ -185,6 +188,7 @@ def train_pilot(
                 "profile at least 4 steps, better some hundreds"
             )
         inside, aside = split_by_source([label.source for label in labels], holdout, seed)
+        learned = sorted(_mark(labels[i]) for i in inside)
         report("cutting blocks")
         vocabulary = build_vocabulary([labels[i].outline for i in inside], budget)
         examples = [encode_example(vocabulary, labels[i]) for i in inside]
@@ -195,6 +199,7 @@ def train_pilot(
         pilot = fit_pilot(
             vocabulary, examples, model=model, seed=seed, on_progress=report, workers=near
         )
+        pilot = replace(pilot, card={**pilot.card, "traces": learned})
         report("scoring")
         evaluation = evaluate(pilot, held_out, near)
     seconds = perf_counter() - start
@@ -223,7 +228,15 @@ def evaluate_pilot(
         pilot.check(labels[0].outline.network)
         report("scoring")
         examples = [encode_example(pilot.vocabulary, label) for label in labels]
-        return evaluate(pilot, examples, workers)
+        known = pilot.card.get("traces")
+        learned = set(map(str, known)) if isinstance(known, list) else set()
+        again = sum(_mark(label) in learned for label in labels)
+        return replace(evaluate(pilot, examples, workers), trained_on=again)
+
+
+def _mark(label: Label) -> str:
+    """Return what a trace is known by in the card of a pilot that was trained on it."""
+    return label.digest[:_MARK]
 
 
 def evaluate(pilot: Pilot, examples: Sequence[Example], workers: Workers = SERIAL) -> Evaluation:

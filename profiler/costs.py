@@ -172,7 +172,9 @@ class CostModel:
         try:
             Path(path).write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n", "utf-8")
         except OSError as error:
-            raise ConfigError(f"{path}: the cost model cannot be written ({error})") from error
+            raise ConfigError(
+                f"{path}: the cost model cannot be written ({error.strerror or error})"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
@@ -185,7 +187,8 @@ class CostModel:
         try:
             plain = json.loads(Path(path).read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: no cost model can be read there ({error})") from error
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{path}: no cost model can be read there ({why})") from error
         if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
             raise ConfigError(f"{path}: is no cost model; `CostModel.save` writes one")
         version = plain.pop("version", None)

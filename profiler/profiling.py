@@ -71,7 +71,9 @@ def profile(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TraceError(f"{folder}: cannot be made a directory of traces ({error})") from error
+        raise TraceError(
+            f"{folder}: cannot be made a directory of traces ({error.strerror or error})"
+        ) from error
     if beside := of_another(folder, model):
         raise TraceError(
             f"{folder} holds traces of another network, such as {beside.name}: name another "

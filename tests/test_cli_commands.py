@@ -42,6 +42,20 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 # -- the root -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("words", ["profile -o {} {}", "pilot train {1} -o {0}/p.pilot"])
+def test_a_path_that_cannot_be_made_is_one_line(
+    words: str, runner: CliRunner, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    beside = script if words.startswith("profile") else tmp_path
+    result = runner.invoke(app, words.format("/proc/none", beside).split())
+    assert result.exit_code == 1
+    assert result.output == (
+        "error: /proc/none: No such file or directory: check that path, or name another\n"
+    )
+
+
 def test_version(runner: CliRunner) -> None:
     assert runner.invoke(app, ["--version"]).stdout == f"dynoffload {__version__}\n"
 
@@ -380,7 +394,12 @@ def test_training_shows_scores_and_saves_the_pilot(
     assert "| mlp | 80.0% |" in told
     assert "| paths | 12.3 points behind on the first part" in told
     assert out.read_text() == "pilot"
-    for expected in ("pilot, following", "95.0%", "last order", "mlp; one prediction takes 200 µs"):
+    for expected in (
+        "pilot, online",
+        "95.0%",
+        "repeat-last",
+        "model: mlp; one prediction takes 200 µs",
+    ):
         assert expected in result.stdout
     numbers = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
     assert (numbers["model"], numbers["train_samples"], numbers["seconds"]) == ("mlp", 30, 1.5)

@@ -156,7 +156,7 @@ def test_an_unmodified_loop_is_offloaded(
     result = runner.invoke(app, [*WRAP, str(script)])
     assert result.exit_code == 0, result.output
     assert "Net, 6 steps: median step" in result.stderr
-    assert "of the budget of 100.00 KiB" in result.stderr
+    assert "of the budget of 100KiB" in result.stderr
     assert result.stdout == plainly(script, capsys)
 
 
@@ -188,7 +188,10 @@ def test_a_script_that_ends_early_ends_the_block(runner: CliRunner, tmp_path: Pa
 
 
 def test_a_model_that_is_called_in_parts_is_named(
-    runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runner: CliRunner,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     script = write(tmp_path, PARTS)
     result = runner.invoke(app, [*WRAP, str(script)])
@@ -201,12 +204,19 @@ def test_a_model_that_is_called_in_parts_is_named(
         result = runner.invoke(app, [*WRAP, "--model", name, str(script)])
         assert result.exit_code == 0, result.output
         assert "Net, 5 steps" in result.stderr
+        assert "this Net itself is not called, only parts of it" in caplog.text
+        assert caplog.text.count("nothing is prefetched") == 1
         assert result.stdout == expected
+        caplog.clear()
 
 
 @pytest.mark.parametrize("name", ["maker", "judge"])
-def test_one_of_two_models_is_named(
-    runner: CliRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+def test_one_of_two_models_is_named_and_the_other_stays_outside(
+    runner: CliRunner,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
 ) -> None:
     script = write(tmp_path, ADVERSARIES)
     result = runner.invoke(app, [*WRAP, str(script)])
@@ -217,6 +227,9 @@ def test_one_of_two_models_is_named(
     assert result.exit_code == 0, result.output
     assert "Net, 5 steps" in result.stderr
     assert result.stdout == plainly(script, capsys)
+    other = {"maker": "judge", "judge": "maker"}[name]
+    assert f"--wrap --model {name} offloads this Net alone: 14 parameters" in caplog.text
+    assert f"of {other} are trained too and stay outside of the budget" in caplog.text
 
 
 def test_a_local_variable_is_found_and_a_wrong_name_is_told(
@@ -312,7 +325,7 @@ def test_what_offload_refuses_is_refused_with_its_place(runner: CliRunner, tmp_p
     assert f"({script}:" in result.stderr
     result = runner.invoke(app, ["run", "--wrap", "--budget", "8KiB", str(write(tmp_path, PLAIN))])
     assert result.exit_code == 1
-    assert "a budget of 8.00 KiB cannot hold" in result.stderr
+    assert "a budget of 8KiB cannot hold" in result.stderr
 
 
 def test_a_script_that_trains_nothing_is_told(runner: CliRunner, tmp_path: Path) -> None:

@@ -111,3 +111,21 @@ def test_a_tied_weight_is_that_of_the_embedding() -> None:
 def test_what_is_no_model_of_transformers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the Linear is no PreTrainedModel .* init="):
         materialize(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("noted", [False, True], ids=["not called", "torch's materialize"])
+def test_a_stock_model_without_an_initialiser_is_told_the_call_that_gives_one(noted: bool) -> None:
+    """`reset_parameters()` is no way for a stock model, nor is a function of the user's own."""
+    model = on_meta()
+    optimizer = AdamW(model.parameters())
+    if noted:
+        dynoffload.materialize(model)
+    tokens = torch.randint(0, 96, (2, 8))
+    with (
+        pytest.raises(
+            ConfigError, match=r"integrations\.transformers\.materialize\(model\)"
+        ) as told,
+        dynoffload.offload(model, optimizer, budget="16MB"),
+    ):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert "init=" not in str(told.value)

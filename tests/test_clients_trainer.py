@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,37 @@ EVERYTHING: dict[str, Any] = {
     "save_steps": 2,
 }
 """Accumulation, clipping, a schedule, autocast, evaluation and checkpoints in mid-training."""
+
+
+def test_a_line_says_what_begins_and_one_what_it_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the error stream, above the bar, where nobody has configured logging."""
+    offload = OffloadCallback(**{**quarter("pager"), "budget": "600kB"})
+    client = trainer(network(), tmp_path, offload, disable_tqdm=False)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
+    client.train()
+    assert offload.session is not None
+    lines = capsys.readouterr().err.splitlines()
+    begun, ended = [line for line in lines if line.startswith("dynoffload: ")]
+    name = type(client.model).__name__
+    slots = re.search(r"paged are (\d+) of (\d+) parameters", begun)
+    assert begun.startswith(f"dynoffload: {name} is trained under 600kB on the pager")
+    assert slots is not None
+    assert 0 < int(slots[1]) <= int(slots[2]) == len(list(client.model.parameters()))
+    steps = offload.session.stats
+    assert f"{name}, {len(steps)} steps: median step" in ended
+    for part in ("of it in", "read and", "written a step", "of the budget of 600kB"):
+        assert part in ended
+
+
+def test_who_configures_logging_gets_log_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, logger="dynoffload")
+    trainer(network(), tmp_path, OffloadCallback(**quarter("pager"))).train()
+    assert "steps: median step" in caplog.text
+    assert "dynoffload: " not in capsys.readouterr().err
 
 
 @each_backend

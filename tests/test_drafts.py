@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -297,7 +298,11 @@ def test_any_mixture_is_exact(mixtures: int) -> None:
     one()
 
 
-def test_loops_that_always_clip_do_without_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_that_always_clip_do_without_more_and_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And without a word: to clip is no mistake."""
+    caplog.set_level(logging.INFO, logger="dynoffload")
     made: list[int] = []
     with counted(monkeypatch) as tally:
 
@@ -310,6 +315,7 @@ def test_loops_that_always_clip_do_without_more_and_more(monkeypatch: pytest.Mon
     steps = [n for n in range(1, len(made)) if made[n] > made[n - 1]]
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert tally.taken == 0
+    assert not [line for line in caplog.messages if "backward" in line]
     assert len(steps) >= 2
     assert all(gap >= 2 ** (number + 1) for number, gap in enumerate(gaps)), gaps
 

@@ -6,6 +6,7 @@ No figure of speed is judged here: what these networks take is mostly overhead.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dynoffload.experiments import (
 )
 from dynoffload.experiments.workers import WorkerError
 from dynoffload.memory import cgroup
+from dynoffload.units import format_seconds
 
 DISK = Path("/var/tmp")
 
@@ -269,21 +271,35 @@ def test_steps_are_compared_on_the_same_sample() -> None:
     assert pilot_benefit_views.paired(own, {**other, "each_prefetched": [0] * 4}, both=True) is None
 
 
-def test_demo(tmp_path: Path) -> None:
+def test_demo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "out" / "demo.html"
     result = demo.run(preset="tiny", tokens=32, profiled=12, steps=6, out=page, spill_dir=DISK)
     assert result["losses_equal"] is True
     assert result["budget_bytes"] == result["footprint_bytes"] // demo.SHARE
     runs = result["runs"]
-    assert list(runs) == ["plain", "on_demand", "repeat_last_order", "pilot"]
+    assert list(runs) == ["plain", "on_demand", "repeat_last", "pilot"]
     for name in list(runs)[1:]:
         assert runs[name]["losses_equal"] is True
         assert 0 < runs[name]["peak_fast_bytes"] <= result["budget_bytes"]
         assert runs[name]["bytes_in"] > 0
     text = page.read_text()
     assert text.startswith("<!DOCTYPE html>")
-    for name in ("plain", "on-demand", "repeat last order", "pilot"):
+    for name in ("plain", "on-demand", "repeat-last", "pilot"):
         assert f"<tr><td>{name}</td>" in text
     assert text.count('<td class="good">yes</td>') == 3
     assert page.with_suffix(".perfetto.json.gz").exists()
     json.dumps(result, allow_nan=False)
+    shown = capfd.readouterr()
+    assert "same losses" in shown.out
+    lines = shown.err.splitlines()
+    phases = [line for line in lines if re.match(r"\d/6 ", line)]
+    assert [line[0] for line in phases] == list("123456")
+    trained, price, look = (
+        next(line for line in lines if line.startswith(word))
+        for word in ("Trained: ", "Price: ", "Look at ")
+    )
+    assert "6 steps of a MoELM" in trained
+    assert "every loss bit for bit the same" in trained
+    for name in ("plain", "on_demand", "repeat_last", "pilot"):
+        assert format_seconds(runs[name]["step_s"]) in price
+    assert str(page) in look

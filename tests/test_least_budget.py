@@ -7,6 +7,8 @@ bit for bit as plainly. Patience is cut to seconds here, so that a wait without 
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -492,3 +494,57 @@ def test_an_update_that_has_grown_is_refused_by_step_too() -> None:
         mixed_loss(model, samples[1]).backward()
         optimizer.step()
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+class Wide(nn.Module):
+    """Small layers on many rows: what backward is to have is larger than any parameter.
+
+    Args:
+        cache: replace a buffer in forward by one as large.
+    """
+
+    def __init__(self, *, cache: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.cache = cache
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number for ``[rows, 32]``."""
+        if self.cache:
+            self.seen = torch.tanh(x.detach())
+            x = x[:16] + self.seen.mean()
+        for layer in self.layers:
+            x = torch.sigmoid(layer(x)) * torch.tanh(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["saved", "buffer"])
+@pytest.mark.parametrize("backend", KINDS)
+def test_a_tensor_larger_than_the_pool_names_a_budget_that_has_room(
+    backend: str, cache: bool
+) -> None:
+    def trained(budget: str | None) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = Wide(cache=cache)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        block: Any = contextlib.nullcontext()
+        if budget is not None:
+            config = {"backend": backend, "min_paged_bytes": 512}
+            block = dynoffload.offload(model, optimizer, budget=budget, config=config)
+        losses = []
+        with block:
+            for _ in range(3):
+                loss = model(torch.randn(2_000, 32))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+    with pytest.raises(BudgetError, match=r"raise the budget to ([\d.]+ \w+)") as told:
+        trained("200kB")
+    named = re.search(r"raise the budget to ([\d.]+ \w+)", str(told.value))
+    assert named is not None
+    for ours, plains in zip(trained(named[1]), trained(None), strict=True):
+        assert torch.equal(ours, plains)

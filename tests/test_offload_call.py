@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from exactness import SMALL_PAGES, footprint_of, small
+from torch import nn
 from torch.optim import SGD
 
 import dynoffload
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError, ConfigError, DynOffloadError, NotEnteredError
 from dynoffload.memory.filesystems import filesystem_of
+from dynoffload.reporting.summary import verdict
 
 
 def block() -> Any:
@@ -226,3 +229,31 @@ def test_a_spill_directory_is_a_path(spill_dir: Any) -> None:
         dynoffload.offload(small(), budget="8MiB", spill_dir=spill_dir),
     ):
         pytest.fail("the block must not begin")
+
+
+def test_a_budget_is_shown_as_it_was_typed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="dynoffload")
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dynoffload.offload(model, optimizer, budget="2MB") as session:
+        assert "under 2MB on the" in caplog.text
+        assert "under 2MB on the" in repr(session)
+        model(torch.ones(2, 128)).sum().backward()
+        optimizer.step()
+    assert "budget of 2MB" in verdict(session.log)
+    with (
+        pytest.raises(BudgetError, match="a budget of 70kB cannot hold"),
+        dynoffload.offload(model, optimizer, budget="70kB"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("budget", [8, 16, 8000])
+def test_a_small_number_as_a_budget_is_told_to_have_a_unit(budget: int) -> None:
+    """As the text is: a user who writes 16 means gigabytes."""
+    model = nn.Linear(128, 128)
+    hint = f"write '{budget}GiB' or '{budget}MB'"
+    with pytest.raises(ConfigError, match=hint):
+        dynoffload.offload(model, budget=str(budget)).__enter__()
+    with pytest.raises(BudgetError, match=hint):
+        dynoffload.offload(model, budget=budget).__enter__()

@@ -294,7 +294,7 @@ class TestTheCard:
             f"{COUNT} traces of",
             "torch 2",
             "numpy 2",
-            "last order",
+            "repeat-last",
             "reads",
             "--model markov --seed 0 --budget 20kB",
             "samples are uncertain",
@@ -319,6 +319,38 @@ class TestTheCard:
             shutil.copyfile(first, same / f"{number}.parquet")
         card = self.run(same, tmp_path / "a.pilot", "--jobs", "1")
         assert "no better than repeating the last order" in card
+
+
+def test_scores_on_what_a_pilot_was_trained_on_say_so(traces: Path, tmp_path: Path) -> None:
+    """Whether all, some or none of the traces are those, whatever they are called now."""
+    pilot, some, others = tmp_path / "a.pilot", tmp_path / "some", tmp_path / "others"
+    trained = train_pilot(traces, model="markov", progress=False)
+    trained.pilot.save(pilot)
+    some.mkdir()
+    for number, trace in enumerate(sorted(traces.glob("*.parquet"))[::2]):
+        shutil.copyfile(trace, some / f"step-{number:06}.parquet")
+    drawn = [
+        type("Batch", (), {"args": (tree,), "source": tree.source})()
+        for tree in islice(trees(max_nodes=40, seed=9), 6)
+    ]
+    profile(tree_lstm.build("tiny", embedding=8, hidden=8), drawn, out=others, progress=False)
+
+    def told(folder: Path) -> tuple[str, int]:
+        words = ["pilot", "eval", str(pilot), str(folder), "--jobs", "1"]
+        shown = CliRunner().invoke(app, words)
+        assert shown.exit_code == 0, shown.output
+        numbers = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+        return " ".join(shown.stdout.split()), numbers["trained_on"]
+
+    text, count = told(traces)
+    assert count == trained.train_samples
+    assert f"{count} of these {COUNT} samples were used to train this pilot" in text
+    text, count = told(some)
+    assert 0 < count <= COUNT // 2
+    assert f"{count} of these {COUNT // 2} samples" in text
+    text, count = told(others)
+    assert count == 0
+    assert "used to train" not in text
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_unequal_losses_and_a_passed_budget_are_loud() -> None:
 
 
 def test_upright_runs_stand_in_columns_that_a_small_terminal_holds() -> None:
-    names = ("plain", "on-demand", "repeat last order", "pilot")
+    names = ("plain", "on-demand", "repeat-last", "pilot")
     rows = [
         ComparisonRow(name, 0.5 * number, 0.1, 12, 10**9, 10**9, 0.031, 0.953, 10**8, True)
         for number, name in enumerate(names, start=1)
@@ -80,7 +80,7 @@ def test_upright_runs_stand_in_columns_that_a_small_terminal_holds() -> None:
     lines = text.splitlines()
     assert all(any(name in line for line in lines[:3]) for name in names)
     assert next(line for line in lines if "vs plain" in line).split()[-2] == "4.00×"
-    assert next(line for line in lines if "losses equal" in line).count("yes") == 4
+    assert next(line for line in lines if "same losses" in line).count("yes") == 4
     assert "…" not in text
 
 
@@ -91,7 +91,7 @@ def test_wasted_prefetch_is_told_in_bytes_and_as_a_share() -> None:
     assert row.wasted_bytes == (wasted[4] + wasted[5]) // 2 > 0
     comparison = Comparison("Four", (ComparisonRow("plain", 1.0), row))
     words = dict(zip(comparison.headers(), comparison.cells(row), strict=True))
-    assert words["wasted"] == (format_bytes(row.wasted_bytes), Tone.PLAIN)
+    assert words["wasted prefetch"] == (format_bytes(row.wasted_bytes), Tone.PLAIN)
     assert words["wasted share"] == (f"{row.wasted_share:.1%}", Tone.PLAIN)
 
 

@@ -402,7 +402,10 @@ def test_a_site_that_loses_is_off_and_comes_back(caplog: pytest.LogCaptureFixtur
         assert 0 in worth.begin([0, 1, 2], _chances(1.0, 0.9, 0.9))
         worth.end([0, 3, 4])  # other experts than were foretold
     assert worth.off == ("layer.experts",)
-    assert "layer.experts: of the bytes foretold there 100% are not used of late" in caplog.text
+    assert (
+        "layer.experts: 100% of the bytes predicted there were not used in the latest steps"
+        in caplog.text
+    )
     assert worth.begin([0, 1, 2], _chances(1.0, 0.9, 0.98)) == [0, 2]
     worth.end([0, 1, 2])
     steps = itertools.count()
@@ -452,7 +455,7 @@ def test_deciders_that_cannot_be_had_stop_nothing(
         for sample in _samples(2):
             _loss(model, sample).backward()
             optimizer.step()
-    assert "nothing is hinted: ArithmeticError: not yet" in caplog.text
+    assert "the network gives no routing hints: ArithmeticError: not yet" in caplog.text
 
 
 @needs_pager

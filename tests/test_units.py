@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from typing import Any
 
 import pytest
@@ -59,3 +62,13 @@ def test_what_is_no_quantity_is_refused_with_the_remedy(quantity: Any, remedy: s
 )
 def test_bytes_as_people_read_them(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("typed", ["16MB", "1.5 GiB", " 8gb "])
+def test_bytes_are_shown_as_they_were_typed(typed: str) -> None:
+    count = parse_bytes(typed)
+    assert format_bytes(count) == typed.strip()
+    assert format_bytes(copy.deepcopy(count)) == typed.strip()
+    assert format_bytes(pickle.loads(pickle.dumps(count))) == typed.strip()
+    assert format_bytes(count + 0) == format_bytes(int(count))  # what was computed was not typed
+    assert json.dumps(count) == str(int(count))

@@ -11,6 +11,7 @@ that was run failed by an exception. 2: the command was misspelt. A script that 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ import typer.core
 from rich.console import Console
 from rich.text import Text
 
-from dynoffload.errors import DynOffloadError
+from dynoffload.errors import ConfigError, DynOffloadError
 
 EXIT_ERROR = 1
 
@@ -33,12 +34,27 @@ class RootGroup(typer.core.TyperGroup):
     """The root command: what a user can put right is said in one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; end by `EXIT_ERROR` on a `DynOffloadError`."""
+        """Run the command; end by `EXIT_ERROR` on a `DynOffloadError`, or on a file that cannot be
+        read or written."""
         try:
-            return super().invoke(ctx)
+            return _with_files_named(super().invoke, ctx)
         except DynOffloadError as error:
             say_error(error, debug=bool(ctx.params.get("debug")))
             raise typer.Exit(EXIT_ERROR) from error
+
+
+def _with_files_named(invoke: Callable[[Any], Any], ctx: Any) -> Any:
+    """Run the command, with the system's errors about a file as errors of ours."""
+    try:
+        return invoke(ctx)
+    except DynOffloadError:
+        raise
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise  # of a closed pipe, which ends the command quietly
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}: check that path, or name another"
+        ) from error
 
 
 app = typer.Typer(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _WIDTH = 16  # characters of a bar
 _PARTS = (
     ("█", "compute", "green"),
-    ("▓", "the runtime's own work", "yellow"),
-    ("░", "waiting for the link", "red"),
+    ("▓", "overhead of dynoffload", "yellow"),
+    ("░", "waiting for the disk", "red"),
 )
 
 
@@ -128,7 +128,7 @@ def _show(asked: Mapping[str, Estimate], policy: str) -> None:
         if one.timed and longest:
             stdout().print(_bar(budget, one, longest))
     if longest:
-        said = Text("a step: ")
+        said = Text("a step, from and to: ")
         for block, name, colour in _PARTS:
             said.append(f"{block} {name}  ", style=colour)
         stdout().print(said)
@@ -152,18 +152,23 @@ def _bar(budget: str, one: Estimate, longest: float) -> Text:
     line = Text(f"{budget:>8} ")
     for (block, _, colour), seconds in zip(_PARTS, (compute, one.own_s, one.stall_s), strict=True):
         line.append(block * round(_WIDTH * seconds / longest), style=colour)
-    line.append(f" {format_seconds(one.step_s)}")
+    low, high = format_seconds(one.step_low_s), format_seconds(one.step_high_s)
+    line.append(f" {format_seconds(one.step_s)}, {low} to {high}")
     if one.plain_s:
-        line.append(f", {one.step_s / one.plain_s:.2f}× plain")
-    if not one.resident:
-        line.append(f"; with twice the link {format_seconds(one.faster_link_s)}")
+        line.append(f"; {one.step_s / one.plain_s:.2f}× plain")
     return line
 
 
+_BOUNDS = {
+    "compute": "compute",
+    "own work": "overhead",
+    "reads": "disk reads",
+    "writes": "disk writes",
+}
 _COLUMNS: dict[str, Callable[[Estimate], str]] = {
     "fast memory": lambda one: format_bytes(one.fast_peak),
     "spill file": lambda one: format_bytes(one.file_peak),
     "read": lambda one: format_bytes(int(one.bytes_in)),
     "written": lambda one: format_bytes(int(one.bytes_out)),
-    "bound by": lambda one: "nothing, it fits" if one.resident else one.bound,
+    "bound by": lambda one: "nothing, it fits" if one.resident else _BOUNDS[one.bound],
 }

@@ -188,6 +188,7 @@ def numbers_of(evaluation: Evaluation) -> dict[str, Any]:
         "latency_s": evaluation.latency_s,
         "latency_p95_s": evaluation.latency_p95_s,
         "sources": len(evaluation.sources),
+        "trained_on": evaluation.trained_on,
     }
 
 
@@ -200,27 +201,40 @@ def _show(
     if as_json:
         typer.echo(json.dumps({**facts, **numbers_of(evaluation)}, indent=2))
         return
+    from dynoffload.pilot.evaluate import COLUMNS, LEGEND, PREDICTORS
+    from dynoffload.pilot.pilot import RULE
+
     table = Table(title=title, title_justify="left")
-    table.add_column("who predicts")
-    for header in ("order", "by bytes", "whole order", "site F1", "samples"):
+    table.add_column("predictor")
+    for header in (*COLUMNS, "samples"):
         table.add_column(header, justify="right")
     for who, row in evaluation.rows().items():
         shares = (row.block_order_accuracy, row.byte_weighted, row.whole_order, row.site_f1)
         shown = ("–" if math.isnan(share) else f"{share:.1%}" for share in shares)
-        table.add_row(who, *shown, str(row.samples))
+        table.add_row(PREDICTORS[who], *shown, str(row.samples))
     console = stdout()
     console.print(table)
+    console.print(LEGEND, style="dim", highlight=False)
     latency = (
         f"{format_seconds(evaluation.latency_s)} (95%: {format_seconds(evaluation.latency_p95_s)})"
     )
     seconds = facts.get("seconds")
     took = f"; trained in {format_seconds(seconds)}" if isinstance(seconds, float) else ""
     console.print(
-        f"corrected as the step runs, it foretells the next block {evaluation.one_ahead:.1%} of "
-        "the time",
+        f"corrected during the step, the pilot predicts the next block {evaluation.one_ahead:.1%} "
+        "of the time",
         highlight=False,
     )
-    console.print(f"{facts['model']}; one prediction takes {latency}{took}", highlight=False)
+    kind = facts["model"]
+    model = "no model: every step runs the same blocks" if kind == RULE else f"model: {kind}"
+    console.print(f"{model}; one prediction takes {latency}{took}", highlight=False)
+    if evaluation.trained_on:
+        console.print(
+            f"{evaluation.trained_on} of these {evaluation.pilot.samples} samples were used to "
+            "train this pilot, so its scores are too good: score it on traces of other samples",
+            style="yellow",
+            highlight=False,
+        )
     pilot, last = evaluation.pilot, evaluation.last_order
     if not pilot.block_order_accuracy > last.block_order_accuracy:
         console.print(

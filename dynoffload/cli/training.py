@@ -19,7 +19,7 @@ from rich.table import Table
 
 from dynoffload.cli.app import app, say_note, say_wrote, stderr, stdout
 from dynoffload.cli.scripts import log_lines, run_script
-from dynoffload.config import BASELINES, POLICIES, clear_defaults, set_defaults
+from dynoffload.config import POLICIES, clear_defaults, set_defaults
 from dynoffload.errors import ConfigError, ProfilingDone
 from dynoffload.runtime.ranks.launch import own_folder, said_by
 from dynoffload.units import format_bytes, format_seconds
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from dynoffload.integrations.wrap import Wrap
     from dynoffload.reporting import ReportFiles
     from dynoffload.runtime.session import Session
-    from dynoffload.runtime.telemetry import RunLog
 
 TRACES = "*.parquet"
 # All that follows SCRIPT is the script's, also what looks like an option of ours.
@@ -126,11 +125,13 @@ def run(
     _check_wrap(wrap, model)
     if wrap and budget is None:
         raise typer.BadParameter("--wrap needs one, such as --budget 8GiB", param_hint="'--budget'")
+    from dynoffload.reporting.summary import in_a_line
+
     summaries: list[str] = []
     written: list[Path] = []
 
     def note(session: Session, files: ReportFiles | None) -> None:
-        summaries.append(said_by() + summary_line(session.log))
+        summaries.append(said_by() + in_a_line(session.log))
         if files is not None:
             written[:] = files.page, files.perfetto, files.log  # those of the last block stay
 
@@ -252,22 +253,6 @@ def profile(
         style="dim",
         markup=False,
         soft_wrap=True,
-    )
-
-
-def summary_line(log: RunLog) -> str:
-    """Return what a session's steps took, in one line."""
-    from dynoffload.reporting.summary import summarize
-
-    if not log.steps:
-        return f"{log.model} ended before its first step was complete"
-    run, count = summarize(log), len(log.steps)
-    by = f" by policy {log.policy}" if log.policy in BASELINES else ""
-    return (
-        f"{log.model}, {count} step{'s' if count > 1 else ''}{by}: median step "
-        f"{format_seconds(run.step_s)}, {format_seconds(run.stall_s)} of it in {run.stalls:.0f} "
-        f"stall{'' if run.stalls == 1 else 's'}; peak of fast memory "
-        f"{format_bytes(run.peak_fast_bytes)} of the budget of {format_bytes(log.budget)}"
     )
 
 

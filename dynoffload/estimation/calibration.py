@@ -69,17 +69,18 @@ class Fitted:
             latency_s=self.latency_s,
             fault_s=self.fault_s,
         )
-        pace_s = measure_pace(directory)
-        factor = pace_s / self.pace_s
+        pace = measure_pace(directory)
+        factor = pace.seconds / self.pace_s
         said = (
-            f"the link is measured; what the runtime itself takes is as fitted {self.where}, times "
-            f"{factor:.2g} as measured now"
+            "the disk was measured now; dynoffload's own overhead was fitted "
+            f"{self.where}, and is scaled by {factor:.2g}, as a probe took here"
         )
         return Calibration(
             Machine(link, fast_bytes=1, interference=self.interference),
             Work(**self.work, moves=measure_moves(directory)).times(factor),
             said,
-            pace_s,
+            pace.seconds,
+            (pace.least, pace.most),
         )
 
 
@@ -112,12 +113,14 @@ class Calibration:
         work: what the runtime itself takes.
         said: where that is from.
         pace_s: what `measure_pace` says there.
+        pace_spread: the least and the most of its rounds, as shares of it.
     """
 
     machine: Machine
     work: Work
     said: str
     pace_s: float
+    pace_spread: tuple[float, float] = (1.0, 1.0)
 
     @classmethod
     def of(cls, directory: str | Path, fitted: str | Path | None = None) -> Calibration:

@@ -45,6 +45,9 @@ POLICIES = ("repeat", "pilot", "on-demand")
 _BATCHES = 6  # that are measured at most
 _WARMUP = 4  # simulated steps that do not count: in the first, state comes to be
 _STEPS = 8  # that count, at least
+OVER, UNDER = 0.18, 0.26
+"""How far estimates of a step lay above and below real ones: docs/results/estimates.md."""
+_DISTURBED = 0.25  # of a step, by which its repeats may differ
 _DIVIDED = frozenset(Division.__dataclass_fields__)
 
 
@@ -71,6 +74,9 @@ class Estimate:
         resident: all fits, so that nothing is paged.
         plain_s: mean seconds of a plain step.
         step_s: mean seconds of a step under the budget.
+        step_low_s, step_high_s: the range of ``step_s``: the spread of the probe's repeats, and
+            how far estimates lay off where they were compared with real trainings.
+        spread: share of ``step_s`` by which the probe's repeats differ.
         stall_s: of those, waiting for the file tier.
         own_s: of those, the runtime's own work.
         bytes_in: read in a step.
@@ -98,6 +104,9 @@ class Estimate:
     resident: bool = False
     plain_s: float = 0.0
     step_s: float = 0.0
+    step_low_s: float = 0.0
+    step_high_s: float = 0.0
+    spread: float = 0.0
     stall_s: float = 0.0
     own_s: float = 0.0
     bytes_in: float = 0.0
@@ -212,7 +221,7 @@ def estimates(
         ),
     )
     if isinstance(given, Fitted):  # read before, so that a wrong file is told at once
-        tell("measuring the link")
+        tell("measuring the disk")
         given = given.on(directory)
     assumed.append(given.said)
     known = replace(_known(model, optimizer, measured), assumptions=tuple(assumed))
@@ -254,13 +263,13 @@ def _under(
     )
     whole = whole_bytes(model, optimizer) + measured.saved_bytes
     if options.step_aside and whole <= ASIDE * known.budget:
+        low, high = (known.plain_s * share for share in measured.spread)
         return replace(
-            known,
+            _judged(known, known.plain_s, low, high),
             timed=True,
             resident=True,
             staging=0,
             fast_peak=whole,
-            step_s=known.plain_s,
             faster_link_s=known.plain_s,
             bound="compute",
         )
@@ -397,20 +406,57 @@ def _simulated(
         "own work": max(0.0, seconds - compute - stall),
         "reads" if reading else "writes": stall,
     }
+    low, high = (
+        compute * plain + parts["own work"] * own + stall
+        for plain, own in zip(measured.spread, calibration.pace_spread, strict=True)
+    )
     return replace(
-        known,
+        _judged(known, seconds, low, high, over=OVER, under=UNDER),
         timed=True,
         fast_peak=max(one.peak_bytes for one in steps)
         + sizing.small_bytes
         + training.chunks.most_kept,
         file_peak=_file_bytes(sizing.spill_bytes, training.pager),
-        step_s=seconds,
         stall_s=stall,
         own_s=parts["own work"],
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         bound=max(parts, key=lambda name: parts[name]),
         faster_link_s=_mean(quicker, "seconds"),
+    )
+
+
+def _judged(
+    known: Estimate,
+    seconds: float,
+    low: float,
+    high: float,
+    *,
+    over: float = 0.0,
+    under: float = 0.0,
+) -> Estimate:
+    """Return ``known`` with the seconds of a step, their range, and a warning if the probe was
+    disturbed.
+
+    Args:
+        seconds: estimated.
+        low, high: by the spread of the probe's repeats.
+        over, under: shares by which an estimate may lie above or below what is real.
+    """
+    spread = (high - low) / seconds if seconds else 0.0
+    known = replace(
+        known,
+        step_s=seconds,
+        step_low_s=low / (1 + over),
+        step_high_s=high / (1 - under),
+        spread=spread,
+    )
+    if spread <= _DISTURBED:
+        return known
+    return _noted(
+        known,
+        f"the probe was disturbed: its repeats differ by more than {_DISTURBED:.0%}, as when other "
+        "programs use the machine; estimate again when it is idle",
     )
 
 

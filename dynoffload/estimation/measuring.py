@@ -52,11 +52,13 @@ class Measured:
         network: what moves of it.
         steps: what happens in each, with the times of plain steps.
         temporaries: most bytes at once, in any, of what forward and backward make and do not save.
+        spread: the quartiles of the repeats of a step, as shares of their median.
     """
 
     network: Network
     steps: tuple[Recorded, ...]
     temporaries: int
+    spread: tuple[float, float] = (1.0, 1.0)
 
     @property
     def seconds(self) -> float:
@@ -91,6 +93,7 @@ def measure(
         raise ConfigError("a batch is an iterator, which can be used only once: pass tensors")
     traces: list[Trace] = []
     times: list[tuple[float, float]] = []
+    repeats: list[list[float]] = []
     recorder = Recorder(model, None, on_step=traces.append)
     with _untouched(model, recorder):
         report("measuring plain steps")
@@ -108,6 +111,7 @@ def measure(
             for _ in range(_TIMED):
                 with torch.random.fork_rng(devices=[]):  # the same path each time
                     runs.append(_step(model, batches, number, loss))
+            repeats.append(sorted(f + b for f, b in runs))
             times.append((median(f for f, _ in runs), median(b for _, b in runs)))
             with recorder:
                 _step(model, batches, number, loss)
@@ -116,7 +120,9 @@ def measure(
         recorded(trace, network).timed(*timed, 0.0)
         for trace, timed in zip(traces, times, strict=True)
     )
-    return Measured(network, steps, max(map(temporaries, traces)))
+    middle = sum(median(totals) for totals in repeats)
+    lower, upper = (sum(totals[at] for totals in repeats) / middle for at in (1, -2))
+    return Measured(network, steps, max(map(temporaries, traces)), (lower, upper))
 
 
 def _step(

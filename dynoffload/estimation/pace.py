@@ -12,6 +12,7 @@ import itertools
 import time
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,10 +28,22 @@ _BUDGET = 3  # times parameters, gradients and optimizer state
 _STEPS, _WARMUP, _ROUNDS = 9, 3, 3
 
 
-def measure_pace(directory: str | Path) -> float:
-    """Return the seconds of the runtime's own work in a step of a network of 20 layers, the median
-    of several steps, by as many threads as the process computes with; takes about two seconds, and
-    50 MiB.
+class Pace(NamedTuple):
+    """The runtime's own work in a step of the small network.
+
+    Attributes:
+        seconds: the median of several steps.
+        least, most: of the rounds, as shares of ``seconds``.
+    """
+
+    seconds: float
+    least: float
+    most: float
+
+
+def measure_pace(directory: str | Path) -> Pace:
+    """Return the seconds of the runtime's own work in a step of a network of 20 layers, by as many
+    threads as the process computes with; takes about two seconds, and 50 MiB.
 
     Args:
         directory: on a disk, for the spill file, of which nothing remains.
@@ -44,13 +57,14 @@ def measure_pace(directory: str | Path) -> float:
         return _measured(directory)
 
 
-def _measured(directory: str | Path) -> float:
+def _measured(directory: str | Path) -> Pace:
     layers = ((nn.Linear(_WIDTH, _WIDTH, dtype=torch.float32), nn.ReLU()) for _ in range(_LAYERS))
     model = nn.Sequential(*itertools.chain.from_iterable(layers))
     batch = torch.randn(_ROWS, _WIDTH, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
     budget = _BUDGET * 4 * sum(one.nbytes for one in model.parameters())
     plain, paged = list[float](), list[float]()
+    rounds = []
     for _ in range(_ROUNDS):
         plain += _steps(model, optimizer, batch)
         with offload(
@@ -61,14 +75,16 @@ def _measured(directory: str | Path) -> float:
             spill_dir=directory,
         ):
             paged += _steps(model, optimizer, batch)
+        count = _STEPS - _WARMUP
+        rounds.append(max(0.0, median(paged[-count:]) - median(plain[-count:])))
     own = median(paged) - median(plain)
     if own <= 0:
         raise BackendError(
             f"a step took {format_seconds(median(paged))} in a session and "
-            f"{format_seconds(median(plain))} plainly, so the runtime's pace cannot be told: the "
-            "machine is too busy, try again"
+            f"{format_seconds(median(plain))} plainly, so dynoffload's overhead cannot be "
+            "measured: the machine is too busy, estimate again when it is idle"
         )
-    return own
+    return Pace(own, min(1.0, min(rounds) / own), max(1.0, max(rounds) / own))
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:

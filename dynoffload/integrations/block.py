@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig, defaults, no_budget
 from dynoffload.runtime.offload import offload
+from dynoffload.units import format_bytes
 
 if TYPE_CHECKING:
     from dynoffload.runtime.migration.forecast import Predictor
@@ -19,8 +22,13 @@ if TYPE_CHECKING:
     from dynoffload.runtime.session import Session
 
 
+logger = logging.getLogger(__name__)
+
+
 class EventBlock:
     """Enters one block after the other, each with the same arguments.
+
+    Where logging is not configured it says in a line what a block does, and what it took.
 
     Args:
         budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them.
@@ -81,9 +89,54 @@ class EventBlock:
         )
         self.session = block.__enter__()
         self._open = block
+        if not _logs():
+            _say(_begun(self.session))
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the block, if one is open, because of ``error`` or at the end of the loop."""
         block, self._open = self._open, None
         if block is not None:
             block.__exit__(None if error is None else type(error), error, None)
+            self._say_what_was()
+
+    def _say_what_was(self) -> None:
+        from dynoffload.reporting.summary import in_a_line
+
+        if self.session is None or defaults().on_end is not None:
+            return  # the command line says it
+        line = in_a_line(self.session.log)
+        if _logs():
+            logger.info("%s", line)
+        else:
+            _say(line)
+
+
+def _begun(session: Session) -> str:
+    """Return what a block that was entered does, in one line."""
+    model = session.model
+    under = f"{type(model).__name__} is trained under {format_bytes(session.sizing.budget)}"
+    paging = getattr(session, "_paging", None)  # not of the policies that page nothing
+    if paging is None:
+        return f"{under} by policy {session.log.policy}"
+    states = "gradients" if session.optimizer is None else "gradients and optimizer state"
+    return (
+        f"{under} on the {session.backend}: paged are "
+        f"{len(paging.store.slots) + len(paging.store.fused)} of {len(list(model.parameters()))} "
+        f"parameters, with their {states}, and saved activations; parameters, {states} take "
+        f"{format_bytes(session.sizing.states_bytes)}"
+    )
+
+
+def _logs() -> bool:
+    """Return whether the user has configured what becomes of the package's log lines."""
+    ours = logging.getLogger("dynoffload")
+    return bool(ours.handlers or ours.level or logging.getLogger().handlers)
+
+
+def _say(line: str) -> None:
+    """Show a line on the error stream, above a progress bar if there is one."""
+    bars = sys.modules.get("tqdm")
+    if bars is None:
+        sys.stderr.write(f"dynoffload: {line}\n")
+    else:
+        bars.tqdm.write(f"dynoffload: {line}", file=sys.stderr)

@@ -90,6 +90,11 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         budget, pilot, spill_dir, host_budget, config: as `dynoffload.offload` takes them; the
             device is the Trainer's.
+
+    A line on the error stream says what is paged as training begins, and one what it took as it
+    ends, unless logging is configured; then they are log lines of ``dynoffload``. `session` has the
+    numbers: ``callback.session.stats`` is a table of all steps, and
+    ``callback.session.report("run.html")`` writes the page.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
 from dynoffload.runtime.offload import is_managed
 from dynoffload.runtime.updates.update import innermost
+from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,34 @@ class Wrap:
         self._unwatch_calls()
         self.entered = True
         self._managed = _ids(root)
+        self._say_of_what_stays(root, optimizers, frame)
         self._block.enter(root, optimizer)
+
+    def _say_of_what_stays(
+        self, root: nn.Module, optimizers: list[Optimizer], frame: FrameType
+    ) -> None:
+        """Name what the script trains besides ``root``, which is not offloaded."""
+        outside = {
+            id(one): one
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for one in group["params"]
+            if id(one) not in self._managed
+        }
+        if not outside:
+            return
+        owners = [name for name, held in self._models(frame) if held and held <= outside.keys()]
+        logger.warning(
+            "--wrap --model %s offloads this %s alone: %d parameters (%s)%s are trained too and "
+            "stay outside of the budget, with their gradients, optimizer state and activations; "
+            "to offload all, give both to one module with one optimizer, or write 'with "
+            "dynoffload.offload(model, optimizer)' for each in the script",
+            self._name,
+            type(root).__name__,
+            len(outside),
+            format_bytes(sum(one.nbytes for one in outside.values())),
+            f" of {', '.join(owners)}" if owners else "",
+        )
 
     def _say_of_another(self, optimizer: Optimizer) -> None:
         """An optimizer was made: say so, once, if it comes too late for the block."""
@@ -197,16 +225,21 @@ class Wrap:
 
     def _names_of_models(self, optimizers: list[Optimizer], frame: FrameType) -> list[str]:
         """Return the script's variables that hold all parameters of one of ``optimizers``."""
-        names: dict[str, None] = {}
         wanted = [_ids(optimizer) for optimizer in optimizers]
+        return [
+            name for name, held in self._models(frame) if any(ids and ids <= held for ids in wanted)
+        ]
+
+    def _models(self, frame: FrameType) -> list[tuple[str, set[int]]]:
+        """Return the script's variables that hold modules, with the identities of their
+        parameters."""
+        found: dict[str, set[int]] = {}
         for each in _callers(frame):
             if each.f_code.co_filename == self._script:
                 for name, value in {**each.f_globals, **each.f_locals}.items():
                     if isinstance(value, nn.Module):
-                        held = _ids(value)
-                        if any(ids and ids <= held for ids in wanted):
-                            names[name] = None
-        return list(names)
+                        found.setdefault(name, _ids(value))
+        return list(found.items())
 
 
 def _callers(frame: FrameType | None) -> list[FrameType]:

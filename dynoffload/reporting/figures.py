@@ -188,7 +188,7 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
         waste = columns["bytes_in"] - kept
         moved.bar(position, kept / unit, bar, color=COLOR["plan"], label="read and used")
         moved.bar(
-            position, waste / unit, bar, kept / unit, color=COLOR["fault"], label="read in vain"
+            position, waste / unit, bar, kept / unit, color=COLOR["fault"], label="wasted prefetch"
         )
         moved.bar(
             position, -columns["bytes_out"] / unit, bar, color=COLOR["evict"], label="written"

@@ -16,6 +16,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from dynoffload.config import BASELINES
 from dynoffload.reporting.columns import Columns
 from dynoffload.runtime.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_bytes, format_seconds
@@ -134,6 +135,21 @@ def summarize(log: RunLog, *, warmup: int | None = None) -> RunSummary:
     )
 
 
+def in_a_line(log: RunLog) -> str:
+    """Return what a session's steps took, in one line."""
+    if not log.steps:
+        return f"{log.model} ended before its first step was complete"
+    run, count = summarize(log), len(log.steps)
+    by = f" by policy {log.policy}" if log.policy in BASELINES else ""
+    return (
+        f"{log.model}, {count} step{'s' if count > 1 else ''}{by}: median step "
+        f"{format_seconds(run.step_s)}, {format_seconds(run.stall_s)} of it in {run.stalls:.0f} "
+        f"stall{'' if run.stalls == 1 else 's'}; {format_bytes(run.bytes_in)} read and "
+        f"{format_bytes(run.bytes_out)} written a step; peak of fast memory "
+        f"{format_bytes(run.peak_fast_bytes)} of the budget of {format_bytes(log.budget)}"
+    )
+
+
 def verdict(log: RunLog) -> str:
     """Return what a reader should take away, in three sentences at most."""
     if not log.steps:
@@ -242,7 +258,7 @@ def headlines(log: RunLog) -> list[Headline]:
             Headline(
                 "Order predicted",
                 f"{summary.accuracy:.1%}",
-                "Block-order accuracy: 100% means that each block ran just where it was foreseen.",
+                "Block-order accuracy: 100% means that each block ran just where it was predicted.",
                 _tone(1 - summary.accuracy, 0.05, 0.25),
                 summary.accuracy,
             )

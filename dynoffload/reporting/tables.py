@@ -103,8 +103,8 @@ class Comparison:
         """Return what the numbers of a run are, in the order of `cells`."""
         versus = f"vs {self.rows[0].name}"
         return [
-            *("step", versus, "waiting", "waits", "read", "written", "wasted", "wasted share"),
-            *("order", "peak fast", "losses equal"),
+            *("step time", versus, "stalled", "stalls", "read", "written"),
+            *("wasted prefetch", "wasted share", "order predicted", "peak memory", "same losses"),
         ]
 
     def cells(self, row: ComparisonRow) -> list[tuple[str, Tone]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -65,6 +65,7 @@ class Adoption:
         optimizer: Optimizer | None,
         sizing: Sizing,
         device: Device,
+        enough: Callable[[int], int],
         *,
         heap_slack: int,
         slices: bool,
@@ -72,7 +73,7 @@ class Adoption:
         home: torch.device,
     ) -> None:
         self._model, self._optimizer, self._sizing = model, optimizer, sizing
-        self._device = device
+        self._device, self._enough = device, enough
         self._slices, self._queues = slices and may_slice(optimizer), queues
         self._begun = False
         self._seen: tuple[dict[str, int], int] = {}, 0
@@ -88,7 +89,7 @@ class Adoption:
         # Of replicas they go to other ranks, and the system takes no absent memory everywhere.
         least = sys.maxsize if self._sizing.bucket_bytes else self._sizing.min_paged_bytes
         names = self.store.names
-        self.buffers = Buffers(self._model, self._device, least, names)
+        self.buffers = Buffers(self._model, self._device, least, names, self._enough)
 
     def begun(self) -> None:
         """All that was there is adopted; what comes now comes late, and may find no room."""

@@ -27,7 +27,14 @@ from dynoffload.runtime.access import Access
 Give = Callable[[nn.Module], None]
 Around = Callable[[nn.Module], AbstractContextManager[None]]
 
-_REMEDY = "pass materialize() init= a function that does, or the path of a safetensors file"
+_REMEDY = (
+    "pass materialize() init= a function that initialises a module, or the path of a safetensors "
+    "file"
+)
+_OF_TRANSFORMERS = (
+    "call dynoffload.integrations.transformers.materialize(model) before the offload() block, for "
+    "random weights; with the path of a safetensors file as second argument, for those"
+)
 
 
 @runtime_checkable
@@ -94,29 +101,38 @@ def fill(
         for path, module in model.named_modules():
             if any(join(path, key) in names for key in own_tensors(module)):
                 with filling.around(module):
-                    _reset(path, module) if by is None else by(module)
+                    _reset(model, path, module) if by is None else by(module)
     lacking = filling.lacking()
+    remedy = _remedy_for(model) if by is None else _REMEDY
     if len(lacking) == 1:
         owner = type(model.get_submodule(lacking[0].rpartition(".")[0])).__name__
         raise ConfigError(
-            f"{lacking[0]} got no value: {who} of its module ({owner}) did not write it; {_REMEDY}"
+            f"{lacking[0]} got no value: {who} of its module ({owner}) did not write it; {remedy}"
         )
     if lacking:
         listed = ", ".join(lacking[:8]) + (f" and {len(lacking) - 8} more" if lacking[8:] else "")
         raise ConfigError(
-            f"{listed} got no values: {who} of their modules did not write them; {_REMEDY}"
+            f"{listed} got no values: {who} of their modules did not write them; {remedy}"
         )
 
 
-def _reset(path: str, module: nn.Module) -> None:
+def _reset(model: nn.Module, path: str, module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
         raise ConfigError(
             f"module {path or '(root)'} ({type(module).__name__}) owns parameters or buffers "
-            "but has no reset_parameters(): pass materialize() init= a function that initialises "
-            "a module, or the path of a safetensors file"
+            f"but has no reset_parameters(): {_remedy_for(model)}"
         )
     reset()
+
+
+def _remedy_for(model: nn.Module) -> str:
+    """Return what gives ``model`` its weights where reset_parameters() does not."""
+    stock = any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(model).__mro__
+    )
+    return _OF_TRANSFORMERS if stock else _REMEDY
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ again when that is undone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -51,7 +52,7 @@ from dynoffload.runtime.ranks.replicas import as_backward_ends
 from dynoffload.runtime.ranks.sharded import Gathered, groups_of, reshard
 from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.residency import Residence
-from dynoffload.runtime.sizing import Sizing, may_queue
+from dynoffload.runtime.sizing import Sizing, enough_for, may_queue
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
@@ -147,11 +148,13 @@ class Paging:
             self._undo.callback(self._residence.stop)
         check_host(self.optimizer, self.device)
         self.device.reserve(sizing.reserve_bytes)
+        enough = functools.partial(self._enough_for, config)
         self.adoption = Adoption(
             self.model,
             self.optimizer,
             sizing,
             self.device,
+            enough,
             heap_slack=config.heap_slack_bytes,
             slices=config.slices,
             queues=may_queue(config),
@@ -167,9 +170,16 @@ class Paging:
             on_chunk=self._reach_chunk,
             on_open=self._open_chunk,
             site=lambda: self.migrator.site,
+            enough=enough,
             region_of=self._region_of,
             names=self.store.names,
         )
+
+    def _enough_for(self, config: OffloadConfig, nbytes: int) -> int:
+        """Return a budget that has room for a region of ``nbytes``, too."""
+        paged = self.store.slots_of
+        staying = {one for one in self.model.parameters() if not paged(one)}
+        return enough_for(self.model, self.optimizer, self.sizing, config, staying, nbytes)
 
     def _start(self, config: OffloadConfig) -> None:
         optimizer, sizing = self.optimizer, self.sizing

@@ -90,6 +90,7 @@ class Session:
     ) -> None:
         self._replicas = replicas
         self._moved = 0  # by all that happens
+        self._called = False  # the root, to train; or it was warned that it is not
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
         self._target, self._bound = target, bound
@@ -288,6 +289,7 @@ class Session:
             if self._paging is not None:
                 self._largest = max(self._largest, size)
         self._in_sample, self._around = True, sys.exception()
+        self._called = True
         if self._paging is None:
             self._growth.begin()
             return
@@ -339,6 +341,16 @@ class Session:
             self._growth.end()
             self._recording.end_step(None, None, 0, None, (), math.nan)
             return
+        if not self._called and paging.gradient:
+            self._called = True
+            logger.warning(
+                "this %s itself is not called, only parts of it, such as that of %r: what autograd "
+                "saves there is neither paged nor counted, and nothing is prefetched; call the %s, "
+                "or give offload() the module that is called",
+                type(self.model).__name__,
+                paging.gradient,
+                type(self.model).__name__,
+            )
         forecast = self._forecast
         stats = self._recording.end_step(
             paging.device,

@@ -24,7 +24,7 @@ step to step: their twins too come on top, and a disk too full for those ends dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_o
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, parts_of
 from dynoffload.runtime.updates.updates import can_split
-from dynoffload.units import KiB, MiB, format_bytes, parse_bytes
+from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room
 _PADDING = 1.1  # how much larger the paged parameters may become by padding
@@ -160,7 +160,7 @@ def sizing_of(
             break
         enough = max(division.need + buckets, enough + 4 * KiB)
     error = BudgetError(
-        f"a budget of {format_bytes(budget)} cannot hold the largest update: "
+        f"a budget of {format_bytes(budget)}{_unit_of(budget)} cannot hold the largest update: "
         f"{division.culprit or 'the model'} needs {format_bytes(division.largest)} at once "
         "(parameter, gradient and optimizer state), besides the smaller tensors that stay, "
         f"activations and reserve{_beside(buckets)}: raise the budget to at least "
@@ -170,6 +170,45 @@ def sizing_of(
     )
     error.lacking = enough - budget
     raise error
+
+
+def enough_for(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    sizing: Sizing,
+    config: OffloadConfig,
+    staying: Collection[nn.Parameter],
+    nbytes: int,
+) -> int:
+    """Return a budget whose pool has room for two regions of ``nbytes``, as an operator may use
+    two, beside all that is pinned.
+
+    Args:
+        model, optimizer, sizing, config: of a session that has begun.
+        staying: parameters that stay in memory.
+        nbytes: of a region that was too large.
+    """
+    budget = sizing.budget
+    while True:
+        budget = _readable(budget)
+        division = _divided(
+            model, optimizer, budget - sizing.bucket_bytes, config, host=None, staying=staying
+        )
+        made = division.sizing
+        if made is None:
+            lacking = division.need + sizing.bucket_bytes - budget
+        else:
+            lacking = made.least_bytes + 2 * _padded(nbytes, made.page_bytes) - made.pool_bytes
+            if lacking <= 0:
+                return budget
+        budget += max(4 * KiB, lacking)
+
+
+def _unit_of(budget: int) -> str:
+    """Return how to write the unit that a small int most likely lacks, "" if none does."""
+    if isinstance(budget, Quantity) or not 0 < budget < MiB:
+        return ""
+    return f" (an int is in bytes: write '{budget}GiB' or '{budget}MB' if that is meant)"
 
 
 def _beside(buckets: int) -> str:
@@ -242,10 +281,12 @@ def _divided(
     budget: int,
     config: OffloadConfig,
     host: int | None,
+    staying: Collection[nn.Parameter] | None = None,
 ) -> _Division:
     """Divide ``budget`` with the pages that suit it, or, if it is too small for those, with pages
     by which fused parameters are paged slice by slice."""
-    division = _divide(model, optimizer, budget, config, host)
+    staying = held_parameters(model) if staying is None else staying
+    division = _divide(model, optimizer, budget, config, host, staying)
     if division.sizing is not None or config.page_bytes or not config.slices:
         return division
     fitting = set()
@@ -253,7 +294,7 @@ def _divided(
         parts = map(slice_bytes, model.parameters())
         fitting = {nbytes for nbytes in parts if nbytes and nbytes % LEAST_PAGE == 0}
     for nbytes in sorted(fitting, reverse=True):
-        other = _divide(model, optimizer, budget, config, host, nbytes)
+        other = _divide(model, optimizer, budget, config, host, staying, nbytes)
         if other.need < division.need:
             division = other
         if division.sizing is not None:
@@ -267,10 +308,11 @@ def _divide(
     budget: int,
     config: OffloadConfig,
     host: int | None,
+    staying: Collection[nn.Parameter],
     sliced: int = 0,
 ) -> _Division:
-    """Divide ``budget``, for the sake of slices of ``sliced`` bytes if there are any; see
-    [Note: the least pool]."""
+    """Divide ``budget`` beside the parameters ``staying``, for the sake of slices of ``sliced``
+    bytes if there are any; see [Note: the least pool]."""
     least = config.min_paged_bytes or _least_for(model, optimizer, budget)
     page = config.page_bytes or _page_for(model, budget, least, slices=config.slices)
     if sliced:
@@ -283,7 +325,6 @@ def _divide(
     kept = States(optimizer)
     largest, culprit = 0, ""
     resident = list(model.buffers())
-    held = held_parameters(model)
     small = 0
     for name, parameter in model.named_parameters():
         nbytes = local_bytes(parameter)
@@ -292,7 +333,7 @@ def _divide(
         total += nbytes + beside
         if states and trained:
             small += SCALARS
-        if nbytes < least or not can_move(parameter) or parameter in held:
+        if nbytes < least or not can_move(parameter) or parameter in staying:
             resident.append(parameter)
             small += beside
             continue

@@ -142,7 +142,9 @@ def _listed(path: Path) -> dict[Path, list[str] | None]:
             assert names is not None
             names.append(name)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}: name a file that can be read"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no index of safetensors files (a 'weight_map' of names and files): {error}"
@@ -189,9 +191,13 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        remedy = (
-            ""
-            if isinstance(error, OSError)
-            else (": give a file that safetensors' save_file has written (torch.load reads others)")
-        )
-        raise ConfigError(f"cannot read {path} as safetensors: {error}{remedy}") from error
+        if isinstance(error, FileNotFoundError):
+            why = "there is no such file"
+        elif isinstance(error, OSError):
+            why = error.strerror or str(error)
+        else:
+            why = str(error)
+        raise ConfigError(
+            f"cannot read {path} as safetensors: {why}: give a file that safetensors' save_file "
+            "has written (torch.load reads others)"
+        ) from error

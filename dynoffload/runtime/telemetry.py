@@ -376,7 +376,11 @@ def _read_document(path: Path) -> Mapping[str, Any]:
             # Bounded while it is unpacked: a few kilobytes of gzip can stand for terabytes.
             raw = stream.read(MAX_FILE_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot read the run log: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise TraceError(
+            f"{path}: cannot read the run log: {why}; 'dynoffload run --report PATH' writes one "
+            "beside the page"
+        ) from error
     if len(raw) > MAX_FILE_BYTES:
         raise TraceError(
             f"{path}: the run log unpacks to more than {format_bytes(MAX_FILE_BYTES)}; record "

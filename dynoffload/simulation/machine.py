@@ -194,7 +194,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read the machine of {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the machine of {path}: {why}") from error
 
 
 def _check_there(values: dict[str, Any], keys: tuple[str, ...], where: str) -> None:

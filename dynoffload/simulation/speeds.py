@@ -133,7 +133,9 @@ class Speeds:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read speeds of {path}: {error}") from error
+            raise ConfigError(
+                f"cannot read speeds of {path}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         if not isinstance(document, dict):
             raise ConfigError(f"{path} holds no speeds: it must be an object with three tables")
         try:

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
+from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import is_between_processes
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 from dynoffload.runtime.placing import put
+from dynoffload.units import format_bytes
 
 _OWN = 2  # users of a new buffer's storage: the tensor, and the storage's own object
 
@@ -32,12 +34,19 @@ class Buffers:
         device: takes the regions.
         min_paged_bytes: smaller buffers stay where they are.
         names: where regions get their names for reports.
+        enough: returns a budget that has room for a region of so many bytes.
     """
 
     def __init__(
-        self, model: nn.Module, device: Device, min_paged_bytes: int, names: dict[int, str]
+        self,
+        model: nn.Module,
+        device: Device,
+        min_paged_bytes: int,
+        names: dict[int, str],
+        enough: Callable[[int], int],
     ) -> None:
         self._device, self._min, self._names = device, min_paged_bytes, names
+        self._enough = enough
         self._paths = weakref.WeakKeyDictionary(
             {module: path for path, module in model.named_modules()}
         )
@@ -51,8 +60,16 @@ class Buffers:
             return
         self.sweep()
         storage = buffer.untyped_storage()
-        region = self._device.allocate(storage.nbytes(), extra=True)
-        self._names[region] = f"{path}.{name}" if path else name
+        name = f"{path}.{name}" if path else name
+        nbytes = storage.nbytes()
+        if self._device.padded(nbytes) > self._device.capacity:
+            raise BudgetError(
+                f"the buffer {name} of {format_bytes(nbytes)} is larger than the pool of "
+                f"{format_bytes(self._device.capacity)}: raise the budget to "
+                f"{format_bytes(self._enough(nbytes))}, or make it smaller"
+            )
+        region = self._device.allocate(nbytes, extra=True)
+        self._names[region] = name
         self._device.acquire([region])
         ours = self._device.storage(region)
         bytes_of(ours).copy_(bytes_of(storage))

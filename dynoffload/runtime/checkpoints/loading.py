@@ -173,9 +173,10 @@ def _fill(
     except (OSError, EOFError) as error:
         if isinstance(error, DynOffloadError):
             raise
+        why = getattr(error, "strerror", None) or error
         raise CheckpointError(
             getattr(error, "errno", None) or errno.EIO,
-            f"reading checkpoint {checkpoint.path} has failed half-way ({error}): the model is "
+            f"reading checkpoint {checkpoint.path} has failed half-way ({why}): the model is "
             "partly loaded; load it again, or another, before training goes on",
         ) from error
 

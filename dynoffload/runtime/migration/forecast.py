@@ -363,7 +363,9 @@ class Forecast:
         try:
             table = deciders_of(self._model)
         except Exception as error:  # of code of the user's: a hint is advice
-            logger.warning("nothing is hinted: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "the network gives no routing hints: %s: %s", type(error).__name__, error
+            )
             return
         for path, deciders in table.items():
             decided = {block for decider in deciders for block in decider.blocks}

@@ -67,8 +67,8 @@ class Trial:
             if without <= with_prefetch:
                 self.lost = True
                 logger.warning(
-                    "prefetch by %s waited %.3f s per second of work and fetched %.0f%% in vain; "
-                    "on demand waits %.3f s: prefetch is off from now",
+                    "prefetch by %s stalled %.3f s per second of work and wasted %.0f%% of its "
+                    "bytes; on demand stalls %.3f s: prefetch is off from now",
                     self._source,
                     with_prefetch,
                     100 * _waste(self._with),

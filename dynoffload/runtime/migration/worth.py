@@ -103,7 +103,7 @@ class Worth:
         site.on = pays
         share = site.vain / (site.used + site.vain)
         logger.warning(
-            "%s: of the bytes foretold there %.0f%% are not used of late: %s",
+            "%s: %.0f%% of the bytes predicted there were not used in the latest steps: %s",
             name,
             100 * share,
             "they are fetched ahead again"

@@ -87,6 +87,7 @@ class Activations:
         on_chunk: called in backward when another chunk is reached.
         on_open: called in forward when a chunk is opened.
         site: returns the path of the module that runs, for errors.
+        enough: returns a budget that has room for a region of so many bytes.
         region_of: returns the region of a parameter, -1 for none.
         names: where regions get their names for reports.
         kept: counts what stays in place.
@@ -101,6 +102,7 @@ class Activations:
     on_chunk: Callable[[int], None]
     on_open: Callable[[Chunk], None]
     site: Callable[[], str]
+    enough: Callable[[int], int]
     region_of: Callable[[torch.nn.Parameter], int] = lambda parameter: -1
     names: dict[int, str] = field(default_factory=dict)
     saved_bytes: int = 0  # moved since the start; the difference is what a visit saved
@@ -159,13 +161,14 @@ class Activations:
     def _open(self, nbytes: int) -> Chunk:
         self.settle()
         if nbytes > self.chunk_bytes:
-            try:
-                region = self.device.allocate(nbytes, extra=True)
-            except BudgetError as error:
+            if self.device.padded(nbytes) > self.device.capacity:
                 raise BudgetError(
                     f"a tensor of {format_bytes(nbytes)} that autograd saves in or after module "
-                    f"{self.site()!r}: {error}, or make the sample smaller"
-                ) from error
+                    f"{self.site()!r} is larger than the pool of "
+                    f"{format_bytes(self.device.capacity)}: raise the budget to "
+                    f"{format_bytes(self.enough(nbytes))}, or make the sample smaller"
+                )
+            region = self.device.allocate(nbytes, extra=True)
             self.names[region] = "activations (large)"
             chunk = Chunk(-1, region, nbytes)
         else:

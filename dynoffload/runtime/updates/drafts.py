@@ -323,12 +323,6 @@ class Drafts:
         if self._rest:
             self._rest -= 1
         elif self._dropped:
-            if not self._pause:
-                logger.info(
-                    "%d updates made in backward were in vain: something reads or writes "
-                    "gradients, parameters or hyperparameters between backward and step()",
-                    self._dropped,
-                )
             self._pause = self._rest = min(_LONGEST_PAUSE, 2 * self._pause + 1)
         elif self._spent:
             self._pause = 0
