@@ -66,9 +66,10 @@ class OffloadConfig:
             or ``"auto"``: the pager where the system has it, else the mapped file; the plan line,
             which is logged at INFO, names the choice. On an accelerator ``"accelerator"``, which
             ``"auto"`` is there.
-        policy: ``"pilot"`` prefetches by the pilot's prediction while it does better of late than
-            the last order, else by that; ``"repeat"`` by the last order, in which a step finds its
-            place again after a visit out of order. Prefetch by these that loses against on-demand
+        policy: ``"auto"`` is what ``dynoffload run --policy`` says, else ``"pilot"``. ``"pilot"``
+            prefetches by the pilot's prediction while it does better of late than the last order,
+            else by that; ``"repeat"`` by the last order, in which a step finds its place again
+            after a visit out of order. Prefetch by these that loses against on-demand
             goes off by itself, and says so. The others are baselines, which never do.
             ``"replay"``: by the last order to the letter, as ZeRO-Infinity's engine: the first
             visit out of order ends the prefetch of its step, and the next runs on demand while it
@@ -123,7 +124,7 @@ class OffloadConfig:
     """
 
     backend: str = "auto"
-    policy: str = "pilot"
+    policy: str = "auto"
     defer_updates: str = "auto"
     draft_share: float = 0.5
     rollback: bool = False
@@ -144,7 +145,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for name, known in (
             ("backend", BACKENDS),
-            ("policy", POLICIES),
+            ("policy", ("auto", *POLICIES)),
             ("defer_updates", DEFERRALS),
             ("numa", BINDINGS),
         ):
@@ -176,6 +177,12 @@ class OffloadConfig:
             raise ConfigError(f"rank_timeout={wait!r} is not a number of seconds: pass one above 0")
         if self.features is not None and not callable(self.features):
             raise ConfigError(f"features={self.features!r} is not callable")
+
+    def with_policy(self, default: str | None = None) -> OffloadConfig:
+        """Return these options; ``"auto"`` as the policy becomes ``default``, else ``"pilot"``."""
+        if self.policy != "auto":
+            return self
+        return dataclasses.replace(self, policy=default or "pilot")
 
     @classmethod
     def of(cls, options: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:

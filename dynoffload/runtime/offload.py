@@ -287,9 +287,8 @@ def _plan(
         )
     optimizer = None if optimizer is None else innermost(optimizer)
     given = defaults()
-    options = OffloadConfig.of(config)
-    if given.policy is not None:
-        options = replace(options, policy=given.policy)
+    asked = OffloadConfig.of(config)
+    options = asked.with_policy(given.policy)
     target = target_of(
         model,
         next((one for one in (device, given.device, place_of(model)) if one is not None), None),
@@ -307,7 +306,7 @@ def _plan(
         raise no_budget("offload(..., budget='8GiB')")
     if options.policy in UNPAGED:
         sharded.check(model, options, accelerator=target.queues is not None)
-        _say_overruled(given, limit, pilot, spill_dir)
+        _say_overruled(given, limit, pilot, spill_dir, host_budget, device, asked.policy)
         _check_open(model, optimizer)
         _check_unpaged(options.policy, pilot)
         directory = Path(spill_dir or given.spill_dir or default_spill_dir())
@@ -315,7 +314,7 @@ def _plan(
         return _Planned(block, functools.partial(_report, given))
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
-    _say_overruled(given, limit, pilot, spill_dir)
+    _say_overruled(given, limit, pilot, spill_dir, host_budget, device, asked.policy)
     _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)
@@ -475,7 +474,13 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
 
 
 def _say_overruled(
-    given: Defaults, budget: int, pilot: object, spill_dir: str | Path | None
+    given: Defaults,
+    budget: int,
+    pilot: object,
+    spill_dir: str | Path | None,
+    host_budget: int | str | None,
+    device: torch.device | str | int | None,
+    policy: str,
 ) -> None:
     """Say which options of the command line the script's own call leaves without effect."""
     overruled = []
@@ -486,6 +491,14 @@ def _say_overruled(
         overruled.append((f"pilot={pilot!r:.80}", f"--pilot {given.pilot}"))
     if given.spill_dir is not None and spill_dir and Path(spill_dir) != given.spill_dir:
         overruled.append((f"spill_dir={str(spill_dir)!r}", f"--spill-dir {given.spill_dir}"))
+    if given.policy not in (None, policy) and policy != "auto":
+        overruled.append((f"policy={policy!r}", f"--policy {given.policy}"))
+    if given.device is not None and device is not None and str(device) != given.device:
+        overruled.append((f"device={str(device)!r}", f"--device {given.device}"))
+    if given.host_budget is not None and host_budget not in (None, given.host_budget):
+        overruled.append(
+            (f"host_budget={host_budget!r}", f"--host-budget {format_bytes(given.host_budget)}")
+        )
     for argument, option in overruled:
         logger.warning("the script's own offload(%s) counts, and %s does not", argument, option)
 
