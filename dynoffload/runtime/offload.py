@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
+from dynoffload.launch import own_file
 from dynoffload.memory.cores import address_of
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.reused import suspended
@@ -39,7 +40,6 @@ from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.ranks import sharded
 from dynoffload.runtime.ranks.binding import Binding, binding_for, bound
-from dynoffload.runtime.ranks.launch import own_file
 from dynoffload.runtime.ranks.replicas import (
     bucket_bytes,
     check_experts,

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
+from dynoffload.launch import launched_rank
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.access import Access, InMemory, Paged
@@ -196,7 +197,7 @@ class Session:
     def _say_plan(self, spill_reason: str) -> None:
         paging, sizing = self._paging, self.sizing
         assert paging is not None
-        if int(os.environ.get("RANK", "0")):
+        if launched_rank():
             return
         logger.info(
             "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
