@@ -109,9 +109,10 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
-        suppresses = self._leave(kind, error, trace)
-        self._planned.report(self._session)
-        return suppresses
+        try:
+            return self._leave(kind, error, trace)
+        finally:
+            self._planned.report(self._session)
 
     def _leave(
         self,
@@ -370,10 +371,12 @@ def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterat
                 raise told from error
             raise
         finally:
-            if beside is not None:
-                beside.end(left_by)
             _open.pop(id(model), None)
-            session.close()
+            try:
+                if beside is not None:
+                    beside.end(left_by)
+            finally:
+                session.close()
 
 
 @contextlib.contextmanager
@@ -415,9 +418,13 @@ def _check_unpaged(policy: str, pilot: object) -> None:
 
 
 def _report(given: Defaults, session: Session) -> None:
-    files = None if given.report is None else session.report(own_file(given.report))
-    if given.on_end is not None:
-        given.on_end(session, files)
+    files = None
+    try:
+        if given.report is not None:
+            files = session.report(own_file(given.report))
+    finally:
+        if given.on_end is not None:
+            given.on_end(session, files)
 
 
 def materialize(model: nn.Module, init: Init = None) -> nn.Module:
