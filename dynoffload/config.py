@@ -112,7 +112,9 @@ class OffloadConfig:
             which the C library is asked to hand its free pages back.
         rank_timeout: of a run of several processes: seconds that a rank may keep the others waiting
             before they end with a `RankError`; it is set as the timeout of the process groups for
-            the time of the block. ``None``: as long as the groups allow, 30 minutes by default.
+            the time of the block. A process whose wait no timeout ends, ends itself with code 70.
+            ``None``: as long as the groups allow, 30 minutes by default; a longer wait is warned
+            of. Set it where a hung run costs more than one that is ended.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
         debug: checksum all bytes of a region on its way out of fast memory and compare them on its
