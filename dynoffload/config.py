@@ -118,10 +118,10 @@ class OffloadConfig:
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
         debug: checksum all bytes of a region on its way out of fast memory and compare them on its
-            way in (the pager always does so with a word of each 512 bytes), keep everybody out of
-            absent and released memory, and, on the pager, fill the free pages of its pool with NaNs
-            (the mapped file has none); by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time,
-            and no memory.
+            way in (the pager always does so with a word of each 512 bytes; on the mapped file what
+            was touched meanwhile is not compared), and, on the pager, fill the free pages of its
+            pool with NaNs; by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time, and no
+            memory.
         record_events: keep transfers and stalls of the latest steps for the report.
     """
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -247,9 +248,7 @@ def test_a_failed_lock_locks_nothing(device: Pager, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("call", ["lock", "withdraw", "exchange", "hide"])
-def test_a_call_that_waits_for_a_driver_keeps_nobody_else_waiting(
-    device: Pager, call: str
-) -> None:
+def test_a_call_that_waits_for_a_driver_keeps_nobody_else_waiting(device: Pager, call: str) -> None:
     """Others fault, acquire and ask meanwhile; the call goes on when the driver lets go."""
     ring = _Ring()
     held, other, absent = (device.allocate(SMALL) for _ in range(3))

@@ -236,7 +236,6 @@ int fault_open(int *user_mode_only);
 
 /* sums.c */
 uint64_t sum_of(const struct pager *, const struct region *);
-uint64_t sum_bytes(uint64_t sum, const void *bytes, uint64_t nbytes); /* whole words */
 
 /* debug.c */
 void debug_poison(const struct pager *, uint32_t slot);
