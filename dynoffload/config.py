@@ -66,9 +66,10 @@ class OffloadConfig:
             or ``"auto"``: the pager where the system has it, else the mapped file; the plan line,
             which is logged at INFO, names the choice. On an accelerator ``"accelerator"``, which
             ``"auto"`` is there.
-        policy: ``"pilot"`` prefetches by the pilot's prediction while it does better of late than
-            the last order, else by that; ``"repeat"`` by the last order, in which a step finds its
-            place again after a visit out of order. Prefetch by these that loses against on-demand
+        policy: ``"auto"`` is what ``dynoffload run --policy`` says, else ``"pilot"``. ``"pilot"``
+            prefetches by the pilot's prediction while it does better of late than the last order,
+            else by that; ``"repeat"`` by the last order, in which a step finds its place again
+            after a visit out of order. Prefetch by these that loses against on-demand
             goes off by itself, and says so. The others are baselines, which never do.
             ``"replay"``: by the last order to the letter, as ZeRO-Infinity's engine: the first
             visit out of order ends the prefetch of its step, and the next runs on demand while it
@@ -111,19 +112,21 @@ class OffloadConfig:
             which the C library is asked to hand its free pages back.
         rank_timeout: of a run of several processes: seconds that a rank may keep the others waiting
             before they end with a `RankError`; it is set as the timeout of the process groups for
-            the time of the block. ``None``: as long as the groups allow, 30 minutes by default.
+            the time of the block. A process whose wait no timeout ends, ends itself with code 70.
+            ``None``: as long as the groups allow, 30 minutes by default; a longer wait is warned
+            of. Set it where a hung run costs more than one that is ended.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
             ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
         debug: checksum all bytes of a region on its way out of fast memory and compare them on its
-            way in (the pager always does so with a word of each 512 bytes), keep everybody out of
-            absent and released memory, and, on the pager, fill the free pages of its pool with NaNs
-            (the mapped file has none); by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time,
-            and no memory.
+            way in (the pager always does so with a word of each 512 bytes; on the mapped file what
+            was touched meanwhile is not compared), and, on the pager, fill the free pages of its
+            pool with NaNs; by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time, and no
+            memory.
         record_events: keep transfers and stalls of the latest steps for the report.
     """
 
     backend: str = "auto"
-    policy: str = "pilot"
+    policy: str = "auto"
     defer_updates: str = "auto"
     draft_share: float = 0.5
     rollback: bool = False
@@ -144,7 +147,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for name, known in (
             ("backend", BACKENDS),
-            ("policy", POLICIES),
+            ("policy", ("auto", *POLICIES)),
             ("defer_updates", DEFERRALS),
             ("numa", BINDINGS),
         ):
@@ -176,6 +179,12 @@ class OffloadConfig:
             raise ConfigError(f"rank_timeout={wait!r} is not a number of seconds: pass one above 0")
         if self.features is not None and not callable(self.features):
             raise ConfigError(f"features={self.features!r} is not callable")
+
+    def with_policy(self, default: str | None = None) -> OffloadConfig:
+        """Return these options; ``"auto"`` as the policy becomes ``default``, else ``"pilot"``."""
+        if self.policy != "auto":
+            return self
+        return dataclasses.replace(self, policy=default or "pilot")
 
     @classmethod
     def of(cls, options: OffloadConfig | Mapping[str, Any] | None) -> OffloadConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
 from dynoffload.errors import RankError
+from dynoffload.runtime.ranks import watch as rank_watch
 
 AT, TIMEOUT_S, HANGS_S = 3, 4, 60
 
@@ -96,6 +98,25 @@ def main(directory: Path, rank: int, kind: str) -> None:
         raise
     if kind == "leave":
         time.sleep(HANGS_S)  # as one that goes on to evaluate
+
+
+def waiting(rank: int, world: int) -> list[str]:
+    """Have the first rank wait for the second, for longer than the default group
+    allows; return what was logged."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dynoffload").addHandler(handler)
+    rank_watch._MOMENT_S = 0.5
+    own = dist.new_group(timeout=datetime.timedelta(minutes=3))
+    rank_watch._set(dist.group.WORLD, datetime.timedelta(seconds=1))
+    model = torch.nn.Linear(8, 8)
+    with dynoffload.offload(model, budget="1MiB"):
+        if rank:
+            time.sleep(8)
+        dist.barrier(own)
+        dist.barrier(own)
+    return said
 
 
 if __name__ == "__main__":

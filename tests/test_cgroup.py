@@ -171,3 +171,43 @@ def test_no_room_for_swap_is_said(disk: Path) -> None:
     with pytest.raises(LimitError, match="free"), swap_file(disk, 2**60):
         pass
     assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("left_by", ["this process", "a killed one"])
+@pytest.mark.parametrize("place", ["disk", "link", "two words"])
+def test_a_swap_file_that_cannot_be_switched_off_stays(
+    left_by: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its name nobody could switch it off any more. Tools like root's, with their own list
+    of what is on."""
+    swaps, tools, directory = tmp_path / "swaps", tmp_path / "tools", tmp_path / place
+    (tmp_path / ("disk" if place == "link" else place)).mkdir()
+    if place == "link":
+        directory.symlink_to(tmp_path / "disk")
+    tools.mkdir()
+    swaps.write_text("Filename Type Size Used Priority\n")
+    scripts = {
+        "mkswap": "",
+        "swapon": rf"""readlink -f "$1" | sed 's/ /\\040/; s/$/ file 1 0 -2/' >> {swaps}""",
+        "swapoff": f"test -e {tmp_path}/room || {{ echo no memory >&2; exit 255; }}\n"
+        f"sed -i 1q {swaps}",
+    }
+    for tool, script in scripts.items():
+        (tools / tool).write_text(f"#!/bin/sh\n{script}\n")
+        (tools / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    monkeypatch.setattr(cgroup, "_SWAPS", swaps)
+    monkeypatch.setattr(cgroup, "why_unavailable", lambda swap=False: "")
+    left = directory / f"{cgroup._SWAP}999999999-x"
+    if left_by == "a killed one":
+        left.touch()
+        subprocess.run([tools / "swapon", left], check=True)
+    with pytest.raises(LimitError, match="no memory"), swap_file(directory, MiB):
+        pass
+    (there,) = directory.iterdir()
+    there.rename(left)
+    swaps.write_text(swaps.read_text().replace(there.name, left.name))
+    (tmp_path / "room").touch()
+    cgroup._remove_stale_swap(directory)
+    assert list(directory.iterdir()) == []
+    assert len(swaps.read_text().splitlines()) == 1

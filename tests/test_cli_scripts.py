@@ -253,6 +253,12 @@ def test_a_script_that_offloads_nothing_is_told(
         (["--budget", "1MiB"], {"budget": "2MiB"}, ("budget=2MiB", "--budget 1MiB")),
         (["--spill-dir", "/var/tmp"], {"spill_dir": "."}, ("spill_dir='.'", "--spill-dir /var/")),
         (["--pilot", __file__], {"pilot": None}, ("pilot=None", f"--pilot {__file__}")),
+        (
+            ["--policy", "repeat"],
+            {"config": {"policy": "on-demand"}},
+            ("policy='on-demand'", "--policy repeat"),
+        ),
+        (["--device", "cuda"], {"device": "cpu"}, ("device='cpu'", "--device cuda")),
     ],
 )
 def test_an_option_that_the_script_overrules_is_named(
@@ -261,7 +267,7 @@ def test_an_option_that_the_script_overrules_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     options: list[str],
-    argument: dict[str, str | None],
+    argument: dict[str, object],
     line: tuple[str, str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -272,6 +278,27 @@ def test_an_option_that_the_script_overrules_is_named(
     found = [message for message in caplog.messages if "counts, and" in message]
     assert len(found) == 1
     assert all(part in found[0] for part in line)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "used"),
+    [
+        (["--policy", "repeat"], "{'policy': 'on-demand'}", "on-demand"),
+        (["--policy", "repeat"], "{'policy': 'pilot'}", "pilot"),
+        (["--policy", "repeat"], "dynoffload.OffloadConfig(policy='pilot')", "pilot"),
+        (["--policy", "repeat"], "dynoffload.OffloadConfig(io_threads=2)", "repeat"),
+        (["--policy", "repeat"], "{'io_threads': 2}", "repeat"),
+        ([], "dynoffload.OffloadConfig()", "pilot"),
+    ],
+)
+def test_the_scripts_own_policy_counts_and_an_open_one_is_the_commands(
+    runner: CliRunner, tmp_path: Path, options: list[str], given: str, used: str
+) -> None:
+    script, page = write(tmp_path, TRAIN), tmp_path / "run.html"
+    words = ["run", "--budget", "2MiB", *options, "--report", str(page), str(script)]
+    result = runner.invoke(app, [*words, f"dict(config={given})", "1"])
+    assert result.exit_code == 0, result.output
+    assert RunLog.load(page.with_suffix(".runlog.json.gz")).policy == used
 
 
 def test_what_is_overruled_is_one_line_of_the_error_stream(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import itertools
 import logging
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import Twin, assert_same, footprint_of, needs_pager, small, small_loss, small_samples
+from fused_networks import paging_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,6 +23,7 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 from dynoffload.errors import SpillError, StepLostError
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime.updates.drafts import Drafts
+from dynoffload.runtime.updates.making import Maker
 
 pytestmark = [needs_pager, pytest.mark.timeout(60)]
 
@@ -467,3 +470,56 @@ def test_memory_of_a_parameter_whose_update_waits_can_be_given_to_another() -> N
                 optimizer.zero_grad()
     assert_same(twin.model.a.weight.detach(), twin.reference.a.weight.detach(), "a")  # type: ignore
     assert_same(twin.model.b.weight.detach(), twin.reference.b.weight.detach(), "b")  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "step"), [(Pager, "acquire", 5), (Pager, "allocate", 1), (Maker, "run_on", 5)]
+)
+def test_a_draft_that_fails_leaves_its_twins_empty(
+    owner: type, name: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State may be lent by then, and can be lent again only if its twin has nothing."""
+    twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
+    make, real = Drafts.make, getattr(owner, name)
+    twins: set[int] = set()
+    fails = drafting = False
+    hits = 0
+
+    def making(self: Drafts, slot: Any) -> None:
+        nonlocal drafting
+        drafting, before = True, set(self._drafts)
+        twins.update(self._chosen.get(slot, {}).values())
+        try:
+            make(self, slot)
+        finally:
+            drafting = False
+        if before != set(self._drafts):
+            twins.difference_update(self._chosen[slot].values())
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal fails, hits
+        if fails and drafting:
+            fails, hits = False, hits + 1
+            raise SpillError(errno.EIO, "the disk fails")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Drafts, "make", making)
+    monkeypatch.setattr(owner, name, failing)
+    config = {"draft_share": 1.0, "policy": "repeat"}
+    with twin.paged(footprint_of(twin.model), config=config) as session:
+        for number in range(8):
+            fails = number == step
+            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                torch.manual_seed(number)
+                try:
+                    small_loss(model, SAMPLES[0]).backward()
+                except SpillError:
+                    assert not twins & set(paging_of(session).device.resident())
+                    optimizer.zero_grad()
+                    torch.manual_seed(number)
+                    small_loss(model, SAMPLES[0]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            twins.clear()
+    assert hits == 1
+    twin.assert_same()

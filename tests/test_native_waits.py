@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -244,6 +245,47 @@ def test_a_failed_lock_locks_nothing(device: Pager, monkeypatch: pytest.MonkeyPa
     device.lock([a, b])
     device.unlock([a, b])
     assert holds(device, b)
+
+
+@pytest.mark.parametrize("call", ["lock", "withdraw", "exchange", "hide"])
+def test_a_call_that_waits_for_a_driver_keeps_nobody_else_waiting(device: Pager, call: str) -> None:
+    """Others fault, acquire and ask meanwhile; the call goes on when the driver lets go."""
+    ring = _Ring()
+    held, other, absent = (device.allocate(SMALL) for _ in range(3))
+    filled(device, [held, other, absent])
+    twin = device.twin(held)
+    filled(device, [device.allocate(4 * SMALL) for _ in range(4)])  # the others leave
+    device.acquire([held])
+    at = device.storage(held)
+    if call == "hide":
+        device.lock([held])
+        at = device.show([held])[0]
+    ring.hold(at.data_ptr(), SMALL)
+    del at
+    calls: dict[str, Any] = {
+        "lock": lambda: device.lock([held]),
+        "withdraw": lambda: device.withdraw([held]),
+        "exchange": lambda: device.exchange([held], [twin]),
+        "hide": lambda: device.hide([held]),
+    }
+    done: list[str] = []
+    waits = threading.Thread(target=lambda: done.append(calls[call]() or call), daemon=True)
+    waits.start()
+    time.sleep(0.3)
+    assert waits.is_alive()
+    begin = time.monotonic()
+    assert holds(device, absent)
+    device.acquire([other])
+    assert device.resident_bytes() <= device.capacity
+    assert time.monotonic() - begin < 4
+    assert waits.is_alive()
+    ring.close()
+    waits.join(5)
+    assert not waits.is_alive()
+    if call in ("lock", "hide"):
+        device.unlock([held])
+    if call != "exchange":
+        assert holds(device, held)
 
 
 def test_a_region_can_end_while_a_driver_holds_its_pages(device: Pager) -> None:

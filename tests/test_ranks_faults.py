@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from exactness import needs_pager
-from ranks_faults import AT, HANGS_S, TIMEOUT_S
+from gloo_ranks import run_ranks
+from ranks_faults import AT, HANGS_S, TIMEOUT_S, waiting
 
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
@@ -132,3 +133,14 @@ def test_a_wait_that_nobody_can_end_ends_the_process(tmp_path: Path) -> None:
 def test_a_timeout_that_is_none_is_refused(wait: Any) -> None:
     with pytest.raises(ConfigError, match=r"rank_timeout=.* is not a number of seconds"):
         OffloadConfig(rank_timeout=wait)
+
+
+@pytest.mark.slow
+def test_a_long_wait_is_warned_of_and_ends_no_process_unless_that_was_asked_for() -> None:
+    """A group of the user's own may allow hours, as for what the first rank does alone."""
+    first, second = run_ranks(waiting, 2)
+    (told,) = [one for one in first if "has waited" in one]
+    assert "waited for the others in barrier()" in told
+    assert "rank 1 runs, and has been for" in told
+    assert "config={'rank_timeout': seconds} ends the process" in told
+    assert not [one for one in second if "has waited" in one]

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from exactness import needs_pager
 
+import dynoffload
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import ranks
-from dynoffload.runtime.ranks.launch import own_file, own_folder, said_by
+from dynoffload.launch import own_file, own_folder, said_by
+from dynoffload.optim import HostOptimizer
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--preset", "tiny", "--steps", "2", "--tokens", "32"]
@@ -74,6 +77,25 @@ def test_names_that_ranks_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert own_file(page) == Path("out/run-rank1.html")
     assert (own_folder(folder), said_by()) == (folder / "rank1", "rank 1: ")
+
+
+@pytest.mark.parametrize("rank", ["", "first"])
+@pytest.mark.parametrize("kind", ["session", "host optimizer"])
+def test_a_rank_that_is_no_number_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, rank: str
+) -> None:
+    """Job scripts export ``RANK=`` where there is one process: it says its plan like any other."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "")
+    caplog.set_level("INFO", "dynoffload")
+    model = torch.nn.Linear(64, 64)
+    if kind == "session":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with dynoffload.offload(model, optimizer, budget="1MiB"):
+            pass
+    else:
+        HostOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    assert "Linear" in caplog.text or "HostOptimizer: " in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ copies leave fast memory before backward asks for them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import dynoffload
+from dynoffload.errors import SpillError
 from dynoffload.runtime.counting import parts_of
 from dynoffload.units import MiB
 
@@ -642,3 +644,39 @@ def test_a_sparse_matrix_that_every_layer_saves_is_counted_once(
     assert max(peaks) <= budget + (0 if own else nbytes)
     told = "; the largest is a sparse tensor that autograd saves in or after module 'layers.0' with"
     assert (told in caplog.text) == (not own)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("large", [False, True])
+def test_a_chunk_that_gets_no_memory_is_not_lost(
+    backend: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward fails as no room is made for what it saves: nothing of it stays, and the step can
+    be made again."""
+    twin = pair(plain)
+    with twin.paged(MiB, pilot=None, config={"backend": backend}) as session:
+        paging = paging_of(session)
+        chunk = session.sizing.chunk_bytes
+        x = torch.randn(2 * chunk // 128 if large else 64, 32)
+        acquire, failing = type(paging.device).acquire, False
+
+        def acquire_or_fail(self: Any, regions: Any, *, pin: bool = False) -> None:
+            if failing and any("activations" in paging.store.names[region] for region in regions):
+                raise SpillError(errno.EIO, "no room")
+            acquire(self, regions, pin=pin)
+
+        monkeypatch.setattr(type(paging.device), "acquire", acquire_or_fail)
+        for failing in (False, False, True, True, True, False):
+            if failing:
+                with pytest.raises(SpillError, match="no room"):
+                    twin.model(x)
+            else:
+                for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                paging.activations.sweep()
+                regions, chunks = set(paging.device._places), len(paging.activations)
+            assert set(paging.device._places) == regions
+            assert len(paging.activations.next_indices()) == len(paging.activations) == chunks
+    twin.assert_same()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dynoffload.errors import DynOffloadError, ProfilingDone
-from dynoffload.runtime.ranks.launch import said_by
+from dynoffload.launch import said_by
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 

@@ -21,7 +21,7 @@ from dynoffload.cli.app import app, say_note, say_wrote, stderr, stdout
 from dynoffload.cli.scripts import log_lines, run_script
 from dynoffload.config import POLICIES, clear_defaults, set_defaults
 from dynoffload.errors import ConfigError, ProfilingDone
-from dynoffload.runtime.ranks.launch import own_folder, said_by
+from dynoffload.launch import own_folder, said_by
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -186,7 +186,7 @@ def estimates(
     report: Report | None = None,
 ) -> list[Estimate]:
     """Return an `estimate` for each of ``budgets``; steps and link are measured once."""
-    options = OffloadConfig.of(config)
+    options = OffloadConfig.of(config).with_policy()
     check_options(options)
     if is_managed(model):
         raise ConfigError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,7 @@ _GROUP = "dynoffload-"
 _SWAP = ".dynoffload-swap-"
 _SWAP_TOOLS = ("mkswap", "swapon", "swapoff")
 _REMOVAL_S = 10.0  # a group stays busy for a moment after its last process has died
+_SWAPS = Path("/proc/swaps")
 _ROOTS = {1: Path("/sys/fs/cgroup/memory"), 2: Path("/sys/fs/cgroup")}
 
 
@@ -301,6 +303,7 @@ def swap_file(directory: Path, nbytes: int) -> Iterator[Path]:
         )
     with ended_by_signal():
         descriptor, name = tempfile.mkstemp(prefix=f"{_SWAP}{os.getpid()}-", dir=directory)
+        on = False
         try:
             try:
                 os.posix_fallocate(descriptor, 0, nbytes)
@@ -308,12 +311,10 @@ def swap_file(directory: Path, nbytes: int) -> Iterator[Path]:
                 os.close(descriptor)
             _tool("mkswap", name)
             _tool("swapon", name)
-            try:
-                yield Path(name)
-            finally:
-                _tool("swapoff", name)
+            on = True
+            yield Path(name)
         finally:
-            os.unlink(name)
+            _end_swap(Path(name), on)
 
 
 @dataclass(frozen=True)
@@ -392,10 +393,30 @@ def _remove_stale_groups(root: Path) -> None:
 
 
 def _remove_stale_swap(directory: Path) -> None:
-    active = Path("/proc/swaps").read_text(encoding="utf-8")
     for path in directory.glob(f"{_SWAP}*"):
         if _maker_is_gone(path.name, _SWAP):
             logger.warning("switching off and removing %s, left by a killed process", path)
-            if str(path) in active:
-                _tool("swapoff", str(path))
-            path.unlink(missing_ok=True)
+            _end_swap(path)
+
+
+def _end_swap(path: Path, on: bool = False) -> None:
+    """Remove a swap file; one that cannot be switched off keeps the name that this takes."""
+    if on or _is_on(path):
+        try:
+            _tool("swapoff", str(path))
+        except LimitError as error:
+            raise LimitError(
+                f"{error}; the file stays in use as swap: free memory, then run 'swapoff {path}' "
+                "and remove it"
+            ) from None
+    path.unlink(missing_ok=True)
+
+
+def _is_on(path: Path) -> bool:
+    """Return whether a file is in use as swap. The kernel escapes spaces in names."""
+    for line in _SWAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]:
+        name = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[0])
+        with contextlib.suppress(OSError):  # of another namespace
+            if path.samefile(name):
+                return True
+    return False

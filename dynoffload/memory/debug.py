@@ -1,80 +1,51 @@
-"""The watch over a mapped spill file in debug mode: what is absent cannot be read unchecked.
+"""Checksums of a mapped spill file's regions, in debug mode: what comes back is what left.
 
-What it is: the way to the watch in ``native/debug.c``, which takes the rights to an absent region's
-addresses away and compares its bytes with a checksum before it gives them back, also to an access
-that nobody announced. What it is not: the pager's checks, which are a part of its transfers.
-
-As long as a region is absent, a system call that is given its addresses fails with EFAULT.
+[Note: touched]  The kernel serves an access to an absent region unasked, and it may be a write. So
+a region of which pages are in memory, or were and the kernel has reclaimed them, is not compared.
 """
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
+import zlib
 
-from dynoffload.errors import BackendError
-from dynoffload.memory import native_pager
+from dynoffload.units import MiB
+
+_PIECE = 1 * MiB
 
 
-class Watch:
-    """Watches over regions of a mapping; every region is named by its offset in the file.
+class Checksums:
+    """CRC-32 of the regions that have left memory, by their offsets in the file ``fd``."""
 
-    Args:
-        address: of the mapping.
-        page_bytes: all regions begin and end at multiples of it.
-        pages: of the mapping.
-        fd: the file behind it, opened without O_DIRECT.
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._sums: dict[int, int] = {}
 
-    Raises:
-        BackendError: the native library is missing, or there is no memory for the watch.
-    """
+    def take(self, offset: int, nbytes: int) -> None:
+        """Note the checksum of a region that is about to leave, as it was written."""
+        self._sums[offset] = self._of(offset, nbytes)
 
-    def __init__(self, address: int, page_bytes: int, pages: int, fd: int) -> None:
-        self._page = page_bytes
-        try:
-            self._native = native_pager.load()
-        except (BackendError, OSError) as error:
-            raise BackendError(
-                f"debug mode needs the native library, also with mapped files: {error}; or set "
-                "debug=False (DYNOFFLOAD_DEBUG=0)"
-            ) from error
-        number = ctypes.c_int()
-        self._handle = self._native.watch_open(address, page_bytes, pages, fd, ctypes.byref(number))
-        if not self._handle:
-            raise BackendError(
-                f"debug mode cannot watch over memory here: {os.strerror(number.value)}; set "
-                "debug=False (DYNOFFLOAD_DEBUG=0)"
-            )
+    def forget(self, offset: int) -> None:
+        """Drop the checksum of bytes that count no more."""
+        self._sums.pop(offset, None)
 
-    def begin(self, offset: int, length: int) -> None:
-        """A region without content begins."""
-        _check(self._native.watch_begin(self._handle, offset // self._page, length // self._page))
-
-    def shut(self, offset: int) -> None:
-        """The region is about to leave: take its checksum, and keep everybody out."""
-        _check(self._native.watch_shut(self._handle, offset // self._page))
-
-    def admit(self, offset: int) -> None:
-        """The region is about to be used.
+    def compare(self, offset: int, nbytes: int) -> None:
+        """Compare a region that has come back.
 
         Raises:
             OSError: it cannot be read; ``EBADMSG`` if its bytes are not those that left.
         """
-        _check(self._native.watch_admit(self._handle, offset // self._page))
+        known = self._sums.get(offset)
+        if known is not None and self._of(offset, nbytes) != known:
+            raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
 
-    def forget(self, offset: int) -> None:
-        """The region's bytes count no more."""
-        _check(self._native.watch_forget(self._handle, offset // self._page))
-
-    def end(self, offset: int) -> None:
-        """The region is no more: an access to it ends the process."""
-        _check(self._native.watch_end(self._handle, offset // self._page))
-
-    def close(self) -> None:
-        """The mapping is about to go."""
-        self._native.watch_close(self._handle)
-
-
-def _check(error: int) -> None:
-    if error:
-        raise OSError(error, os.strerror(error))
+    def _of(self, offset: int, nbytes: int) -> int:
+        found, end = 0, offset + nbytes
+        while offset < end:
+            piece = os.pread(self._fd, min(_PIECE, end - offset), offset)
+            if not piece:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))  # the file was cut off
+            found = zlib.crc32(piece, found)
+            offset += len(piece)
+        return found

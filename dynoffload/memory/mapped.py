@@ -12,7 +12,6 @@ What it is not: guarded. No access waits for anybody, so nothing can be locked.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory.account import Account, Holding, State
-from dynoffload.memory.debug import Watch
+from dynoffload.memory.debug import Checksums
 from dynoffload.memory.device import Counters, Event
 from dynoffload.memory.following import Following
 from dynoffload.memory.mapping import Mapping
@@ -45,8 +44,7 @@ class MappedFile(Unguarded, Places):
         need: bytes that the spill file will take at least.
         threads: transfer threads.
         record: keep events.
-        debug: checksum and compare what leaves and comes back, and keep everybody out of what is
-            absent or released.
+        debug: checksum what leaves and compare it as it comes back.
 
     Raises:
         BackendError: the system refuses the mapping.
@@ -85,28 +83,19 @@ class MappedFile(Unguarded, Places):
                 f"the spill file in {spill_dir} cannot be mapped: {error.strerror}; raise the "
                 "limit of virtual memory (ulimit -v), or pass spill_dir= another disk"
             ) from error
-        self._watch: Watch | None = None
-        if debug:
-            try:
-                self._watch = Watch(mapping.address, page_bytes, arena_pages(page_bytes), spill.fd)
-            except BackendError:
-                mapping.close()
-                spill.close()
-                raise
         pages = capacity // page_bytes
         super().__init__(pages * page_bytes, page_bytes, spill, mapping.address)
         self._process = os.getpid()
         self._closed = False
         self._mapping = mapping
         self._account = Account(pages, record)
-        self._transfers = Transfers(self._account, mapping, spill, threads, self.names, self._watch)
+        sums = Checksums(spill.fd) if debug else None
+        self._transfers = Transfers(self._account, mapping, spill, threads, self.names, sums)
 
     # Places
 
     def _admit(self, region: int, place: Place) -> None:
         page = self.page_bytes
-        if self._watch is not None:
-            self._watch.begin(place.page * page, place.pages * page)
         with self._account.mutex:
             self._account.admit(
                 region, place.page * page, place.pages * page, place.pages, place.nbytes
@@ -115,9 +104,7 @@ class MappedFile(Unguarded, Places):
     def _dismiss(self, region: int) -> None:
         with self._account.mutex:
             self._transfers.forget(self._account.holdings[region])
-            ended = self._account.holdings.pop(region)
-        if self._watch is not None:
-            self._watch.end(ended.offset)
+            del self._account.holdings[region]
 
     def discard(self, region: int) -> None:
         """See `Device.discard`."""
@@ -224,20 +211,6 @@ class MappedFile(Unguarded, Places):
                 waited = f" within {_GRACE_S:.0f} s"
                 raise self._no_room([h.region for h in absent], pinned, waited)
 
-        if self._watch is not None:
-            for h in wanted:
-                self._check(h)
-
-    def _check(self, h: Holding) -> None:
-        """Give the rights to a region back that is present, but was on its way out."""
-        assert self._watch is not None
-        try:
-            self._watch.admit(h.offset)
-        except OSError as error:
-            number = error.errno or errno.EIO
-            told = self._transfers.unreadable(h, number)
-            raise spill_failure(number, f"{told}; {UNREAD}") from error
-
     # The plan
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
@@ -310,7 +283,5 @@ class MappedFile(Unguarded, Places):
         self._transfers.stop()
         self._storages.clear()
         self._rows.clear()
-        if self._watch is not None:
-            self._watch.close()
         self._mapping.close()
         self._spill.close()

@@ -237,6 +237,12 @@ class Mapping:
         _check(self._libc.mincore(self.address + offset, nbytes, pages.data_ptr()))
         return int((pages & 1).sum()) * mmap.PAGESIZE
 
+    def touched(self, offset: int, nbytes: int) -> bool:
+        """Return whether pages of a range that was dropped have been in memory since; those that
+        the kernel has reclaimed are told from Linux 6.5 on."""
+        found = self._stat(offset, nbytes)
+        return bool(self.cached(offset, nbytes) if found is None else found.cached + found.evicted)
+
     def modified(self, offset: int, nbytes: int) -> int:
         """Return how many bytes of a range are still to be written; all that may be, in doubt."""
         found = self._stat(offset, nbytes)

@@ -110,13 +110,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_taken": (_U64, (_P,)),
     "pager_counters": (None, (_P, _P)),
     "pager_events": (_U32, (_P, _P)),
-    "watch_open": (_P, (_U64, _U64, _U32, _INT, _P)),
-    "watch_begin": (_INT, (_P, _U32, _U32)),
-    "watch_shut": (_INT, (_P, _U32)),
-    "watch_admit": (_INT, (_P, _U32)),
-    "watch_forget": (_INT, (_P, _U32)),
-    "watch_end": (_INT, (_P, _U32)),
-    "watch_close": (None, (_P,)),
 }
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.account import Account, Holding, State
-from dynoffload.memory.debug import Watch
+from dynoffload.memory.debug import Checksums
 from dynoffload.memory.device import Cause, EventKind, called
 from dynoffload.memory.following import NEVER
 from dynoffload.memory.mapping import Mapping
@@ -39,7 +39,7 @@ class Transfers:
         spill: the file behind it.
         threads: how many transfers may run at once, besides those of waiting threads.
         names: what messages call regions.
-        watch: compares what comes back with what left, in debug mode.
+        sums: compares what comes back with what left, in debug mode.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Transfers:
         spill: SpillFile,
         threads: int,
         names: dict[int, str],
-        watch: Watch | None = None,
+        sums: Checksums | None = None,
     ) -> None:
         self._account, self._mapping, self._spill = account, mapping, spill
         self._names = names
-        self._watch = watch
+        self._sums = sums
         self._stopping = False
         self._threads = [
             threading.Thread(
@@ -204,16 +204,21 @@ class Transfers:
     def _read(self, h: Holding) -> int:
         """Return 0, or the errno that did not pass by trying again."""
         failure = 0
+        sums = self._sums
+        if sums is not None and self._mapping.touched(h.offset, h.length):
+            sums = None
         for _ in range(_ATTEMPTS):
             try:
-                if self._watch is not None:
-                    self._watch.admit(h.offset)
                 if h.content:
                     self._mapping.fetch(h.offset, h.length)
                 else:
                     self._mapping.create(h.offset, h.length)
+                if sums is not None:
+                    sums.compare(h.offset, h.length)
                 return 0
             except OSError as error:
+                if sums is not None:  # read anew, and compared anew, by whoever asks next
+                    self._mapping.drop(h.offset, h.length)
                 failure = error.errno or errno.EIO
         return failure
 
@@ -238,11 +243,11 @@ class Transfers:
         start, failure, dirty = time.perf_counter(), 0, 0
         with self._unlocked():
             try:
-                if self._watch is not None:
-                    self._watch.shut(h.offset)
                 dirty = min(h.nbytes, self._mapping.modified(h.offset, h.length))
                 if dirty:
                     self._mapping.write_back(h.offset, h.length)
+                if self._sums is not None:
+                    self._sums.take(h.offset, h.length)
             except OSError as error:
                 failure = error.errno or errno.EIO
         if failure:  # what could not be written stays; the owner is told
@@ -271,8 +276,8 @@ class Transfers:
             h.state = State.WRITING
             try:
                 with self._unlocked():
-                    if self._watch is not None:
-                        self._watch.forget(h.offset)
+                    if self._sums is not None:
+                        self._sums.forget(h.offset)
                     self._mapping.forget(h.offset, h.length)
             except OSError as error:
                 failure = error.errno or errno.EIO

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ import torch
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError, StepLostError
+from dynoffload.launch import launched_rank
 from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.memory.cores import address_of, cores_for
 from dynoffload.optim.agreeing import agree, catch_up
@@ -273,7 +273,7 @@ class HostOptimizer(Optimizer):
         return plan_by(measure(self._queues, self._rule, self._crew, group), entries)
 
     def _say_plan(self) -> None:
-        if int(os.environ.get("RANK", "0")):
+        if launched_rank():
             return
         stores, cores = self._held(), self._crew.cores
         elements = sum(entry.numel for entry in self._entries.values())

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
+from dynoffload.launch import own_file
 from dynoffload.memory.cores import address_of
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.reused import suspended
@@ -39,7 +40,6 @@ from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.ranks import sharded
 from dynoffload.runtime.ranks.binding import Binding, binding_for, bound
-from dynoffload.runtime.ranks.launch import own_file
 from dynoffload.runtime.ranks.replicas import (
     bucket_bytes,
     check_experts,
@@ -109,9 +109,10 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
-        suppresses = self._leave(kind, error, trace)
-        self._planned.report(self._session)
-        return suppresses
+        try:
+            return self._leave(kind, error, trace)
+        finally:
+            self._planned.report(self._session)
 
     def _leave(
         self,
@@ -288,9 +289,8 @@ def _plan(
         )
     optimizer = None if optimizer is None else innermost(optimizer)
     given = defaults()
-    options = OffloadConfig.of(config)
-    if given.policy is not None:
-        options = replace(options, policy=given.policy)
+    asked = OffloadConfig.of(config)
+    options = asked.with_policy(given.policy)
     target = target_of(
         model,
         next((one for one in (device, given.device, place_of(model)) if one is not None), None),
@@ -308,7 +308,7 @@ def _plan(
         raise no_budget("offload(..., budget='8GiB')")
     if options.policy in UNPAGED:
         sharded.check(model, options, accelerator=target.queues is not None)
-        _say_overruled(given, limit, pilot, spill_dir)
+        _say_overruled(given, limit, pilot, spill_dir, host_budget, device, asked.policy)
         _check_open(model, optimizer)
         _check_unpaged(options.policy, pilot)
         directory = Path(spill_dir or given.spill_dir or default_spill_dir())
@@ -316,7 +316,7 @@ def _plan(
         return _Planned(block, functools.partial(_report, given))
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
-    _say_overruled(given, limit, pilot, spill_dir)
+    _say_overruled(given, limit, pilot, spill_dir, host_budget, device, asked.policy)
     _check_open(model, optimizer)
     if optimizer is not None:
         check_optimizer(optimizer)
@@ -373,10 +373,12 @@ def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterat
                 raise told from error
             raise
         finally:
-            if beside is not None:
-                beside.end(left_by)
             _open.pop(id(model), None)
-            session.close()
+            try:
+                if beside is not None:
+                    beside.end(left_by)
+            finally:
+                session.close()
 
 
 @contextlib.contextmanager
@@ -418,9 +420,13 @@ def _check_unpaged(policy: str, pilot: object) -> None:
 
 
 def _report(given: Defaults, session: Session) -> None:
-    files = None if given.report is None else session.report(own_file(given.report))
-    if given.on_end is not None:
-        given.on_end(session, files)
+    files = None
+    try:
+        if given.report is not None:
+            files = session.report(own_file(given.report))
+    finally:
+        if given.on_end is not None:
+            given.on_end(session, files)
 
 
 def materialize(model: nn.Module, init: Init = None) -> nn.Module:
@@ -477,7 +483,13 @@ def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
 
 
 def _say_overruled(
-    given: Defaults, budget: int, pilot: object, spill_dir: str | Path | None
+    given: Defaults,
+    budget: int,
+    pilot: object,
+    spill_dir: str | Path | None,
+    host_budget: int | str | None,
+    device: torch.device | str | int | None,
+    policy: str,
 ) -> None:
     """Say which options of the command line the script's own call leaves without effect."""
     overruled = []
@@ -488,6 +500,14 @@ def _say_overruled(
         overruled.append((f"pilot={pilot!r:.80}", f"--pilot {given.pilot}"))
     if given.spill_dir is not None and spill_dir and Path(spill_dir) != given.spill_dir:
         overruled.append((f"spill_dir={str(spill_dir)!r}", f"--spill-dir {given.spill_dir}"))
+    if given.policy not in (None, policy) and policy != "auto":
+        overruled.append((f"policy={policy!r}", f"--policy {given.policy}"))
+    if given.device is not None and device is not None and str(device) != given.device:
+        overruled.append((f"device={str(device)!r}", f"--device {given.device}"))
+    if given.host_budget is not None and host_budget not in (None, given.host_budget):
+        overruled.append(
+            (f"host_budget={host_budget!r}", f"--host-budget {format_bytes(given.host_budget)}")
+        )
     for argument, option in overruled:
         logger.warning("the script's own offload(%s) counts, and %s does not", argument, option)
 

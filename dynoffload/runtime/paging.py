@@ -643,12 +643,11 @@ class Paging:
             )
 
     def _restore(self) -> None:
-        reshard(self.model)
-        self.activations.close()
-        try:
-            self._leave_for_meta()
-        finally:
-            self._restore_all()
+        with contextlib.ExitStack() as parts:  # the last first, though one of them raises
+            parts.callback(self._restore_all)
+            parts.callback(self._leave_for_meta)
+            parts.callback(self.activations.close)
+            reshard(self.model)
 
     def _leave_for_meta(self) -> None:
         if self._undoes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.config import OffloadConfig
+from dynoffload.launch import launched_rank
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.access import Access, InMemory, Paged
@@ -113,19 +115,16 @@ class Session:
         for handle in self._handles:
             handle.remove()
         paging, self._paging = self._paging, None
-        clear_frames(error)
-        if paging is not None:
-            if paging.meta_is_held():  # by code of the user's that was cut off
-                clear_frames(error, ours=False)
-            paging.revert()
-        try:
+        with contextlib.ExitStack() as undo:  # the last first, though one of them raises
+            undo.callback(self._owed.undo)
+            undo.callback(self._homes.leave)
             if paging is not None:
-                paging.close()
-        finally:
-            try:
-                self._homes.leave()
-            finally:
-                self._owed.undo()
+                undo.callback(paging.close)
+            clear_frames(error)
+            if paging is not None:
+                if paging.meta_is_held():  # by code of the user's that was cut off
+                    clear_frames(error, ours=False)
+                paging.revert()
 
     def _begin(self, spill_reason: str) -> None:
         model, optimizer, sizing = self.model, self.optimizer, self.sizing
@@ -198,7 +197,7 @@ class Session:
     def _say_plan(self, spill_reason: str) -> None:
         paging, sizing = self._paging, self.sizing
         assert paging is not None
-        if int(os.environ.get("RANK", "0")):
+        if launched_rank():
             return
         logger.info(
             "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
@@ -635,34 +634,38 @@ class Session:
     @uninterrupted
     def close(self) -> None:
         """Make all tensors ordinary again and give memory and disk back."""
-        for hook in self._hooks:
-            hook.end()
-        for handle in self._handles:
-            handle.remove()
-        self._calls.abandon()
-        self._whole.reset()
-        if self._aside_handle is not None:
-            self._aside_handle.remove()
         paging, self._paging = self._paging, None
-        if os.getpid() != self._pid:
-            return
-        where = ""
-        try:  # what may take long, or is the user's
-            interruptible(self._forecast.close)()
-            if paging is not None:
-                interruptible(self._owed.give)(self._access_to(paging))
-        finally:
-            if paging is not None:
-                cut_off = self._owed.init is not None  # before all had values
-                if cut_off:
-                    paging.revert(self._owed.written())
-                try:
-                    where = self._end(paging)
-                finally:
-                    if cut_off:
-                        self._owed.revert()
-            elsewhere = self._homes.leave()
-        where = ", ".join(place for place in (where, elsewhere) if place)
+        places: list[str] = []
+        with contextlib.ExitStack() as ends:  # the last first, though one of them raises
+            if os.getpid() == self._pid:
+                ends.callback(self._say_where, places)
+                ends.callback(lambda: places.append(self._homes.leave()))
+                if paging is not None:
+                    ends.callback(self._end_paging, paging, places)
+            for hook in self._hooks:
+                hook.end()
+            for handle in self._handles:
+                handle.remove()
+            self._calls.abandon()
+            self._whole.reset()
+            if self._aside_handle is not None:
+                self._aside_handle.remove()
+            if os.getpid() == self._pid:  # what may take long, or is the user's
+                interruptible(self._forecast.close)()
+                if paging is not None:
+                    interruptible(self._owed.give)(self._access_to(paging))
+
+    def _end_paging(self, paging: Paging, places: list[str]) -> None:
+        cut_off = self._owed.init is not None  # before all had values
+        with contextlib.ExitStack() as ends:
+            if cut_off:
+                ends.callback(self._owed.revert)
+            ends.callback(lambda: places.append(self._end(paging)))
+            if cut_off:
+                paging.revert(self._owed.written())
+
+    def _say_where(self, places: list[str]) -> None:
+        where = ", ".join(place for place in places if place)
         if where:
             logger.warning("what does not fit in memory stays usable: %s", where)
 

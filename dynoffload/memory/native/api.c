@@ -231,8 +231,13 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct 
     int error = 0;
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count; i++) {
-        struct region *r = settle(p, ids[i]);
-        if (r->state == RESIDENT && (error = pool_withdraw(p, r, MOVE_SURELY_S))) {
+        double since = pager_now();
+        struct region *r;
+        do {
+            r = settle(p, ids[i]);
+            error = r->state == RESIDENT ? pool_withdraw(p, r, MOVE_TRY_S) : 0;
+        } while (error && pool_again(p, error, since, MOVE_SURELY_S));
+        if (error) {
             fail(failure, FAILED_MOVE, error, ids[i]);
             while (i-- > 0)
                 unlock(p, ids[i]);
@@ -315,7 +320,11 @@ API void pager_hide(struct pager *p, uint32_t id, uint32_t page)
 {
     pthread_mutex_lock(&p->mutex);
     struct region *r = &p->regions[id];
-    int error = pool_relocate(p, r, page, 1, PATIENCE);
+    double since = pager_now();
+    int error;
+    do
+        error = pool_relocate(p, r, page, 1, MOVE_TRY_S);
+    while (error && pool_again(p, error, since, PATIENCE));
     if (error) {
         fprintf(stderr, "dynoffload: the kernel cannot bring region %u back to its place: %s. "
                         "The process ends here.\n", id, strerror(error));

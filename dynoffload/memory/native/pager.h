@@ -52,6 +52,9 @@
  * with EAGAIN and EBUSY in between. Linux 6.18 also moves pages whose first attempt met a busy lock
  * and then reports EEXIST (it tries again what it has done, and wakes nobody). So after an error
  * the page table is asked where the page is. A page that cannot be moved whole goes back whole.
+ *   A driver may hold a page at an address for long. Whoever needs it lets others have the mutex
+ * between two attempts, in which the region is whole and may change its state. Pages in slots have
+ * no address that anybody could give to a driver, so an install waits for the kernel alone.
  */
 #ifndef DYNOFFLOAD_PAGER_H
 #define DYNOFFLOAD_PAGER_H
@@ -76,6 +79,7 @@ enum failure_kind { FAILED_READ = 1, FAILED_WRITE, FAILED_PINNED, FAILED_LOCKED,
 #define PATIENCE 60u      /* seconds, or rounds of `transfer_watch` */
 #define MOVE_SOON_S 0.05  /* there are other pages to evict */
 #define MOVE_SURELY_S 10. /* somebody needs this one */
+#define MOVE_TRY_S 0.005  /* before others are let in; see `pool_again` */
 
 struct failure { /* why a function could not do what it was called for */
     int32_t kind, error;
@@ -202,6 +206,7 @@ void pool_unmap(struct pager *);
 int pool_install(struct pager *, struct region *, double patience_s);  /* slots -> address */
 int pool_withdraw(struct pager *, struct region *, double patience_s); /* address -> slots */
 int pool_relocate(struct pager *, struct region *, uint32_t page, int out, double patience_s);
+int pool_again(struct pager *, int error, double since, double patience_s);
 int pool_replace(struct pager *, struct region *); /* other pages, without content, in slots */
 void pool_take_slots(struct pager *, struct region *);
 void pool_free_slots(struct pager *, struct region *);
@@ -231,7 +236,6 @@ int fault_open(int *user_mode_only);
 
 /* sums.c */
 uint64_t sum_of(const struct pager *, const struct region *);
-uint64_t sum_bytes(uint64_t sum, const void *bytes, uint64_t nbytes); /* whole words */
 
 /* debug.c */
 void debug_poison(const struct pager *, uint32_t slot);

@@ -191,6 +191,19 @@ int pool_relocate(struct pager *p, struct region *r, uint32_t page, int out, dou
     return 0;
 }
 
+/* May a move that has failed with `error` be tried again? Lets others have the mutex before. */
+int pool_again(struct pager *p, int error, double since, double patience_s)
+{
+    if (error != EBUSY || pager_now() - since > patience_s)
+        return 0;
+    p->moving++; /* no time at which nothing can be done: see [Note: no room] */
+    pthread_mutex_unlock(&p->mutex);
+    usleep(5000);
+    pthread_mutex_lock(&p->mutex);
+    p->moving--;
+    return 1;
+}
+
 /* For a region that ends while the kernel holds its pages: they are left to whoever holds them. */
 int pool_replace(struct pager *p, struct region *r)
 {

@@ -8,7 +8,7 @@
 
 #define SECTOR 512u
 
-uint64_t sum_bytes(uint64_t sum, const void *bytes, uint64_t nbytes)
+static uint64_t sum_bytes(uint64_t sum, const void *bytes, uint64_t nbytes)
 {
     const uint64_t *words = bytes;
     uint64_t lane[4] = {sum, sum + 1, sum + 2, sum + 3};

@@ -7,13 +7,17 @@
 static int put_aside(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
-    while (r->state == READING || r->state == WRITING || r->shown)
-        pthread_cond_wait(&p->done, &p->mutex);
-    if (r->waited || r->asleep || r->queued)
-        transfer_unwant(p, id); /* whoever sleeps on it asks again, for what it is then */
-    if (r->state != RESIDENT)
-        return 0;
-    int error = pool_withdraw(p, r, MOVE_SURELY_S);
+    double since = pager_now();
+    int error;
+    do {
+        while (r->state == READING || r->state == WRITING || r->shown)
+            pthread_cond_wait(&p->done, &p->mutex);
+        if (r->waited || r->asleep || r->queued)
+            transfer_unwant(p, id); /* whoever sleeps on it asks again, for what it is then */
+        if (r->state != RESIDENT)
+            return 0;
+        error = pool_withdraw(p, r, MOVE_TRY_S);
+    } while (error && pool_again(p, error, since, MOVE_SURELY_S));
     if (!error)
         r->state = STAGED;
     return error;

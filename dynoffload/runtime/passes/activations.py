@@ -176,8 +176,12 @@ class Activations:
                 self.region(len(self._regions))
             index = self._free.pop()
             chunk = Chunk(index, self._regions[index], self.chunk_bytes)
+        try:
+            self.device.acquire([chunk.region], pin=True)  # until it is shut: no plan knows when
+        except BaseException:
+            self._drop(chunk)
+            raise
         self.on_open(chunk)
-        self.device.acquire([chunk.region], pin=True)  # until it is shut: no plan knows when
         return chunk
 
     def _place(self, nbytes: int) -> tuple[Chunk, int]:
@@ -299,18 +303,20 @@ class Activations:
         self._entered.watch(entry, chunk)
         # As it lies before a cast moves: the tensor may be that cast.
         packed = form(tensor, entry, place)
-        with torch.no_grad():
-            if whole:
-                bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
-                cast = cast_that_autocast_keeps(tensor)
-                if cast is not None:
-                    begin = offset // cast.element_size() + offset_of(cast)
-                    cast.data = view_of(ours, cast, begin)
-            else:
-                packed.lying_in(ours).copy_(as_it_lies(tensor))
+        try:
+            with torch.no_grad():
+                if whole:
+                    bytes_of(ours, offset, nbytes).copy_(bytes_of(storage))
+                    cast = cast_that_autocast_keeps(tensor)
+                    if cast is not None:
+                        begin = offset // cast.element_size() + offset_of(cast)
+                        cast.data = view_of(ours, cast, begin)
+                else:
+                    packed.lying_in(ours).copy_(as_it_lies(tensor))
+        finally:
+            if chunk.index < 0:
+                self._shut(chunk)
         self._entries[key] = weakref.ref(entry)
-        if chunk.index < 0:
-            self._shut(chunk)
         self.saved_bytes += nbytes
         return packed
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import socket
 import time
@@ -20,6 +21,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dynoffload.runtime.ranks.standing import Standing
+
+logger = logging.getLogger(__name__)
 
 _ANSWER = datetime.timedelta(seconds=5)  # of a store
 _MOST_SAID = 200
@@ -53,11 +56,22 @@ class Line:
 
     @classmethod
     def read(cls, text: str) -> Line:
-        """Return what `text` gave."""
-        found: dict[str, Any] = json.loads(text)
-        known = {field.name for field in fields(cls)} & found.keys()
-        standing = Standing(**found.pop("standing"))
-        return cls(standing=standing, **{key: found[key] for key in known if key in found})
+        """Return what `text` gave.
+
+        Raises:
+            ValueError: it is no line of this version.
+        """
+        try:
+            found: dict[str, Any] = json.loads(text)
+            known = {field.name for field in fields(cls)} & found.keys()
+            standing = Standing(**found.pop("standing"))
+            line = cls(standing=standing, **{key: found[key] for key in known if key in found})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+        numbers = line.beat, line.block, line.pid, line.born, standing.step, standing.progress
+        if not all(isinstance(number, int) for number in numbers):
+            raise ValueError(f"{text:.80} has other types")
+        return line
 
     def is_gone(self) -> bool:
         """Return whether its process is known to have ended; see [Note: whose process]."""
@@ -92,6 +106,7 @@ class Board:
         self._block, self._beat = block, 0
         self._own = _place(), os.getpid(), _born(os.getpid())
         self._known: set[int] = set()
+        self._unreadable: set[int] = set()  # of which that was said
         self.lines: dict[int, Line] = {}
         self.changed: dict[int, float] = {}
         self.heard: dict[int, float] = {}
@@ -126,13 +141,27 @@ class Board:
         self.answers = True
         now = time.monotonic()
         for rank, text in zip(ranks, texts, strict=True):
-            line, before = Line.read(text.decode()), self.lines.get(rank)
+            try:
+                line, before = Line.read(text.decode()), self.lines.get(rank)
+            except ValueError as error:
+                self._say_unreadable(rank, error)
+                continue  # a rank of which nothing is read counts as silent
             if before is None or line.beat != before.beat or line.pid != before.pid:
                 self.heard[rank] = now
             if before is None or line.standing != before.standing or line.block != before.block:
                 self.changed[rank] = now
             self.lines[rank] = line
         return True
+
+    def _say_unreadable(self, rank: int, error: ValueError) -> None:
+        if rank not in self._unreadable:
+            self._unreadable.add(rank)
+            logger.warning(
+                "what rank %d tells of itself cannot be read (%s): run the same version of "
+                "dynoffload on all ranks",
+                rank,
+                error,
+            )
 
 
 def _key(rank: int) -> str:

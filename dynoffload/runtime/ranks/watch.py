@@ -8,8 +8,9 @@ of how ranks ought to run: ranks on different paths stand at different sites, an
 [Note: who ends a wait]  A collective that fails, as another rank's connection has closed or the
 group's own timeout is over, raises in the thread that waits in it, and the block's end explains
 that. Some waits cannot be ended from outside: where one lasts longer than the timeout and a moment
-more, and another rank has done nothing for as long, the process says what it knows and ends itself.
-Its spill file has no name, and is gone with it.
+more, and another rank has done nothing for as long, a warning says what is known. With
+``rank_timeout`` the process then ends itself; without it nobody has said that it should, and a
+group of the user's own may allow hours. Its spill file has no name, and is gone with it.
 
 [Note: the group's timeout]  ``rank_timeout`` is set as the timeout of the process groups for the
 time of the block, so that it is the group that ends a wait.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import logging
 import os
 import re
@@ -87,43 +89,67 @@ class Watch:
         self._board = Board(block)
         self._before = _set_timeout(timeout_s, groups)
         self._timeout_s = timeout_s or _timeout_of_group()
+        self._may_end = timeout_s is not None
         self._main = threading.get_ident()
         self._ends = threading.Event()
         self._mutex = threading.Lock()
         self._progress, self._since = -1, time.monotonic()
+        self._looked = self._warned = -1.0
         self._board.tell(standing())
         self._thread = threading.Thread(target=self._run, name="dynoffload-ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         every = max(_BEAT_S, self._board.size / _RANKS_A_SECOND)
-        looked = 0.0
-        for _ in range(_FIRST_LOOKS):
-            if self._ends.wait(_FIRST_S * every):
+        failed = False
+        for looks in itertools.count():
+            begins = looks < _FIRST_LOOKS and len(self._board.lines) < self._board.size - 1
+            if self._ends.wait(_FIRST_S * every if begins else _BEAT_S):
                 return
-            with self._mutex:
+            try:
+                if begins:
+                    with self._mutex:
+                        self._board.look()
+                else:
+                    self._tell(every)
+            except Exception as error:
+                if not failed:
+                    logger.warning("the watch over ranks goes on after %r", error, exc_info=True)
+                failed = True
+
+    def _tell(self, every: float) -> None:
+        standing, now = self._standing(), time.monotonic()
+        if standing.progress != self._progress:
+            self._progress, self._since = standing.progress, now
+        with self._mutex:
+            if self._ends.is_set():
+                return
+            self._board.tell(standing)
+            if now - self._looked >= every:
+                self._looked = now
                 self._board.look()
-            if len(self._board.lines) == self._board.size - 1:
-                break
-        while not self._ends.wait(_BEAT_S):
-            standing, now = self._standing(), time.monotonic()
-            if standing.progress != self._progress:
-                self._progress, self._since = standing.progress, now
-            with self._mutex:
-                if self._ends.is_set():
-                    return
-                self._board.tell(standing)
-                if now - looked >= every:
-                    looked = now
-                    self._board.look()
-            if now - self._since > self._timeout_s + _MOMENT_S:
-                self._judge(standing, now)
+        if now - self._since > self._timeout_s + _MOMENT_S:
+            self._judge(standing, now)
 
     def _judge(self, standing: Standing, now: float) -> None:
-        """This rank stands still for too long: end the process if it waits for one that does."""
+        """This rank stands still for too long: see [Note: who ends a wait]."""
         waits = awaited(sys._current_frames().get(self._main))
         late = [r for r in self._others() if self._still(r, now) > self._timeout_s]
         if not waits or not late or self._ends.is_set():
+            return
+        if not self._may_end:
+            if self._warned != self._progress:
+                self._warned = self._progress
+                logger.warning(
+                    "rank %d (%s) has waited for %s for %.0f s: %s. It goes on waiting; "
+                    "config={'rank_timeout': seconds} ends the process with code %d instead",
+                    self._board.rank,
+                    standing.describe(),
+                    waits,
+                    now - self._since,
+                    self._told(late, now),
+                    ENDED,
+                )
             return
         said = self._message(standing, waits, late, now)
         logger.error("%s; this wait cannot be ended from outside, so the process ends", said)
@@ -175,15 +201,18 @@ class Watch:
         return line.is_gone() or silent or (line.left is not None and line.block >= self._block)
 
     def _message(self, standing: Standing, waits: str, lost: Iterable[int], now: float) -> str:
-        told = "; ".join(self._of(rank, now) for rank in lost) or (
+        return (
+            f"rank {self._board.rank} ({standing.describe()}) waited for {waits}, and in vain: "
+            f"{self._told(lost, now)}. The step is lost: end all ranks, and go on from the last "
+            "checkpoint"
+        )
+
+    def _told(self, ranks: Iterable[int], now: float) -> str:
+        return "; ".join(self._of(rank, now) for rank in ranks) or (
             "no other has told where it is"
             if self._board.answers
             else "the process group's store does not answer, which the first rank holds unless a "
             "launcher does"
-        )
-        return (
-            f"rank {self._board.rank} ({standing.describe()}) waited for {waits}, and in vain: "
-            f"{told}. The step is lost: end all ranks, and go on from the last checkpoint"
         )
 
     def _of(self, rank: int, now: float) -> str:
@@ -211,12 +240,14 @@ class Watch:
         """The block has ended, by ``error`` or not: tell the others."""
         self._ends.set()
         left = "" if error is None else f"{type(error).__name__}: {error}"
-        with self._mutex:
-            self._board.tell(self._standing(), left)
-        self._thread.join(_BEAT_S)
-        for group, timeout in self._before:
-            with contextlib.suppress(RuntimeError, ValueError):  # it was destroyed meanwhile
-                _set(group, timeout)
+        try:
+            with self._mutex:
+                self._board.tell(self._standing(), left)
+        finally:
+            self._thread.join(_BEAT_S)
+            for group, timeout in self._before:
+                with contextlib.suppress(RuntimeError, ValueError):  # it was destroyed meanwhile
+                    _set(group, timeout)
 
 
 def _is_of_group(error: BaseException) -> bool:

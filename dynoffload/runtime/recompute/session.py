@@ -225,12 +225,17 @@ class RecomputingSession(Unpaged):
 
     def close(self) -> None:
         """Watch no more. A graph whose backward is still to come makes again what it lacks."""
-        for hook in self._hooks:
-            hook.end()
-        for handle in self._handles:
-            handle.remove()
-        self._calls.abandon()
-        self._mode.end_forward()
+        try:
+            for hook in self._hooks:
+                hook.end()
+            for handle in self._handles:
+                handle.remove()
+            self._calls.abandon()
+            self._mode.end_forward()
+        finally:
+            self._leave_mode()
+
+    def _leave_mode(self) -> None:
         self._making.capped = False
         if _get_current_dispatch_mode() is self._mode:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -126,10 +126,13 @@ class Drafts:
             try:
                 self._chosen[slot] = {r: self._twin(r) for r in drafted_regions(slot)}
             except (SpillError, BudgetError) as error:
-                logger.warning("no more updates are made in backward: %s", str(error))
-                self._share = 0.0
+                self._stop(error)
                 break
         return self._chosen
+
+    def _stop(self, error: Exception) -> None:
+        logger.warning("no more updates are made in backward: %s", str(error))
+        self._share = 0.0
 
     def _is_eligible(self, slot: Slot) -> bool:
         parameter = slot.parameter
@@ -159,6 +162,15 @@ class Drafts:
         twins = self._chosen.get(slot)
         if twins is None or slot.gradient is None or slot in self._drafts:
             return
+        try:
+            self._make(slot, twins)
+        except BaseException:
+            for twin in twins.values():  # what was lent to it is in the file
+                self._device.discard(twin)
+            raise
+
+    def _make(self, slot: Slot, twins: Mapping[int, int]) -> None:
+        assert slot.gradient is not None
         device, whole = self._device, slot.fused is None
         gradient = slot.parameter.grad if whole else self._part(slot, slot.gradient)
         if gradient is None:
@@ -182,12 +194,16 @@ class Drafts:
         keeps = self._suits.get(flags)
         if keeps is False:
             return
+        try:
+            trial = None if keeps else self._twin(slot.gradient)
+        except (SpillError, BudgetError) as error:
+            self._stop(error)
+            return
         copied = [slot.region]  # its pages are in use; those of the state are lent
         if not device.lend(states, [twins[region] for region in states]):
             if not set(states) <= set(device.resident()):
                 return  # not read yet: it is made later, from what is in the file
             copied += states  # modified since they were read, by an update that was not drafted
-        trial = None if keeps else self._twin(slot.gradient)
         used = slot.gradient if trial is None else trial
         given_gradient = view_of(device.storage(used), gradient, offset_of(gradient))
         version = given_gradient._version

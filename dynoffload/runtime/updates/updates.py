@@ -514,12 +514,12 @@ class Updates:
         Raises:
             StepLostError: a step was lost, and nobody was told; or one is lost and undone.
         """
-        self.restore_groups()
-        self.optimizer.__dict__.pop(_REGISTER)
-        for handle in self._handles:
-            handle.remove()
         loss = self.waiting.loss
         try:
+            self.restore_groups()
+            self.optimizer.__dict__.pop(_REGISTER, None)
+            for handle in self._handles:
+                handle.remove()
             self._drop_drafts()
             if not loss or loss.undo():
                 self.waiting.flush_all()

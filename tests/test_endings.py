@@ -1,0 +1,123 @@
+"""A block ends as a whole: each part of its end runs, though one before it raises."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from emulated import DEVICE, accelerated
+from exactness import SMALL_PAGES, assert_ordinary, small, small_loss, small_samples
+from torch.optim import SGD
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dynoffload
+from dynoffload.errors import ConfigError
+from dynoffload.runtime.adoption.homes import Homes
+from dynoffload.runtime.offload import is_managed
+from dynoffload.runtime.paging import Paging
+from dynoffload.runtime.ranks.board import Board
+
+CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
+
+
+class Late(Exception):
+    """What a part of the end raises."""
+
+
+def step(model: Any, optimizer: SGD) -> None:
+    """Train by one sample."""
+    small_loss(model, small_samples(1)[0]).backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Have this process be the first of two, of which there is no other."""
+    assert FakeStore is not None  # its import makes the backend known
+    wait = datetime.timedelta(minutes=5)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2, timeout=wait)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_watch_that_cannot_tell_the_others_ends_no_less(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def tell(board: Board, standing: Any, left: str | None = None) -> bool:
+        if left is not None:
+            raise Late("of the watch")
+        return True
+
+    monkeypatch.setattr(Board, "tell", tell)
+    with (
+        pytest.raises(Late, match="of the watch"),
+        dynoffload.offload(model, optimizer, budget="1MiB", config=CONFIG),
+    ):
+        step(model, optimizer)
+    assert not is_managed(model)
+    assert_ordinary(model, optimizer)
+
+
+@pytest.mark.parametrize("part", ["end of paging", "page"])
+def test_what_comes_after_a_part_that_fails(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page of a run is written though the block's end has failed, and the other way round."""
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    page, ended = tmp_path / "run.html", []
+    dynoffload.config.set_defaults(
+        report=tmp_path / "gone" / "run.html" if part == "page" else page,
+        on_end=lambda session, files: ended.append(session),
+    )
+    if part == "page":
+        (tmp_path / "gone").touch()
+    else:
+        close = Paging.close
+
+        def closing(paging: Paging, **how: Any) -> str:
+            close(paging, **how)
+            raise Late("of paging")
+
+        monkeypatch.setattr(Paging, "close", closing)
+    try:
+        with (
+            pytest.raises((Late, ConfigError)),
+            dynoffload.offload(model, optimizer, budget="1MiB", config=CONFIG),
+        ):
+            step(model, optimizer)
+    finally:
+        dynoffload.config.clear_defaults()
+    assert len(ended) == 1
+    assert page.exists() is (part != "page")
+    assert_ordinary(model, optimizer)
+
+
+def test_what_was_moved_comes_home_though_paging_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    close, leave, left = Paging.close, Homes.leave, []
+
+    def closing(paging: Paging, **how: Any) -> str:
+        close(paging, **how)
+        raise Late("of paging")
+
+    def leaving(homes: Homes) -> str:
+        left.append(homes._moves)
+        return leave(homes)
+
+    monkeypatch.setattr(Paging, "close", closing)
+    monkeypatch.setattr(Homes, "leave", leaving)
+    with (
+        accelerated(elsewhere=True),
+        pytest.raises(Late),
+        dynoffload.offload(model, budget="1MiB", device=DEVICE, config=CONFIG),
+    ):
+        pass
+    assert left == [True]

@@ -1,0 +1,119 @@
+"""The watch over ranks: it outlives what another rank tells, and what fails in itself."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dynoffload.runtime.ranks import watch as module
+from dynoffload.runtime.ranks.board import _key
+from dynoffload.runtime.ranks.standing import Standing
+from dynoffload.runtime.ranks.watch import Watch, watch
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watch]]:
+    """Yield a function that begins a watch of the first of three ranks; there are no others."""
+    assert FakeStore is not None  # its import makes the backend known
+    monkeypatch.setattr(module, "_BEAT_S", 0.05)
+    monkeypatch.setattr(module, "_FIRST_S", 0.01)
+    wait = datetime.timedelta(minutes=5)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3, timeout=wait)
+    began: list[Watch] = []
+
+    def begin(standing: Callable[[], Standing] = Standing) -> Watch:
+        found = watch(standing, None, ())
+        assert found is not None
+        began.append(found)
+        return found
+
+    yield begin
+    for one in began:
+        one.end(None)
+    dist.destroy_process_group()
+
+
+def tell(rank: int, text: str | bytes) -> None:
+    """Put up a rank's line."""
+    _get_default_store().set(_key(rank), text)
+
+
+def line(**other: Any) -> str:
+    """Return a line such as another rank puts up."""
+    standing = {"step": 1, "phase": "", "site": "", "gradient": "", "progress": 1}
+    own = {"beat": 1, "block": 1, "place": "elsewhere", "pid": 1, "born": 1, "left": None}
+    return json.dumps({**own, "standing": standing, **other})
+
+
+def until(true: Callable[[], bool]) -> bool:
+    """Wait for ten seconds at most."""
+    end = time.monotonic() + 10
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return true()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "garbage",
+        b"\xff\xfe",
+        "[]",
+        "{}",
+        '"text"',
+        line(standing={"stepp": 1}),
+        line(standing=None),
+        line(beat="many"),
+        line(block=None),
+        line(standing={"progress": "some"}),
+    ],
+)
+def test_a_line_that_cannot_be_read_does_not_end_the_watch(
+    watching: Callable[..., Watch], text: str | bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank's next line is read, those of others are, and this rank goes on telling its own."""
+    tell(1, text)
+    tell(2, line(beat=1))
+    ours = watching()
+    assert until(lambda: "what rank 1 tells of itself cannot be read" in caplog.text)
+    assert ours._thread.is_alive()
+    beat = ours._board._beat
+    tell(1, line(beat=7))
+    tell(2, line(beat=8))
+    assert until(
+        lambda: {rank: one.beat for rank, one in ours._board.lines.items()} == {1: 7, 2: 8}
+    )
+    assert until(lambda: ours._board._beat > beat)
+    assert caplog.text.count("cannot be read") == 1
+
+
+def test_an_error_in_the_watch_is_said_once_and_it_goes_on(
+    watching: Callable[..., Watch], caplog: pytest.LogCaptureFixture
+) -> None:
+    fails = False
+
+    def standing() -> Standing:
+        if fails:
+            raise RuntimeError("dictionary changed size during iteration")
+        return Standing()
+
+    tell(1, line())
+    tell(2, line())
+    ours = watching(standing)
+    assert until(lambda: ours._board._beat > 2)
+    fails = True
+    assert until(lambda: "dictionary changed size" in caplog.text)
+    time.sleep(0.2)
+    fails = False
+    beat = ours._board._beat
+    assert until(lambda: ours._board._beat > beat + 2)
+    assert caplog.text.count("the watch over ranks goes on") == 1
