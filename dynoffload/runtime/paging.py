@@ -217,6 +217,7 @@ class Paging:
             self.loss,
             defer=defer,
             check=self._check_step,
+            on_whole=self._begin_whole_step,
             on_step=self._end_step,
         )
         self._undo.callback(self._end_guard)
@@ -519,6 +520,10 @@ class Paging:
         if self.migrator.backward_use(region):
             self._on_phase("backward")
         self._on_progress()
+
+    @uninterrupted
+    def _begin_whole_step(self) -> None:
+        self.migrator.end_plan()
 
     def _end_step(self) -> None:
         self.activations.sweep()

@@ -94,6 +94,7 @@ class Updates:
         loss: where a step that was cut off is noted.
         defer: put updates off; needs a guarded device.
         check: called before each ``step()`` of the user, which it may refuse.
+        on_whole: called before the optimizer's own code runs over all parameters at once.
         on_step: called after each ``step()`` of the user.
 
     Attributes:
@@ -113,6 +114,7 @@ class Updates:
         *,
         defer: bool,
         check: Callable[[], None],
+        on_whole: Callable[[], None],
         on_step: Callable[[], None],
     ) -> None:
         check_optimizer(optimizer)
@@ -120,7 +122,7 @@ class Updates:
         self._store = store
         self._device = device
         self._defer = defer and device.guarded
-        self._check, self._on_step = check, on_step
+        self._check, self._on_whole, self._on_step = check, on_whole, on_step
         self._groups: list[Group] | None = None
         self.maker = Maker(optimizer, store, rows, device)
         self._slices = self.maker.slices
@@ -129,7 +131,8 @@ class Updates:
         self._begun = False  # whether a step has changed something and is not over
         self._signature = inspect.signature(self.maker.step)
         self.splits = can_split(optimizer)
-        if not self.splits and not isinstance(optimizer, HostOptimizer):
+        self._runs_whole = not self.splits and not isinstance(optimizer, HostOptimizer)
+        if self._runs_whole:
             logger.warning(
                 "%s is not one of torch.optim: its step runs whole, and its state pages on demand",
                 type(optimizer).__name__,
@@ -231,6 +234,8 @@ class Updates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._runs_whole:
+            return self._before_whole(args, kwargs)
         if not self.splits:
             return None
         self.waiting.loss.check()
@@ -246,6 +251,25 @@ class Updates:
             answer = ((args[0], lambda: loss, *args[2:]), rest)
         self._commit(optimizer)
         return answer
+
+    def _before_whole(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """End the plan as a step begins that runs whole, and after each call of its closure: what
+        is planned for the next forward would keep the room that the step's operands need."""
+        self._on_whole()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return args, kwargs
+
+        def closed(*given: Any, **named: Any) -> Any:
+            loss = closure(*given, **named)
+            self._on_whole()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], closed, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closed}
 
     @uninterrupted
     def _commit(self, optimizer: Optimizer) -> None:
