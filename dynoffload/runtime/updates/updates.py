@@ -134,7 +134,8 @@ class Updates:
         self._runs_whole = not self.splits and not isinstance(optimizer, HostOptimizer)
         if self._runs_whole:
             logger.warning(
-                "%s is not one of torch.optim: its step runs whole, and its state pages on demand",
+                "%s is not one of torch.optim: its step runs whole, and its state pages on demand; "
+                "what a step makes anew is paged, and under the budget, once the step has ended",
                 type(optimizer).__name__,
             )
         self._watch()
