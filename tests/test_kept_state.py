@@ -132,6 +132,50 @@ def test_state_that_cannot_be_paged_is_named(
     assert "a tensor of optimizer state that is part of a larger tensor" in caplog.text
 
 
+class Twice(Optimizer):
+    """Wraps an optimizer and is stepped by two calls, as sharpness-aware minimisation is."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+        self.base = AdamW(self.param_groups, lr=1e-2)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["before"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=self.param_groups[0]["rho"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.copy_(self.state[parameter]["before"])
+        self.base.step()
+        self.zero_grad()
+
+
+@each_backend
+def test_steps_of_a_wrapped_optimizer_are_steps(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Twice(model.parameters())
+        with side.offload(model, optimizer) as session:
+            for step in range(4):
+                loss_of(model, step).backward()
+                optimizer.first_step()
+                loss = loss_of(model, step)
+                loss.backward()
+                optimizer.second_step()
+                side.see("loss", loss)
+                _assert_paged(session, optimizer)
+        if session is not None and session.paging:
+            assert len(session.log.steps) == 4
+        _see(side, optimizer)
+
+    hazard(backend, program, aside=False)
+
+
 class Momentum(nn.Module):
     """A frozen copy that follows the network, as its forward gives it new memory."""
 

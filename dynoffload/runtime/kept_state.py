@@ -55,8 +55,14 @@ def state_of(
     for number, group in enumerate(optimizer.param_groups):
         kept = {key: value for key, value in group.items() if key != "params"}
         yield from tensors_within(kept, f"group {number}")
+    for inner in wrapped_by(optimizer):
+        yield from state_of(inner, names)
     for key, value in tuple(vars(optimizer).items()):
-        if isinstance(value, Optimizer) and value is not optimizer:
-            yield from state_of(value, names)
-        elif key not in _ITS_OWN and not key.startswith("_optimizer_"):
+        if key not in _ITS_OWN and not key.startswith("_optimizer_"):
             yield from tensors_within(value, key)
+
+
+def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that ``optimizer`` wraps: its attributes that are some."""
+    held = vars(optimizer).values()
+    return [one for one in held if isinstance(one, Optimizer) and one is not optimizer]

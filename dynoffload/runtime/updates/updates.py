@@ -45,6 +45,7 @@ from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.slicing import may_slice
 from dynoffload.runtime.adoption.store import Slot, Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
+from dynoffload.runtime.kept_state import wrapped_by
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss, note_lost, note_undone
@@ -154,6 +155,10 @@ class Updates:
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.begin_load()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
+        self._within = False  # a step that runs whole
+        for inner in wrapped_by(optimizer) if self._runs_whole else ():
+            self._handles.append(inner.register_step_pre_hook(self._before_inner))
+            self._handles.append(inner.register_step_post_hook(self._after_inner))
 
     def _watch(self) -> None:
         state = self.optimizer.state
@@ -253,11 +258,21 @@ class Updates:
         self._commit(optimizer)
         return answer
 
+    def _before_inner(self, inner: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer that ours wraps steps, perhaps without ours: as in two calls of SAM."""
+        if not self._within:
+            self._on_whole()
+
+    def _after_inner(self, inner: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._within:
+            self._after(self.optimizer, args, kwargs)
+
     def _before_whole(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """End the plan as a step begins that runs whole, and after each call of its closure: what
         is planned for the next forward would keep the room that the step's operands need."""
+        self._within = True
         self._on_whole()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -315,6 +330,7 @@ class Updates:
     @uninterrupted
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.restore_groups()
+        self._within = False
         if not self.splits:
             self.adopt_all()
         if self.drafts is not None:
