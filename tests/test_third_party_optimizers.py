@@ -25,14 +25,14 @@ SLOWEST, LEAST_S = 20, 0.1  # times plain, of steps that take so long
 OPTIMIZERS: dict[str, list[str]] = {
     "pytorch_optimizer": [
         *("AdaBelief", "AdaBound", "AdaFactor", "Adai", "AdamMini", "AdamP", "Adan", "AdEMAMix"),
-        *("ADOPT", "AggMo", "CAME", "DAdaptAdam", "FAdam", "GaLore", "Kron", "Lamb", "LaProp"),
+        *("ADOPT", "AggMo", "CAME", "DAdaptAdam", "FAdam", "GaLore", "Lamb", "LaProp"),
         *("Lion", "MARS", "Muon", "PNM", "Prodigy", "Ranger21", "ScheduleFreeAdamW", "Shampoo"),
         *("SM3", "SOAP", "SophiaH", "StableAdamW", "Tiger", "Yogi"),
     ],
     "lion_pytorch": ["Lion"],
     "prodigyopt": ["Prodigy"],
     "schedulefree": ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"],
-    "heavyball": ["AdamW", "SOAP", "PSGDKron", "Muon", "LaProp"],
+    "heavyball": ["AdamW", "SOAP", "Muon", "LaProp"],
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamMini": {"model": None, "lr": 1e-3},
@@ -57,6 +57,8 @@ class Layers(nn.Sequential):
 
 def _make(package: str, name: str, model: nn.Module) -> Optimizer:
     kind = getattr(importlib.import_module(package), name)
+    if package == "heavyball":
+        importlib.import_module("heavyball.utils").compile_mode = None  # a compiler takes minutes
     options = dict(OPTIONS.get(name, {"lr": 1e-3})) if package != "heavyball" else {"lr": 1e-3}
     if "model" in options:
         options.pop("model")
