@@ -290,6 +290,33 @@ class Sign(Optimizer):
                 parameter.add_(state["trace"].sign(), alpha=-group["lr"] / group["count"])
 
 
+class Foreach(Optimizer):
+    """One of the user's: whole lists at a time, several states to a parameter."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        group = self.param_groups[0]
+        parameters = [p for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        kept: dict[str, list[Tensor]] = {}
+        for key in ("trace", "last", "mean"):
+            for p in parameters:
+                self.state[p].setdefault(key, torch.zeros_like(p))
+            kept[key] = [self.state[p][key] for p in parameters]
+        torch._foreach_lerp_(kept["trace"], gradients, 0.1)
+        torch._foreach_addcmul_(kept["mean"], kept["trace"], kept["last"], 0.1)
+        torch._foreach_copy_(kept["last"], gradients)
+        torch._foreach_add_(parameters, kept["trace"], alpha=-group["lr"])
+        return loss
+
+
 class Late(AdamW):
     """A subclass outside of torch's modules: its step runs whole."""
 
@@ -300,9 +327,68 @@ class Late(AdamW):
 
 
 @each_backend
-@pytest.mark.parametrize("kind", [Sign, Late])
+@pytest.mark.parametrize("kind", [Sign, Foreach, Late])
 def test_an_optimizer_of_the_users(backend: str, kind: type[Optimizer]) -> None:
     hazard(backend, lambda side: train(side, lambda p: kind(p, lr=1e-2), states=1))
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+
+def _moved_little(paged: Side) -> None:
+    """Operands that evict each other are read a thousand times; at rest a step reads some."""
+    for session, budget in paged.sessions:
+        assert all(row.bytes_in < 50 * budget for row in session.log.steps)
+
+
+@each_backend
+@pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
+def test_operands_of_a_whole_step_stay_together(backend: str, closure: bool) -> None:
+    def program(side: Side) -> None:
+        model = _layers()
+        optimizer = Foreach(model.parameters())
+
+        def evaluated() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 64)).square().mean()
+            loss.backward()
+            return loss
+
+        with side.offload(model, optimizer, states=1, share=0.4):
+            for _ in range(3):
+                if closure:
+                    side.see("loss", optimizer.step(evaluated))
+                else:
+                    side.see("loss", evaluated())
+                    optimizer.step()
+
+    _moved_little(hazard(backend, program, aside=False))
+
+
+@each_backend
+def test_operands_between_backward_and_step_stay_together(backend: str) -> None:
+    """Averages of weights, which no forward uses, so that no plan holds them."""
+
+    def program(side: Side) -> None:
+        model = nn.ModuleList(_layers() for _ in range(3))
+        model.forward = model[0].forward
+        for averages in model[1:]:
+            averages.requires_grad_(False)
+        weights, first, second = (list(one.parameters()) for one in model)
+        optimizer = SGD(weights, lr=1e-2)
+        with side.offload(model, optimizer, states=0, share=0.26):
+            for _ in range(3):
+                loss = model(torch.randn(8, 64)).square().mean()
+                loss.backward()
+                with torch.no_grad():
+                    torch._foreach_lerp_(first, second, 0.1)
+                    torch._foreach_addcmul_(second, first, weights, 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                side.see("loss", loss)
+
+    _moved_little(hazard(backend, program, aside=False))
 
 
 @each_backend

@@ -29,8 +29,10 @@ from dynoffload.runtime.adoption.staying import beside, staying_bytes
 from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import States, parts_of, state_tensors, tensors_of
 from dynoffload.runtime.interrupts import let_come
+from dynoffload.runtime.kept_state import state_of
 from dynoffload.runtime.ranks.sharded import aliases_of
 from dynoffload.runtime.sizing import Sizing, update_bytes
+from dynoffload.runtime.updates.updates import can_split
 from dynoffload.units import MiB, format_bytes
 
 # By new optimizer state, which the first step makes all at once. No more than a part of a small
@@ -334,6 +336,14 @@ class Adoption:
             self.store.adopt_state(slot, self._optimizer.state[parameter])
         if fused is not None:
             self.rows.adopt_state(fused, self._optimizer.state[parameter])
+
+    def adopt_whole_state(self) -> None:
+        """Move into regions what an optimizer that runs whole keeps, wherever it keeps it."""
+        optimizer = self._optimizer
+        if optimizer is None or can_split(optimizer) or isinstance(optimizer, HostOptimizer):
+            return
+        names: dict[torch.Tensor, str] = {p: name for name, p in self._model.named_parameters()}
+        self.buffers.adopt_state(state_of(optimizer, names))
 
     def tensors(self) -> dict[int, list[torch.Tensor]]:
         """Return the tensors of model and optimizer that lie in the device, by their first

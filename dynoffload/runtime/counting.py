@@ -19,6 +19,7 @@ from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
 from dynoffload.optim.optimizer import HostOptimizer
+from dynoffload.runtime.kept_state import state_of
 from dynoffload.runtime.ranks.sharded import aliases_of
 from dynoffload.runtime.updates.updates import can_split
 
@@ -165,7 +166,8 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.
     Of what is spread over processes, it yields the part in this one, and what else has its memory.
     """
     elsewhere = optimizer is None or isinstance(optimizer, HostOptimizer)
-    states = {} if optimizer is None or elsewhere else optimizer.state
+    whole = optimizer is not None and not elsewhere and not can_split(optimizer)
+    states = {} if optimizer is None or elsewhere or whole else optimizer.state
     for parameter in model.parameters():
         if torch._C._functorch.is_functorch_wrapped_tensor(parameter):
             continue  # a functional call has put it there for now
@@ -178,6 +180,9 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[torch.
         for value in tuple(entry.values()) if entry else ():
             if isinstance(value, torch.Tensor):
                 yield local(value)
+    if optimizer is not None and whole:
+        for _, tensor in state_of(optimizer):
+            yield local(tensor)
     yield from model.buffers()
     for aliases in aliases_of(model).values():
         yield from aliases

@@ -113,6 +113,7 @@ class Paging:
         self._where = ""
         self._ends = False
         self._said = False  # that there is no optimizer
+        self._said_of_graphs = False  # that gradients have one
         self._meta = [parameter for parameter in model.parameters() if parameter.is_meta]
         self._undoes = True  # by ending before it has begun
         self.loss = Loss("model") if optimizer is None else Loss("model", "optimizer")
@@ -233,6 +234,7 @@ class Paging:
             defer=defer,
             hear=self.hear,
             check=self._check_step,
+            on_whole=self._begin_whole_step,
             on_step=self._end_step,
         )
         self._undo.callback(self._end_guard)
@@ -252,6 +254,7 @@ class Paging:
         for parameter in (*self.store.slots, *self.store.fused):
             let_come()
             updates.maker.adopt_state(parameter, optimizer.state)
+        self.adoption.adopt_whole_state()
 
     def _images(self, optimizer: Optimizer) -> Images | None:
         if not can_split(optimizer):
@@ -459,6 +462,9 @@ class Paging:
         self.activations.settle()
         self.store.adopt_gradient(slot)
         self._note_gradient(slot.name)
+        gradient = slot.parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            self._say_of_graphs(slot.name)
         if self.updates is not None:
             self.updates.draft(slot)
         else:
@@ -490,6 +496,17 @@ class Paging:
         for fused in self.rows:
             self.gradients.adopt(fused)
 
+    def _say_of_graphs(self, name: str) -> None:
+        if not self._said_of_graphs:
+            self._said_of_graphs = True
+            logger.warning(
+                "backward(create_graph=True) made the gradient of %r: gradients with a graph, and "
+                "what that graph saves, stay in memory beside the budget; use "
+                "torch.autograd.grad(..., create_graph=True) for the term that needs it, and plain "
+                "backward() for gradients",
+                name,
+            )
+
     def _say_without_optimizer(self) -> None:
         if not self._said:
             self._said = True
@@ -506,6 +523,8 @@ class Paging:
         if not self._forecast.asks:
             self.migrator.visit(unit)
         self._make_ready([unit])
+        for slot in unit.slots:
+            self.store.adopt_data(slot)
 
     @uninterrupted
     def _make_ready(self, units: Sequence[Unit]) -> None:
@@ -534,9 +553,14 @@ class Paging:
             self._on_phase("backward")
         self._on_progress()
 
+    @uninterrupted
+    def _begin_whole_step(self) -> None:
+        self.migrator.end_plan()
+
     def _end_step(self) -> None:
         self.activations.sweep()
         self.adoption.buffers.sweep()
+        self.adoption.adopt_whole_state()
         self.migrator.end_step()
         self._on_step()
 

@@ -30,13 +30,14 @@ from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.peers import peers_of
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
-from dynoffload.runtime.counting import ordinary_bytes, parts_of
+from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
 from dynoffload.runtime.materialize import Init, blank, recipe_of
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
+from dynoffload.runtime.overrun import largest_outside
 from dynoffload.runtime.owed import Owed
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
@@ -370,31 +371,17 @@ class Session:
         if self._said_overrun:
             return
         self._said_overrun = True
-        owner = paging.device.owner
-        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        tensors += [
-            (f"{name}.grad", parameter.grad)
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        ]
-        outside: dict[str, int] = {}
-        for name, tensor in tensors:
-            for part in () if tensor.is_meta else parts_of(tensor):
-                if owner(part) < 0:
-                    nbytes = part.untyped_storage().nbytes()
-                    outside[repr(name)] = outside.get(repr(name), 0) + nbytes
-        nbytes, kept = paging.activations.kept.largest
-        outside[kept] = nbytes
-        name = max(outside, key=outside.__getitem__)
+        name, nbytes, cause = largest_outside(self.model, paging.optimizer, paging.device)
+        kept_bytes, kept = paging.activations.kept.largest
+        if kept_bytes > nbytes:
+            name, nbytes, cause = kept, kept_bytes, ""
         logger.warning(
             "step %d took %s, more than the budget of %s: something holds memory that cannot be "
-            "paged, such as a buffer that is a slice of a larger tensor, parameters and gradients "
-            "that are part of one, or a sparse tensor%s; clone it, let go of it, or raise the "
-            "budget",
+            "paged%s; let go of it, clone it, or raise the budget",
             stats.step,
             format_bytes(stats.peak_fast_bytes),
             format_bytes(self.sizing.budget),
-            f"; the largest is {name} with {format_bytes(outside[name])}" if name else "",
+            f"; the largest is {name} with {format_bytes(nbytes)}{cause}" if name else "",
         )
 
     def _consider_aside(self, stats: StepStats) -> None:

@@ -42,6 +42,10 @@
  *   Whether a thread holds the lock is asked of PyGILState_Check, which says yes to every thread
  * once there are sub-interpreters. With them a locked region must not be touched by surprise.
  *
+ * [Note: operands]  An operator reads and writes its operands side by side. Those that the plan does
+ * not hold would evict each other at every step of its loop, while what is planned stays. So the
+ * regions that faulted last leave last, and the oldest of them first.
+ *
  * [Note: no room]  A request for room that nobody will make ends. When nothing is in flight and
  * nothing can be evicted, because all is pinned or the disk refuses what is to be written, writes
  * are tried again every second. Whoever called a function is told: of a refusing disk soon, of pins
@@ -69,6 +73,7 @@
 #define NO_REGION UINT32_MAX
 #define EVENT_CAPACITY 65536u
 #define FAULT_LOOKAHEAD 8 /* uses that a fault may prove past: streams, not jumps */
+#define OPERANDS 4        /* of one operator; see [Note: operands] */
 
 enum state { FREE = 0, ABSENT, READING, STAGED, RESIDENT, WRITING };
 enum cause { BY_PLAN = 0, BY_FAULT = 1, BY_ROOM = 2 };
@@ -112,6 +117,7 @@ struct region {
     uint32_t *slots;      /* one per page while not at its address */
     int64_t next_use;     /* position in the reference string, or NEVER */
     uint64_t stamp;       /* last use, for LRU */
+    uint64_t fault;       /* number of the last fault that brought it, or 0 */
     double waited_since;
 };
 
@@ -147,6 +153,7 @@ struct pager {
     struct region *regions;
     uint32_t region_capacity, region_high; /* one past the highest region ever made */
     uint64_t clock;
+    uint64_t served; /* faults that brought a region */
 
     uint32_t *urgent; /* ring of regions that somebody waits for */
     uint32_t urgent_head, urgent_tail;

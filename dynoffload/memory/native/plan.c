@@ -45,8 +45,24 @@ void plan_advance(struct pager *p, int64_t position)
     }
 }
 
-/* The region used latest from now among those that may leave and are used after `later_than`;
- * among equals the least recently used. NO_REGION if there is none. */
+static int faulted_last(const struct pager *p, const struct region *r)
+{
+    return r->fault && p->served - r->fault < OPERANDS;
+}
+
+/* Does `a` leave before `b`? The one used later; among equals the less recently used. */
+static int leaves_first(const struct pager *p, const struct region *a, const struct region *b)
+{
+    int last = faulted_last(p, a);
+    if (last != faulted_last(p, b))
+        return !last;
+    if (last)
+        return a->fault < b->fault;
+    return a->next_use > b->next_use || (a->next_use == b->next_use && a->stamp < b->stamp);
+}
+
+/* The first to leave of the regions that may and are used after `later_than`; those that faulted
+ * last only if it is negative. NO_REGION if there is none. See [Note: operands]. */
 uint32_t plan_victim(struct pager *p, int64_t later_than)
 {
     uint32_t best = NO_REGION;
@@ -54,10 +70,9 @@ uint32_t plan_victim(struct pager *p, int64_t later_than)
         struct region *r = &p->regions[i];
         if ((r->state != RESIDENT && r->state != STAGED) || r->pins || r->waited || r->busy)
             continue;
-        if (r->next_use <= later_than)
+        if (r->next_use <= later_than || (later_than >= 0 && faulted_last(p, r)))
             continue;
-        if (best == NO_REGION || r->next_use > p->regions[best].next_use ||
-            (r->next_use == p->regions[best].next_use && r->stamp < p->regions[best].stamp))
+        if (best == NO_REGION || leaves_first(p, r, &p->regions[best]))
             best = i;
     }
     return best;

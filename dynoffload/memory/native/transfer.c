@@ -157,6 +157,8 @@ int transfer_install(struct pager *p, uint32_t id)
     r->state = RESIDENT;
     r->dirty = 1;
     r->clear = 0;
+    if (r->asleep)
+        r->fault = ++p->served;
     r->asleep = 0;
     r->stamp = ++p->clock;
     p->progress++;

@@ -1,33 +1,52 @@
-"""Buffers that modules register while they train: they move into regions as they appear.
+"""Tensors that appear while a model trains: late buffers, and state of optimizers that run whole.
 
 What a module registers in its constructor is counted before the budget is divided, and stays where
 it is. What it registers in a forward, such as a mask or a table made at first use, nobody could
-count: so it is paged, like parameters are. A tensor whose memory somebody else holds too stays
-where it is.
+count: so it is paged, like parameters are. So is what an optimizer that is none of `torch.optim`
+keeps in containers, or for a parameter that is too small to be paged. A tensor whose memory
+something else holds too stays where it is.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from dynoffload.errors import BudgetError
+from dynoffload.memory import heap
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
-from dynoffload.runtime.adoption.held import is_between_processes
+from dynoffload.runtime.adoption.held import is_between_processes, references
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 from dynoffload.runtime.placing import put
-from dynoffload.units import format_bytes
+from dynoffload.units import MiB, format_bytes
 
+_LEFT_IN_HEAP = 32 * MiB  # of moved state, after which its memory goes back to the system
 _OWN = 2  # users of a new buffer's storage: the tensor, and the storage's own object
 
 
+def _is_sole_view(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a view, of which alone its base is still there."""
+    base = tensor._base
+    return base is not None and references(base) == _of_sole_base()
+
+
+@functools.cache
+def _of_sole_base() -> int:
+    """Return how many references there are to what only a view holds: versions of torch differ."""
+    with torch.no_grad():
+        view = torch.empty(1).view(1)
+    base = view._base
+    return references(base)
+
+
 class Buffers:
-    """Pages what modules of ``model`` register from now on.
+    """Pages what modules of ``model`` register from now on, and the state it is given.
 
     Args:
         model: the root.
@@ -56,11 +75,26 @@ class Buffers:
     @torch.no_grad()
     def _registered(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         path = self._paths.get(module)
-        if path is None or buffer is None or not self._pages(buffer):
-            return
+        if path is not None and buffer is not None and self._pages(buffer):
+            self.sweep()
+            self._adopt(f"{path}.{name}" if path else name, buffer)
+
+    @torch.no_grad()
+    def adopt_state(self, states: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Move tensors of an optimizer's state, given with their names, that lie nowhere yet."""
         self.sweep()
-        storage = buffer.untyped_storage()
-        name = f"{path}.{name}" if path else name
+        moved = 0
+        for name, tensor in states:
+            if self._pages(tensor):
+                nbytes = tensor.untyped_storage().nbytes()
+                if self._device.padded(nbytes) <= self._device.capacity:
+                    self._adopt(name, tensor)
+                    moved += nbytes
+        if moved >= _LEFT_IN_HEAP:
+            heap.give_back()
+
+    def _adopt(self, name: str, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if self._device.padded(nbytes) > self._device.capacity:
             raise BudgetError(
@@ -73,8 +107,12 @@ class Buffers:
         self._device.acquire([region])
         ours = self._device.storage(region)
         bytes_of(ours).copy_(bytes_of(storage))
-        buffer.data = view_of(ours, buffer, offset_of(buffer))
-        self._tensors[region] = weakref.ref(buffer)
+        made = view_of(ours, tensor, offset_of(tensor))
+        if tensor._base is None:
+            tensor.data = made
+        else:  # else its base, which nobody else holds, would keep the old memory
+            torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+        self._tensors[region] = weakref.ref(tensor)
 
     def _pages(self, buffer: torch.Tensor) -> bool:
         if (
@@ -91,7 +129,7 @@ class Buffers:
             and storage.resizable()  # else it is numpy's memory, or another library's
             and not is_between_processes(storage)
             and self._device.owner(storage) < 0
-            and users_of(storage) <= _OWN
+            and users_of(storage) <= _OWN + _is_sole_view(buffer)
         )
 
     def sweep(self) -> None:

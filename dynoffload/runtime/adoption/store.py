@@ -269,6 +269,17 @@ class Store:
         slot.parameter.data = view_of(ours, data, offset_of(data))
         return True
 
+    def adopt_data(self, slot: Slot) -> None:
+        """Move what the user has given a parameter in forward (``p.data = new``) into its region,
+        unless somebody else holds it; larger ones are seen to as the step ends."""
+        parameter = slot.parameter
+        if slot.shared or slot.is_slice or parameter.is_meta:
+            return
+        if self._device.owner(parameter) == slot.region or is_spread(parameter):
+            return
+        if size_of(parameter.untyped_storage()) <= self._device.nbytes(slot.region):
+            self.take_back(slot)
+
     def forget_sources(self) -> None:
         """End adoption: addresses of old storages mean nothing from now on."""
         self._storages.clear()

@@ -157,6 +157,11 @@ class Migrator:
         self._outstanding.clear()
         self.phase = Phase.IDLE
 
+    def end_plan(self) -> None:
+        """What runs now is not planned: every use is on demand until the next plan."""
+        if self._reference.uses:
+            self._follow(Reference())
+
     def forget(self) -> None:
         """The model's units are others from now on."""
         self._follow(Reference())

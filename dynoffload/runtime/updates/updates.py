@@ -45,6 +45,7 @@ from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.slicing import may_slice
 from dynoffload.runtime.adoption.store import Slot, Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
+from dynoffload.runtime.kept_state import wrapped_by
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss, note_lost, note_undone
@@ -94,7 +95,8 @@ class Updates:
         loss: where a step that was cut off is noted.
         defer: put updates off; needs a guarded device.
         hear: called at the start of each ``step()`` of the user, outside of guards of ours.
-        check: called before each one that is split, which it may refuse.
+        check: called before each ``step()`` of the user, which it may refuse.
+        on_whole: called before the optimizer's own code runs over all parameters at once.
         on_step: called after each ``step()`` of the user.
 
     Attributes:
@@ -115,6 +117,7 @@ class Updates:
         defer: bool,
         hear: Callable[[], None],
         check: Callable[[], None],
+        on_whole: Callable[[], None],
         on_step: Callable[[], None],
     ) -> None:
         check_optimizer(optimizer)
@@ -122,7 +125,8 @@ class Updates:
         self._store = store
         self._device = device
         self._defer = defer and device.guarded
-        self._hear, self._check, self._on_step = hear, check, on_step
+        self._hear, self._check = hear, check
+        self._on_whole, self._on_step = on_whole, on_step
         self._groups: list[Group] | None = None
         self.maker = Maker(optimizer, store, rows, device)
         self._slices = self.maker.slices
@@ -131,9 +135,11 @@ class Updates:
         self._begun = False  # whether a step has changed something and is not over
         self._signature = inspect.signature(self.maker.step)
         self.splits = can_split(optimizer)
-        if not self.splits and not isinstance(optimizer, HostOptimizer):
+        self._runs_whole = not self.splits and not isinstance(optimizer, HostOptimizer)
+        if self._runs_whole:
             logger.warning(
-                "%s is not one of torch.optim: its step runs whole, and its state pages on demand",
+                "%s is not one of torch.optim: its step runs whole, and its state pages on demand; "
+                "what a step makes anew is paged, and under the budget, once the step has ended",
                 type(optimizer).__name__,
             )
         self._watch()
@@ -152,6 +158,10 @@ class Updates:
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.begin_load()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
+        self._within = False  # a step that runs whole
+        for inner in wrapped_by(optimizer) if self._runs_whole else ():
+            self._handles.append(inner.register_step_pre_hook(self._before_inner))
+            self._handles.append(inner.register_step_post_hook(self._after_inner))
 
     def _watch(self) -> None:
         state = self.optimizer.state
@@ -234,6 +244,8 @@ class Updates:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._hear()
+        if self._runs_whole:
+            return self._before_whole(args, kwargs)
         if not self.splits:
             return None
         self.waiting.loss.check()
@@ -249,6 +261,35 @@ class Updates:
             answer = ((args[0], lambda: loss, *args[2:]), rest)
         self._commit(optimizer)
         return answer
+
+    def _before_inner(self, inner: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer that ours wraps steps, perhaps without ours: as in two calls of SAM."""
+        if not self._within:
+            self._on_whole()
+
+    def _after_inner(self, inner: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._within:
+            self._after(self.optimizer, args, kwargs)
+
+    def _before_whole(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """End the plan as a step begins that runs whole, and after each call of its closure: what
+        is planned for the next forward would keep the room that the step's operands need."""
+        self._within = True
+        self._on_whole()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return args, kwargs
+
+        def closed(*given: Any, **named: Any) -> Any:
+            loss = closure(*given, **named)
+            self._on_whole()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], closed, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closed}
 
     @uninterrupted
     def _commit(self, optimizer: Optimizer) -> None:
@@ -293,6 +334,7 @@ class Updates:
     @uninterrupted
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.restore_groups()
+        self._within = False
         if not self.splits:
             self.adopt_all()
         if self.drafts is not None:

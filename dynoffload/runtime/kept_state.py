@@ -1,0 +1,68 @@
+"""What an optimizer keeps, wherever it keeps it: in its state, its groups and its attributes.
+
+Optimizers of `torch.optim` keep tensors for each parameter, under a key each. Others keep them in
+lists, tuples, dicts and dataclasses too, and in an optimizer that they wrap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_DEPTH = 5  # of containers within each other
+_ITS_OWN = ("state", "param_groups", "defaults")
+
+
+def tensors_within(
+    value: Any, name: str, depth: int = _DEPTH
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in ``value``, a tensor or containers of them, with names that begin with
+    ``name``; it reads nothing."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth:
+        for key, item in _items(value):
+            yield from tensors_within(item, f"{name}.{key}", depth - 1)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(dict.items(value))  # a state that is watched would make updates first
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    return []
+
+
+def state_of(
+    optimizer: Optimizer, names: dict[torch.Tensor, str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors that ``optimizer`` keeps, but its parameters, with their names.
+
+    Args:
+        optimizer: any.
+        names: what parameters are called.
+    """
+    names = names or {}
+    for key, entry in _items(optimizer.state):
+        owner = names.get(key, "a parameter") if isinstance(key, torch.Tensor) else str(key)
+        yield from tensors_within(entry, owner)
+    for number, group in enumerate(optimizer.param_groups):
+        kept = {key: value for key, value in group.items() if key != "params"}
+        yield from tensors_within(kept, f"group {number}")
+    for inner in wrapped_by(optimizer):
+        yield from state_of(inner, names)
+    for key, value in tuple(vars(optimizer).items()):
+        if key not in _ITS_OWN and not key.startswith("_optimizer_"):
+            yield from tensors_within(value, key)
+
+
+def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that ``optimizer`` wraps: its attributes that are some."""
+    held = vars(optimizer).values()
+    return [one for one in held if isinstance(one, Optimizer) and one is not optimizer]

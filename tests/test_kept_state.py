@@ -1,0 +1,220 @@
+"""Hazard: what an optimizer keeps elsewhere than in a tensor of a parameter's size.
+
+The optimizer keeps lists, tuples, dicts and dataclasses of tensors, a matrix for each small
+parameter, a result that is a view, and a tensor of its own. All are paged between steps, and are
+ordinary tensors in the same containers after the block.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hazards import Mlp, Side, each_backend, each_paged, hazard, loss_of
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from dynoffload.runtime.counting import tensors_of
+from dynoffload.runtime.kept_state import state_of, tensors_within
+from dynoffload.runtime.session import Session
+
+LEAST = 4096  # bytes: more than what stays in memory under the budgets of hazards
+
+
+@dataclass(eq=False)
+class Pair:
+    first: Tensor
+    rest: list[Tensor] = field(default_factory=list)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Pair)
+        return torch.equal(self.first, other.first) and torch.equal(self.rest[0], other.rest[0])
+
+
+class Nested(Optimizer):
+    """Keeps what it keeps in containers; as gradients are rotated, much of it is made anew."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.total = torch.zeros(64, 64)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            matrix = parameter.grad.flatten().outer(torch.ones(64)).view(-1, 64)[:64]
+            if not state:
+                state["list"] = [torch.zeros_like(matrix), None]
+                state["nest"] = {"pair": (Pair(matrix.clone(), [matrix.clone()]), 3)}
+            state["list"] = [matrix.mul(0.1).add_(state["list"][0], alpha=0.9), None]
+            pair = state["nest"]["pair"][0]
+            pair.first.lerp_(matrix, 0.1)
+            pair.rest[0] = (pair.first * 2).view(matrix.shape)
+            state["view"] = (pair.rest[0] @ matrix.t()).view(-1)
+            self.total.add_(state["list"][0].sum(), alpha=1e-3)
+            parameter.add_(parameter.grad + pair.first.mean() + self.total.mean(), alpha=-1e-2)
+
+
+def _large(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    return [(name, one) for name, one in state_of(optimizer) if one.nbytes >= LEAST]
+
+
+def _see(side: Side, optimizer: Optimizer) -> None:
+    side.see("nested", dict(enumerate(one for _, one in state_of(optimizer))))
+
+
+def _assert_paged(session: Session | None, optimizer: Optimizer) -> None:
+    if session is not None and session.paging:
+        device = session._paging.device  # type: ignore[union-attr]
+        outside = [name for name, one in _large(optimizer) if device.owner(one) < 0]
+        assert not outside
+
+
+@each_backend
+def test_state_in_containers_and_larger_than_its_parameter(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Nested(model.parameters())
+        side.step(loss_of(model, 0), optimizer)
+        tensors = dict(tensors_within(optimizer.state[model.layers[0].weight], ""))
+        with side.offload(model, optimizer, share=0.5) as session:
+            _assert_paged(session, optimizer)
+            for step in range(1, 5):
+                side.step(loss_of(model, step), optimizer)
+                _assert_paged(session, optimizer)
+        _see(side, optimizer)
+        first = optimizer.state[model.layers[0].weight]["nest"]["pair"][0].first
+        side.see("same object", first is tensors[".nest.pair.0.first"])
+
+    hazard(backend, program, aside=False)
+
+
+@each_paged
+def test_it_is_counted_and_adopted_again_after_a_load(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Nested(model.parameters())
+        side.step(loss_of(model, 0), optimizer)
+        counted = {id(one) for one in tensors_of(model, optimizer)}
+        assert {id(one) for _, one in state_of(optimizer)} <= counted
+        kept = copy.deepcopy(optimizer.state_dict())
+        with side.offload(model, optimizer, share=0.5) as session:
+            side.step(loss_of(model, 1), optimizer)
+            optimizer.load_state_dict(kept)
+            side.step(loss_of(model, 2), optimizer)
+            _assert_paged(session, optimizer)
+        _see(side, optimizer)
+
+    hazard(backend, program)
+
+
+@each_paged
+def test_state_that_cannot_be_paged_is_named(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Nested(model.parameters())
+        with side.offload(model, optimizer, share=0.3):
+            optimizer.total = torch.zeros(512, 512)[:64, :64]
+            for step in range(3):
+                side.step(loss_of(model, step), optimizer)
+
+    hazard(backend, program, budgeted=False)
+    assert "the largest is 'total' with 1.00 MiB" in caplog.text
+    assert "a tensor of optimizer state that is part of a larger tensor" in caplog.text
+
+
+class Twice(Optimizer):
+    """Wraps an optimizer and is stepped by two calls, as sharpness-aware minimisation is."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+        self.base = AdamW(self.param_groups, lr=1e-2)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["before"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=self.param_groups[0]["rho"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.copy_(self.state[parameter]["before"])
+        self.base.step()
+        self.zero_grad()
+
+
+@each_backend
+def test_steps_of_a_wrapped_optimizer_are_steps(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Twice(model.parameters())
+        with side.offload(model, optimizer) as session:
+            for step in range(4):
+                loss_of(model, step).backward()
+                optimizer.first_step()
+                loss = loss_of(model, step)
+                loss.backward()
+                optimizer.second_step()
+                side.see("loss", loss)
+                _assert_paged(session, optimizer)
+        if session is not None and session.paging:
+            assert len(session.log.steps) == 4
+        _see(side, optimizer)
+
+    hazard(backend, program, aside=False)
+
+
+class Momentum(nn.Module):
+    """A frozen copy that follows the network, as its forward gives it new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = Mlp(), Mlp().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, its in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + its.data * 0.1
+            wanted = self.target(x)
+        return self.online(x) - wanted
+
+
+@each_backend
+def test_memory_that_forward_gives_a_parameter_is_paged(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Momentum()
+        optimizer = AdamW(model.online.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+
+    # An accelerator's queue may hold the new memory until the step has ended.
+    hazard(backend, program, budgeted=backend != "emulated")
+
+
+@each_paged
+def test_gradients_with_a_graph_are_named(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer):
+            for step in range(3):
+                loss_of(model, step).backward(create_graph=True)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with caplog.at_level(logging.WARNING):
+        hazard(backend, program, budgeted=False)
+    assert caplog.text.count("backward(create_graph=True) made the gradient of") == 1
