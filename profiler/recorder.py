@@ -37,6 +37,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynoffload.around import Handle, after_call, before_call
+from dynoffload.below_modes import call_below
 from dynoffload.errors import TraceError
 from dynoffload.profiler.hints import Decider, deciders_of, hinted
 from dynoffload.profiler.network import fingerprint, shape_key
@@ -186,10 +187,10 @@ class Recorder:
             or self._suspended
             or not isinstance(func, torch._ops.OpOverload)
         ):
-            return func(*args, **kwargs)
+            return call_below(func, args, kwargs)
         clock = self._clock
         start = clock()
-        result = func(*args, **kwargs)
+        result = call_below(func, args, kwargs)
         seconds = clock() - start
         if func.namespace != "profiler":
             node = _graph_node() if _graph_task() != -1 else None

@@ -177,6 +177,38 @@ def test_a_root_that_chooses(backend: str, kind: str) -> None:
     hazard(backend, program)
 
 
+class Products(nn.Module):
+    """Operators whose kernels hang on what stands above a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.pairs = nn.Linear(WIDTH, WIDTH), nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x.transpose(0, 1)).float()
+        return self.pairs(x, torch.tanh(x)) / WIDTH
+
+
+@each_backend
+def test_operators_made_of_others(backend: str) -> None:
+    """A transposed batch in inference mode; products within an operator under autocast."""
+
+    def program(side: Side) -> None:
+        model = Products()
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        with side.offload(model, optimizer, share=0.5):
+            for step in range(4):
+                x = sample(step)[0]
+                for mode, enter in MODES.items():
+                    with enter():
+                        side.see(mode, model(x))
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).float().square().mean()
+                side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
 @each_backend
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_a_hook_of_the_users_keeps_its_meaning(backend: str, when: str) -> None:
