@@ -7,7 +7,8 @@ its C++ code calls. Two choices of kernels follow from what those keys would do.
 whole. Some choose by their views: ``linear`` of a transposed batch asks whether the view of its
 weight belongs to a tensor that requires a gradient. So views are noted there as ever.
 
-[Note: autocast]  A few operators that autocast leaves alone are made of products that it casts.
+[Note: autocast]  What a composite operator calls there is cast as ever, unless autocast knows the
+operator itself. Outside of inference mode two others are made of products that autocast casts.
 """
 
 from __future__ import annotations
@@ -21,27 +22,23 @@ import torch
 
 _Key = torch._C.DispatchKey
 _AUTOCAST = {"cpu": _Key.AutocastCPU, "cuda": _Key.AutocastCUDA}
-_OF_PRODUCTS = {
-    "aten::_transformer_encoder_layer_fwd",
-    "aten::_trilinear",
-    "aten::linalg_pinv.atol_rtol_tensor",
-}
+_OF_PRODUCTS = {"aten::_transformer_encoder_layer_fwd", "aten::_trilinear"}
 
 
 def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what ``func`` gives, called from a dispatch mode; see the notes above."""
-    notes, casts = _choices_of(func)
-    if notes and torch.is_inference_mode_enabled():
-        with noting_views(func):
-            return func(*args, **kwargs)
-    if casts:
-        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined] # as above the mode
-            on = [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
-        with ExitStack() as keys:
-            for key in on:
+    composite, casts = _choices_of(func)
+    whole = composite and torch.is_inference_mode_enabled()
+    if not whole and not casts:
+        return func(*args, **kwargs)
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined] # as above the mode
+        on = [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
+    with ExitStack() as keys:
+        for key in on:
+            if not _has_kernel(func, key):
                 keys.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
-            return func(*args, **kwargs)
-    return func(*args, **kwargs)
+        keys.enter_context(noting_views(func))
+        return func(*args, **kwargs)
 
 
 def noting_views(func: Any) -> AbstractContextManager[Any]:
@@ -53,10 +50,14 @@ def noting_views(func: Any) -> AbstractContextManager[Any]:
 
 @functools.cache
 def _choices_of(func: Any) -> tuple[bool, bool]:
-    """Return whether an operator looks at its views, and whether it is made of products."""
+    """Return whether an operator is a composite one, and whether it is made of products."""
     if not isinstance(func, torch._ops.OpOverload):
         return False, False
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    composite = has(name, "CompositeImplicitAutograd") and not has(name, "ADInplaceOrView")
-    return composite, name in _OF_PRODUCTS
+    composite = _has_kernel(func, _Key.CompositeImplicitAutograd)
+    makes_views = _has_kernel(func, _Key.ADInplaceOrView)  # it would note them twice
+    return composite and not makes_views, func.name() in _OF_PRODUCTS  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _has_kernel(func: Any, key: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.name))
