@@ -35,8 +35,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
+from dynoffload.around import Handle, after_call, before_call
+from dynoffload.below_modes import call_below
 from dynoffload.errors import TraceError
 from dynoffload.profiler.hints import Decider, deciders_of, hinted
 from dynoffload.profiler.network import fingerprint, shape_key
@@ -108,7 +109,7 @@ class Recorder:
         self.source = source
         self._clock = clock
         self._mode = _Mode(self._dispatch)
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
         self._paths: dict[int, str] = {}  # id of a module -> its path
         self._deciders: dict[str, tuple[Decider, ...]] = {}
         self._parameters: dict[int, str] = {}  # id of a parameter -> its name
@@ -145,10 +146,8 @@ class Recorder:
         self._deciders = deciders_of(self.model)
         for path, module in self.model.named_modules():
             self._paths[id(module)] = path
-            self._handles.append(
-                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-            )
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._handles.append(before_call(module, self._enter, self.model, first=True))
+            self._handles.append(after_call(module, self._leave, self.model))
         if self.optimizer is not None:
             self._handles.append(self.optimizer.register_step_pre_hook(self._before_optimizer))
             self._handles.append(self.optimizer.register_step_post_hook(self._after_optimizer))
@@ -188,10 +187,10 @@ class Recorder:
             or self._suspended
             or not isinstance(func, torch._ops.OpOverload)
         ):
-            return func(*args, **kwargs)
+            return call_below(func, args, kwargs)
         clock = self._clock
         start = clock()
-        result = func(*args, **kwargs)
+        result = call_below(func, args, kwargs)
         seconds = clock() - start
         if func.namespace != "profiler":
             node = _graph_node() if _graph_task() != -1 else None

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dynoffload.below_modes import call_below
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.runtime import opening, target
@@ -395,7 +396,7 @@ class Watcher(TorchDispatchMode):
                     if _size(storage) == 0:
                         raise Race(f"{func} touches an absent tensor")
                     self._queues.access(COMPUTE, storage, str(func), writes=id(leaf) in written)
-        return func(*args, **kwargs)
+        return call_below(func, args, kwargs)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import dynoffload
+from dynoffload.around import is_around
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.bits import first_difference
@@ -90,6 +91,7 @@ def assert_ordinary(
     for path, module in model.named_modules() if hooks else ():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             assert not isinstance(hook, Hook), f"a hook is left on {path or 'the root'}"
+        assert not is_around(module), f"a hook is left around {path or 'the root'}"
 
 
 def arena_ranges() -> list[tuple[int, int]]:

@@ -110,6 +110,7 @@ def left():
 def bare(model):
     for module in model.modules():
         assert not module._forward_pre_hooks and not module._forward_hooks
+        assert not module._compiled_call_impl
         assert not module._state_dict_pre_hooks and not module._load_state_dict_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 

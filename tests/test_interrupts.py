@@ -223,6 +223,7 @@ assert_same(list(model.parameters()), list(plain.parameters()), "parameters")
 assert_ordinary(model, optimizer)
 hooks = [hook for m in model.modules() for hook in (*m._forward_pre_hooks, *m._forward_hooks)]
 assert not hooks and not swallowed, (hooks, swallowed)
+assert not any(m._compiled_call_impl for m in model.modules())
 print(step, came)
 """
 

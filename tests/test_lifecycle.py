@@ -45,6 +45,7 @@ from torch import nn
 from torch.optim import LBFGS, AdamW
 
 import dynoffload
+from dynoffload.around import is_around
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BackendError, ConfigError, PilotError, SpillError
 from dynoffload.memory import spill
@@ -104,7 +105,7 @@ class Untouched:
         tensors += [p.grad for p in self.model.parameters() if p.grad is not None]
         for state in self.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        hooks = [len(m._forward_pre_hooks) for m in self.model.modules()]
+        hooks = [(len(m._forward_pre_hooks), is_around(m)) for m in self.model.modules()]
         return [(t.data_ptr(), bits(t)) for t in tensors], hooks, type(self.optimizer.state)
 
     @contextmanager

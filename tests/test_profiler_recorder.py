@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dynoffload.around import is_around
 from dynoffload.errors import TraceError
 from dynoffload.experiments import zoo
 from dynoffload.profiler import Operator, Phase, Recorder, Trace
@@ -161,6 +162,7 @@ def test_nothing_is_left_behind() -> None:
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+        assert not is_around(module)
     model(_tokens(1)).backward()
     assert len(traces) == 3
     assert len(traces[-1].operators) == count

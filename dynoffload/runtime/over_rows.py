@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dynoffload.below_modes import call_below, noting_views
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS, Row, bytes_of
@@ -180,10 +181,10 @@ class OverRows:
             SpillError: the file cannot be read or written.
         """
         if _is_composite(func):
-            with self._mode:
+            with self._mode, noting_views(func):
                 return func.decompose(*args, **kwargs)
         if _touches_no_byte(func):
-            return func(*args, **kwargs)
+            return call_below(func, args, kwargs)
         if is_over_lists(func):
             return self._call_over_lists(func, args, kwargs)
         over = self._over(args, kwargs)
@@ -273,7 +274,7 @@ class OverRows:
 
         args = replaced(args, given, torch.Tensor)
         kwargs = replaced(kwargs, given, torch.Tensor)
-        return replaced(func(*args, **kwargs), returned, torch.Tensor)
+        return replaced(call_below(func, args, kwargs), returned, torch.Tensor)
 
     def _check_parts(self, func: Any, made: torch.Tensor, places: _Places) -> None:
         """Refuse a sparse tensor made of what was gathered, as it would outlive that.

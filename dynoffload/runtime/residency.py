@@ -46,6 +46,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from dynoffload.below_modes import call_below
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
@@ -118,7 +119,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         touched = self._touched(args, kwargs)
         if not touched or func in OF_EMPTY:
-            return func(*args, **kwargs)
+            return call_below(func, args, kwargs)
         hold()  # what is held for an operator is let go of, and what enters has its bytes
         try:
             return self._call_on(touched, func, args, kwargs)
@@ -146,7 +147,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written += self._touched((given,), {})
         self._device.use(touched, written)
         try:
-            return func(*args, **kwargs)
+            return call_below(func, args, kwargs)
         finally:
             self._device.used(touched)
 

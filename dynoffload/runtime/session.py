@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from dynoffload.around import Handle, after_call, before_call
 from dynoffload.config import OffloadConfig
 from dynoffload.launch import launched_rank
 from dynoffload.memory.device import Device
@@ -101,7 +102,7 @@ class Session:
         # It asks a predictor of the user's.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
         self._paging: Paging | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
         self._aside_handle: RemovableHandle | None = None
         self._owed = Owed(model, recipe_of(model), target.device)
         try:
@@ -163,8 +164,8 @@ class Session:
         leave = Hook(self._after_forward, compiled=True)
         self._hooks = enter, leave
         self._handles += [
-            model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(leave, always_call=True),
+            before_call(model, enter, model, first=True),
+            after_call(model, leave, model),
         ]
         queues = target.queues
         self._growth = Growth(model, None if queues is None else queues.given_bytes)

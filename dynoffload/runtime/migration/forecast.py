@@ -24,8 +24,8 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from dynoffload.around import Handle, after_call, before_call
 from dynoffload.memory.local import local_bytes
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint
@@ -129,7 +129,7 @@ class Forecast:
         self.source = "the last order"
         self._trials: dict[str, Trial] = {}  # by source
         self._hooks: list[Hook] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
 
     def watch(
         self,
@@ -355,7 +355,7 @@ class Forecast:
                 self._handles.append(self._hook(module, path, nests))
                 if nests:
                     out = Hook(partial(self._out, path))  # not ended: it leaves what was entered
-                    self._handles.append(module.register_forward_hook(out, always_call=True))
+                    self._handles.append(after_call(module, out, self._model))
         if self._learner is not None:
             self._install_deciders(modules)
 
@@ -377,14 +377,16 @@ class Forecast:
                 and not any(unit.path == b or unit.path.startswith(_below(b)) for b in decided)
             ]
 
-            def call(_: nn.Module, args: tuple[Any, ...], told: tuple[Decider, ...]) -> None:
+            def call(
+                _: nn.Module, args: tuple[Any, ...], kwargs: Any, told: tuple[Decider, ...]
+            ) -> None:
                 self._ask(told, args)
 
             hook = Hook(partial(call, told=deciders))
             self._hooks.append(hook)
-            self._handles.append(modules[path].register_forward_pre_hook(hook))
+            self._handles.append(before_call(modules[path], hook, self._model))
 
-    def _hook(self, module: nn.Module, path: str, nests: bool) -> RemovableHandle:
+    def _hook(self, module: nn.Module, path: str, nests: bool) -> Handle:
         index_of, repeated = self.vocabulary.index_of, path in self.vocabulary.repeated
 
         def call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -396,7 +398,7 @@ class Forecast:
 
         hook = Hook(call)
         self._hooks.append(hook)
-        return module.register_forward_pre_hook(hook, with_kwargs=True)
+        return before_call(module, hook, self._model)
 
     def _out(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         """A call of a block of several units ends. Its beginning was not seen if an earlier hook

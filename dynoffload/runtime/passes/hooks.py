@@ -4,7 +4,8 @@ They report and never decide. They are put on anew whenever the network has chan
 hooks, which open and close a sample, are the session's and stay where they are.
 
 [Note: copies of hooks]  Modules carry their hooks into what is copied or pickled of them. Ours are
-`Hook` objects, of which a copy does nothing: a copied model is a plain one.
+`Hook` objects, of which a copy does nothing: a copied model is a plain one. Where a unit's own hook
+stands, no copy is made of it: `dynoffload.around`.
 
 [Note: compiled models]  `torch.compile` would trace hooks, and compile what they call. A root's
 hooks are called outside of what is compiled, on both its sides; a unit's do nothing there: what a
@@ -23,8 +24,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from dynoffload.around import Handle, before_call, has_hooks
 from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit
@@ -103,7 +104,7 @@ class Hooks:
         on_read: Callable[[], None],
     ) -> None:
         self._hooks: list[Hook] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
         try:
             self._install(
                 model,
@@ -127,17 +128,17 @@ class Hooks:
         on_read: Callable[[], None],
     ) -> None:
         handles = self._handles
-        read = Hook(lambda module, prefix, keep_vars: on_read())
+        read = Hook(lambda module, prefix, keep_vars: on_read(), on_read)
         for inner in model.modules():
             handles.append(inner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
         for unit in units:
             if unit.number is not None:
                 continue  # its uses are told otherwise: see `Parts`
-            visit = Hook(_visitor(unit, on_visit), on_read)
+            visit = Hook(_visitor(unit, on_visit))
             self._hooks.append(visit)
-            handle = unit.module.register_forward_pre_hook(visit, prepend=unit.gathers)
-            handles.append(handle)
-            if unit.gathers and unit.module is model:
+            first = unit.gathers and has_hooks(unit.module, model)
+            handles.append(before_call(unit.module, visit, model, first=first))
+            if first:
                 _keep_first(model)
         for parameter, collect in collectors:
             if parameter.requires_grad:
@@ -160,8 +161,8 @@ def _keep_first(model: nn.Module) -> None:
             hooks.move_to_end(key, last=False)
 
 
-def _visitor(unit: Unit, on_visit: Callable[[Unit], None]) -> Callable[[nn.Module, Any], None]:
-    def visit(module: nn.Module, args: Any) -> None:
+def _visitor(unit: Unit, on_visit: Callable[[Unit], None]) -> Callable[..., None]:
+    def visit(module: nn.Module, args: Any, kwargs: Any) -> None:
         on_visit(unit)
 
     return visit

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dynoffload.below_modes import call_below
 from dynoffload.runtime.adoption.store import bytes_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.passes.saved import Kept, is_of_a_subclass, is_plain, memory_of
@@ -81,7 +82,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
         if self._ours or os.getpid() != self._process:  # a loader's worker is a copy of this
-            return func(*args, **kwargs)
+            return call_below(func, args, kwargs)
         self._ours = True
         try:
             with counting_writes(func, args, kwargs):
@@ -94,7 +95,7 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.counts:
             if effects.written:
                 self._before_write(_written(effects, args, kwargs))
-            return func(*args, **kwargs)
+            return call_below(func, args, kwargs)
         told = self._sizes.of(func, effects, args, kwargs)
         self._making.room(told, str(func), self.site)
         need = told or 0
@@ -104,7 +105,9 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._before_write(written)
         began = time.perf_counter()
         try:
-            result = func(*args, **kwargs)
+            result = (
+                func(*args, **kwargs) if operator is not None else call_below(func, args, kwargs)
+            )
         except BaseException:
             self._forget_contents(written)  # half of it may be written
             raise

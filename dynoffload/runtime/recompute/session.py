@@ -39,8 +39,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils.hooks import RemovableHandle
 
+from dynoffload.around import Handle, after_call, before_call
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError, ConfigError, ThreadError
 from dynoffload.runtime.counting import ordinary_bytes, parts_of, tensors_of, whole_bytes
@@ -70,7 +70,7 @@ class RecomputingSession(Unpaged):
         self._mode = Recompute(self._ledger, self._making, kind)
         self._calls = Calls()
         self._hooks: list[Hook] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Handle] = []
         self._began = time.perf_counter()
         self._before = self._totals()
 
@@ -87,10 +87,10 @@ class RecomputingSession(Unpaged):
         )
         model, optimizer = self.model, self.optimizer
         for path, module in model.named_modules():
-            self._register(module.register_forward_pre_hook, Hook(self._pass(path)))
+            self._register(before_call, module, Hook(self._pass(path)))
         enter, leave = Hook(self._before_forward), Hook(self._after_forward)
-        self._register(model.register_forward_pre_hook, enter, prepend=True)
-        self._register(model.register_forward_hook, leave, always_call=True)
+        self._register(before_call, model, enter, first=True)
+        self._register(after_call, model, leave)
         if optimizer is not None:
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),
@@ -98,19 +98,21 @@ class RecomputingSession(Unpaged):
             ]
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def _register(self, register: Callable[..., RemovableHandle], hook: Hook, **how: Any) -> None:
+    def _register(
+        self, register: Callable[..., Handle], module: nn.Module, hook: Hook, **how: Any
+    ) -> None:
         self._hooks.append(hook)
-        self._handles.append(register(hook, **how))
+        self._handles.append(register(module, hook, self.model, **how))
 
     def _pass(self, path: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._mode.site = path
 
         return enter
 
     # A step
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._mode not in _get_current_dispatch_mode_stack():
             raise ThreadError(
                 "policy='dtr' watches the thread that entered the offload() block, and the model "

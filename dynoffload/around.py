@@ -1,0 +1,125 @@
+"""Calls before and after a module's forward, without a hook in the module's own dictionaries.
+
+[Note: unseen hooks]  Torch chooses kernels by hooks: `nn.TransformerEncoderLayer` leaves its fast
+path, and computes other bits, where a module inside it has one. So ours stand elsewhere. A module's
+``__call__`` first looks for ``_compiled_call_impl``, where `Module.compile` puts its result:
+`Around` stands there, and calls what stood there before. Torch leaves that attribute out of copies
+and pickles, and nobody else asks for it. Compiled code calls forward itself and passes it by.
+
+[Note: the root]  `Module.compile` replaces an `Around`. Of most modules that loses advice only, but
+the root's hooks open and close a sample: they are ordinary ones, which are compiled with it. Only a
+root that is a `nn.TransformerEncoderLayer` has them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+After = Callable[[nn.Module, tuple[Any, ...], Any], None]
+
+_PLACE = "_compiled_call_impl"
+
+
+class Handle(Protocol):
+    """What takes a hook off."""
+
+    def remove(self) -> None:
+        """Take it off; a second time does nothing."""
+
+
+def before_call(module: nn.Module, hook: Before, root: nn.Module, *, first: bool = False) -> Handle:
+    """Have ``hook`` called with a module, and its arguments, before each of its calls.
+
+    Args:
+        module: a module of the network.
+        hook: returns None.
+        root: the managed root; see [Note: the root].
+        first: whether it is called before what is there already.
+    """
+    if has_hooks(module, root):
+        return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
+    around = _around(module)
+    around.before = (hook, *around.before) if first else (*around.before, hook)
+    return _Placed(around, hook)
+
+
+def after_call(module: nn.Module, hook: After, root: nn.Module) -> Handle:
+    """Have ``hook`` called with a module, its arguments and its output after each of its calls.
+
+    The output is None where the call has ended by an error. See `before_call`.
+    """
+    if has_hooks(module, root):
+        return module.register_forward_hook(hook, always_call=True)
+    around = _around(module)
+    around.after = (*around.after, hook)
+    return _Placed(around, hook)
+
+
+def has_hooks(module: nn.Module, root: nn.Module) -> bool:
+    """Return whether hooks of ``module`` are ordinary ones; see [Note: the root]."""
+    return module is root and not isinstance(root, nn.TransformerEncoderLayer)
+
+
+def is_around(module: nn.Module) -> bool:
+    """Return whether something of ours stands around the calls of ``module``, unseen."""
+    return isinstance(module.__dict__.get(_PLACE), Around)
+
+
+class Around:
+    """Stands in for a module's call; see [Note: unseen hooks]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.inner = module.__dict__.get(_PLACE)
+        self.before: tuple[Before, ...] = ()
+        self.after: tuple[After, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        run = module._call_impl if self.inner is None else self.inner
+        if not self.after:
+            for hook in self.before:
+                hook(module, args, kwargs)
+            return run(*args, **kwargs)
+        try:
+            for hook in self.before:
+                hook(module, args, kwargs)
+            result = run(*args, **kwargs)
+        except BaseException:
+            for leave in self.after:
+                leave(module, args, None)
+            raise
+        for leave in self.after:
+            leave(module, args, result)
+        return result
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of the module, where its class copies this at all, is a plain one."""
+        return type(None), ()
+
+
+class _Placed:
+    def __init__(self, around: Around, hook: Any) -> None:
+        self._around, self._hook = around, hook
+
+    def remove(self) -> None:
+        around = self._around
+        around.before = tuple(hook for hook in around.before if hook is not self._hook)
+        around.after = tuple(hook for hook in around.after if hook is not self._hook)
+        place = around.module.__dict__
+        if not around.before and not around.after and place.get(_PLACE) is around:
+            if around.inner is None:
+                del place[_PLACE]
+            else:
+                place[_PLACE] = around.inner
+
+
+def _around(module: nn.Module) -> Around:
+    if not is_around(module):
+        module.__dict__[_PLACE] = Around(module)
+    around: Around = module.__dict__[_PLACE]
+    return around

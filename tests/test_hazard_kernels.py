@@ -1,0 +1,235 @@
+"""Hazard: torch modules that choose another kernel by what is around them.
+
+The graph: attention layers in evaluation, whose fast path torch leaves where a module below has a
+hook, a tensor has a `__torch_function__`, autocast is on, or a gradient is asked for. Each choice
+must be the plain one: as the block begins, after steps, and after the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hazards import Side, each_backend, hazard
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+WIDTH, LENGTH = 64, 8
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors, by torch
+
+
+def layer(**options: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, **options)
+
+
+def encoder(nested: bool, **options: Any) -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(layer(**options), 2, enable_nested_tensor=nested)
+
+
+class Attention(nn.MultiheadAttention):
+    """Attention of a sequence to itself."""
+
+    def __init__(self, needs_weights: bool) -> None:
+        super().__init__(WIDTH, 2, batch_first=True)
+        self.needs_weights = needs_weights
+
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor | None = None) -> Any:
+        y, weights = super().forward(
+            x, x, x, key_padding_mask=src_key_padding_mask, need_weights=self.needs_weights
+        )
+        return y if weights is None else y + weights.mean()
+
+
+class Decoder(nn.TransformerDecoder):
+    """A decoder over its own input."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerDecoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True), 2)
+
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor | None = None) -> Any:
+        return super().forward(x, x, tgt_key_padding_mask=src_key_padding_mask)
+
+
+class Whole(nn.Transformer):
+    """Encoder and decoder."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2, 1, 1, 2 * WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor | None = None) -> Any:
+        return super().forward(x, x, src_key_padding_mask=src_key_padding_mask)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "layer": layer,
+    "norm first": partial(layer, norm_first=True, activation="gelu"),
+    "encoder": partial(encoder, nested=False),
+    "nested": partial(encoder, nested=True),
+    "attention": partial(Attention, needs_weights=False),
+    "attention's weights": partial(Attention, needs_weights=True),
+    "decoder": Decoder,
+    "transformer": Whole,
+}
+FAST = ("layer", "norm first", "encoder")
+"""Where a hook changes the bits."""
+
+MODES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: autocast(),
+    "grad": torch.enable_grad,
+}
+
+
+@contextmanager
+def autocast() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+class Net(nn.Module):
+    """Linear layers around what chooses."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.head(self.inner(self.first(x), src_key_padding_mask=mask))
+
+
+def sample(step: int) -> tuple[Tensor, Tensor]:
+    """Return sequences, and which of their ends are padding."""
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x, torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[LENGTH], [LENGTH - 3]])
+
+
+def looks(side: Side, model: nn.Module, when: str) -> None:
+    """Note what the model says in each mode, or that torch raises, with and without padding."""
+    model.eval()
+    x, padding = sample(0)
+    for mode, enter in MODES.items():
+        for what, mask in (("whole", None), ("padded", padding)):
+            with enter():
+                try:
+                    side.see(f"{when}, {mode}, {what}", model(x, mask))
+                except RuntimeError as error:  # autocast over nested tensors
+                    side.see(f"{when}, {mode}, {what}", str(error))
+    model.train()
+
+
+def train(side: Side, model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        side.step(model(*sample(step)).square().mean(), optimizer)
+
+
+@each_backend
+@pytest.mark.parametrize("kind", LAYERS)
+def test_each_layer_takes_the_kernel_that_it_takes_plainly(backend: str, kind: str) -> None:
+    def program(side: Side) -> None:
+        model = Net(LAYERS[kind])
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        looks(side, model, "before the block")
+        with side.offload(model, optimizer, share=0.5):
+            looks(side, model, "at its start")
+            train(side, model, optimizer, range(4))
+            looks(side, model, "after steps")
+            train(side, model, optimizer, range(4, 7))
+        looks(side, model, "after it")
+
+    hazard(backend, program)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_a_hook_would_change_the_bits(kind: str) -> None:
+    """So the test above can fail."""
+    torch.manual_seed(0)
+    model = Net(LAYERS[kind]).eval()
+    with torch.no_grad():
+        plain = model(*sample(0))
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda module, args: None)
+        assert not torch.equal(model(*sample(0)), plain)
+
+
+@each_backend
+@pytest.mark.parametrize("kind", ["layer", "encoder"])
+def test_a_root_that_chooses(backend: str, kind: str) -> None:
+    """The managed root itself is what chooses, and its own hooks count."""
+
+    def program(side: Side) -> None:
+        model = LAYERS[kind]()
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        with side.offload(model, optimizer, share=0.5):
+            for step in range(4):
+                x, mask = sample(step)
+                with torch.no_grad():
+                    side.see("score", model.eval()(x, src_key_padding_mask=mask))
+                side.step(model.train()(x, src_key_padding_mask=mask).square().mean(), optimizer)
+        with torch.no_grad():
+            side.see("after it", model.eval()(*sample(0)[:1]))
+
+    hazard(backend, program)
+
+
+class Products(nn.Module):
+    """Operators whose kernels hang on what stands above a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.pairs = nn.Linear(WIDTH, WIDTH), nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x.transpose(0, 1)).float()
+        return self.pairs(x, torch.tanh(x)) / WIDTH
+
+
+@each_backend
+def test_operators_made_of_others(backend: str) -> None:
+    """A transposed batch in inference mode; products within an operator under autocast."""
+
+    def program(side: Side) -> None:
+        model = Products()
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        with side.offload(model, optimizer, share=0.5):
+            for step in range(4):
+                x = sample(step)[0]
+                for mode, enter in MODES.items():
+                    with enter():
+                        side.see(mode, model(x))
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).float().square().mean()
+                side.step(loss, optimizer)
+
+    hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_hook_of_the_users_keeps_its_meaning(backend: str, when: str) -> None:
+    """Torch leaves the fast path for it, and its module is called."""
+
+    def program(side: Side) -> None:
+        model = Net(LAYERS["layer"])
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        calls: list[int] = []
+
+        def register() -> Any:
+            return model.inner.linear1.register_forward_hook(lambda *_: calls.append(1))
+
+        handle = register() if when == "before" else None
+        with side.offload(model, optimizer, share=0.5):
+            handle = handle or register()
+            looks(side, model, "with a hook")
+            train(side, model, optimizer, range(3))
+            looks(side, model, "with a hook, after steps")
+            handle.remove()
+            looks(side, model, "without")
+        side.see("calls", len(calls))
+
+    hazard(backend, program)
