@@ -87,6 +87,28 @@ def test_an_exit_stack_enters_a_block() -> None:
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("left_by", ["close", "with", "both"])
+def test_a_block_that_is_started(left_by: str) -> None:
+    """`close` ends it, once, and inside ``with`` too."""
+    model = small()
+    block = dynoffload.offload(model, budget=footprint_of(model), config=SMALL_PAGES)
+    if left_by == "close":
+        session = block.start()
+        assert session.paging
+        session.close()
+    else:
+        with block as session:
+            assert session.paging
+            if left_by == "both":
+                session.close()
+                assert not session.paging
+    session.close()
+    assert not session.paging
+    assert not model._forward_pre_hooks
+    with dynoffload.offload(model, budget=footprint_of(model), config=SMALL_PAGES) as another:
+        assert another.paging
+
+
 # Arguments
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,7 @@ class Session:
         bound: str = "",
     ) -> None:
         self._replicas = replicas
+        self._leave_block: Callable[[], None] | None = None  # while it is open
         self._moved = 0  # by all that happens
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
@@ -613,9 +614,16 @@ class Session:
 
         return write_run(self.log, Path(path))
 
-    @uninterrupted
     def close(self) -> None:
-        """Make all tensors ordinary again and give memory and disk back."""
+        """End the block, as leaving its ``with`` does; where it has ended, do nothing.
+
+        All tensors are ordinary again, and memory and disk are given back.
+        """
+        if self._leave_block is not None:
+            self._leave_block()
+
+    @uninterrupted
+    def _close(self) -> None:
         for hook in self._hooks:
             hook.end()
         for handle in self._handles:
