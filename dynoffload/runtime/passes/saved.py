@@ -173,7 +173,7 @@ class Kept:
 
     def check(self) -> None:
         """Raise what autograd raises if the tensor was modified since."""
-        _check(self.version, self.tensor._version, self.tensor.size(), self.tensor.dtype)
+        _check_tensor(self.version, self.tensor)
 
 
 class Borrowed:
@@ -188,7 +188,7 @@ class Borrowed:
 
     def check(self) -> None:
         """Raise what autograd raises if the parameter was modified since."""
-        _check(self.version, self.tensor._version, self.tensor.size(), self.tensor.dtype)
+        _check_tensor(self.version, self.tensor)
 
     def let_go(self) -> None:
         """Hold the region's memory no more: nobody will ask for it."""
@@ -204,10 +204,17 @@ def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> Non
         )
 
 
+def _check_tensor(version: int, tensor: torch.Tensor) -> None:
+    if version != tensor._version:  # a nested tensor has no size to name
+        size = torch.Size() if tensor.is_nested else tensor.size()
+        _check(version, tensor._version, size, tensor.dtype)
+
+
 def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:
     """Return whether a tensor is bytes in one storage on a kind of device, and no more."""
     return (
         tensor.layout == torch.strided
+        and not tensor.is_nested
         and tensor.device.type == kind
         and not tensor._is_zerotensor()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
