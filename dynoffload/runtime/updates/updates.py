@@ -61,7 +61,7 @@ from dynoffload.runtime.updates.update import (
     snapshot,
 )
 from dynoffload.runtime.updates.waiting import Waiting
-from dynoffload.runtime.updates.watched import WatchedState
+from dynoffload.runtime.updates.watched import Order, WatchedState
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,7 @@ class Updates:
         self._slices = self.maker.slices
         self.waiting = Waiting(self.maker, store, device, loss, locks=self._defer)
         self.drafts: Drafts | None = None
+        self._order = Order()
         self._begun = False  # whether a step has changed something and is not over
         self._signature = inspect.signature(self.maker.step)
         self.splits = can_split(optimizer)
@@ -158,10 +159,11 @@ class Updates:
             self.optimizer.state = WatchedState(state, self._look)
 
     def _look(self, parameter: torch.Tensor | None) -> None:
-        if not self.waiting.any():
-            return
         if parameter is None:
-            self.waiting.flush_all()
+            with self.waiting.mutex:
+                self.waiting.flush_all()
+                self._order.restore(self.optimizer.state)
+        if not self.waiting.any():
             return
         slot = self._store.slots.get(parameter)  # type: ignore[call-overload]
         if slot is not None:  # of a fused parameter, what is not guarded is up to date
@@ -207,6 +209,7 @@ class Updates:
         self.forget_images()
 
     def _loaded(self) -> None:
+        self._order = Order()
         self._watch()
         self.adopt_all()
         self.waiting.loss.make_up("optimizer")
@@ -259,6 +262,7 @@ class Updates:
                 self.waiting.flush_all()  # of earlier steps, which the scaler has no part in
             self._flush_used(optimizer.param_groups)
             self.waiting.loss.check()  # an update may have failed behind somebody's back
+            self._order.note(_with_gradients(optimizer.param_groups), optimizer.state)
             if images is not None:
                 images.begin(_with_gradients(optimizer.param_groups))
             self.maker.scaled = scaled
@@ -274,6 +278,7 @@ class Updates:
                     self._put_off_slices(one, hyper)
                 if scaled or not self._defer:
                     self.waiting.flush_all()
+                    self._order.restore(optimizer.state)
             except BaseException as error:
                 loss.within = False
                 if self._begun:
@@ -528,5 +533,6 @@ class Updates:
             self.forget_images()
             self.maker.images = None
             state = self.optimizer.state
+            self._order.restore(state)
             if isinstance(state, WatchedState):
                 self.optimizer.state = state.before()
