@@ -97,7 +97,7 @@ def target_of(
             f"this {type(model).__name__} is on {here}, and device={str(wanted)!r} was asked for: "
             "move the model before the block, or leave device= out"
         )
-    host = None if host_budget is None else parse_bytes(host_budget)
+    host = None if host_budget is None else parse_bytes(host_budget, "host_budget")
     return Target(queues, _CPU if here is None else here, host)
 
 
