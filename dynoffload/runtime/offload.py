@@ -342,7 +342,7 @@ def _plan(
         options = replace(options, draft_share=0.0)  # gradients are not final before step()
     if given.profile_dir is not None:
         return _Planned(_profiled(model, optimizer, given, options), lambda session: None)
-    limit = given.budget if budget is None else parse_bytes(budget)
+    limit = given.budget if budget is None else parse_bytes(budget, "budget")
     if limit is None:
         raise no_budget("offload(..., budget='8GiB')")
     if options.policy in UNPAGED:
@@ -545,7 +545,7 @@ def _check_model(model: nn.Module) -> None:
             "device and wrap it in DistributedDataParallel"
         )
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and module.state_dict():
+        if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
                 f"module {path!r} is TorchScript, which takes no hooks: put the module from which "
                 "it was scripted or traced in its place"
