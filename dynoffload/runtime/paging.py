@@ -53,6 +53,7 @@ from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, may_queue
 from dynoffload.runtime.target import Target
+from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss
@@ -166,6 +167,7 @@ class Paging:
             names=self.store.names,
         )
 
+    @unseen
     def _start(self, config: OffloadConfig) -> None:
         optimizer, sizing = self.optimizer, self.sizing
         self._undo.callback(self.activations.close)
@@ -284,6 +286,7 @@ class Paging:
 
     @uninterrupted
     @torch.inference_mode(False)
+    @unseen
     def follow_model(self) -> None:
         """Adopt what is new in the model, between two samples.
 
@@ -324,6 +327,7 @@ class Paging:
             self._convert(converted)
 
     @uninterrupted
+    @unseen
     def _convert(self, converted: list[Fused]) -> None:
         """Move fused parameters that were converted into regions of their own kind, and their
         gradients. Hooks follow before the next sample: those on their autograd nodes are gone."""
@@ -412,6 +416,7 @@ class Paging:
         self._begin_forward(args, kwargs, order)
 
     @uninterrupted
+    @unseen
     def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
@@ -423,6 +428,7 @@ class Paging:
         self.migrator.begin_forward(order)
 
     @uninterrupted
+    @unseen
     def drop_forward(self) -> None:
         """A forward that was interrupted will not go on."""
         self._hear()
@@ -430,6 +436,7 @@ class Paging:
         self.migrator.drop_forward()
 
     @uninterrupted
+    @unseen
     def end_forward(self, *, whole: bool = True) -> None:
         """It has ended; not ``whole``: by an error."""
         self.activations.end_forward()
@@ -485,6 +492,7 @@ class Paging:
             )
 
     @uninterrupted
+    @unseen
     def _visit(self, unit: Unit) -> None:
         if self.loss:
             self.loss.check()
@@ -494,6 +502,7 @@ class Paging:
         self._make_ready([unit])
 
     @uninterrupted
+    @unseen
     def _make_ready(self, units: Sequence[Unit]) -> None:
         """What is put off for these units is made, and they are in fast memory."""
         if self.updates is not None and self.updates.waiting.pending:
@@ -510,6 +519,7 @@ class Paging:
         self._on_chunk()
         self.migrator.open_chunk(chunk)
 
+    @unseen
     def _reach_chunk(self, region: int) -> None:
         self._on_chunk()
         self.device.touch([region])
@@ -621,6 +631,7 @@ class Paging:
                 format_bytes(self.device.capacity),
             )
 
+    @unseen
     def _restore(self) -> None:
         reshard(self.model)
         self.activations.close()

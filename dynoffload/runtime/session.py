@@ -48,6 +48,7 @@ from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
+from dynoffload.runtime.unseen import unseen
 from dynoffload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -330,6 +331,7 @@ class Session:
             paging = self._paging
             self._recording.look_at_heap(paging.device, paging.activations.kept_bytes)
 
+    @unseen
     def _end_step(self) -> None:
         self._moved += 1
         paging = self._paging

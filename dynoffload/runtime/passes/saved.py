@@ -29,6 +29,7 @@ from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.unseen import unseen
 
 ALIGNMENT = 64  # of what torch allocates, and of what lies in a chunk
 
@@ -280,7 +281,8 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
             found[tensor._base is not None] = references
 
     class Hooks:
-        @uninterrupted  # as the hook is that asks: it refers to the tensor too
+        @uninterrupted  # as the hook is that asks: both refer to the tensor too
+        @unseen
         def pack(self, tensor: torch.Tensor) -> torch.Tensor:
             ask(tensor)
             return tensor

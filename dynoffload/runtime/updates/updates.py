@@ -45,6 +45,7 @@ from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.slicing import may_slice
 from dynoffload.runtime.adoption.store import Slot, Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
+from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss, note_lost, note_undone
@@ -77,6 +78,12 @@ def can_split(optimizer: Optimizer) -> bool:
 def _any_sparse(groups: Iterable[Group]) -> bool:
     gradients = (parameter.grad for group in groups for parameter in group["params"])
     return any(g is not None and g.layout is not torch.strided for g in gradients)
+
+
+@unseen
+def _data_of(parameter: nn.Parameter) -> torch.Tensor:
+    data: torch.Tensor = local(parameter).data
+    return data
 
 
 def _with_gradients(groups: Iterable[Group]) -> list[nn.Parameter]:
@@ -313,6 +320,7 @@ class Updates:
             self._groups = None
             admit()
 
+    @unseen
     def _flush_used(self, groups: list[Group]) -> None:
         """Make the pending updates that a step over ``groups`` meets: its own parameters', and
         those whose memory the user has put in the place of something that it reads."""
@@ -345,6 +353,7 @@ class Updates:
             for slot in fused.slots:
                 self.waiting.flush(slot)
 
+    @unseen
     def _split(
         self, groups: list[Group]
     ) -> tuple[
@@ -420,7 +429,7 @@ class Updates:
             copy = None if state is None else dict(state)
             regions = slot.update_regions()
             states = self.optimizer.state
-            data, part = local(parameter).data, local(gradient)
+            data, part = _data_of(parameter), local(gradient)
             update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
             if may and (not self._defer or self._guards(slot, gradient)):
