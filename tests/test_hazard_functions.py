@@ -290,3 +290,75 @@ def test_a_nested_tensor_written_after_it_was_saved(backend: str) -> None:
             hidden[0].mul_(2)
         with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
             loss.backward()
+
+
+class Fused(Function):
+    """Adds the gradient of its weight into ``main_grad``, as fused kernels of Megatron's do."""
+
+    holds = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight if Fused.holds else None
+        return x @ weight.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        into = weight if ctx.weight is None else ctx.weight
+        into.main_grad.addmm_(grad.t(), x)
+        return grad @ weight, None
+
+
+class FusedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.second.weight.main_grad = torch.zeros(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fused.apply(torch.tanh(self.first(x)), self.second.weight).sum()
+
+
+@each_of_the_cpu
+@pytest.mark.parametrize("holds", [True, False], ids=["held", "unpaged activations"])
+def test_attributes_of_a_saved_parameter(
+    backend: str, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are there where the function holds the parameter itself, or nothing saved is paged."""
+    monkeypatch.setattr(Fused, "holds", holds)
+
+    def program(side: Side) -> None:
+        model = FusedNet()
+        weight = model.second.weight
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, page_activations=holds):
+            for step in range(6):
+                loss = model(batch(step)[0])
+                loss.backward()
+                weight.grad = weight.main_grad.clone()
+                optimizer.step()
+                optimizer.zero_grad()
+        side.see("main_grad", weight.main_grad)
+
+    hazard(backend, program)
+
+
+@each_paged
+def test_attributes_of_a_saved_parameter_are_lost_as_under_any_hooks(backend: str) -> None:
+    """Torch makes another tensor of whatever such a hook gives back."""
+    model = FusedNet()
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    for block in (
+        torch.autograd.graph.saved_tensors_hooks(same, same),
+        dynoffload.offload(
+            model, budget=footprint_of(model), config={**SMALL_PAGES, "backend": backend}
+        ),
+    ):
+        with block, pytest.raises(AttributeError, match="no attribute 'main_grad'"):
+            model(batch(0)[0]).backward()

@@ -45,7 +45,8 @@ def block():
 @atexit.register
 def look():
     train(reference, its)
-    assert_ordinary(model, optimizer)
+    if "view" not in globals():  # which keeps the memory that it shows
+        assert_ordinary(model, optimizer)
     assert_same(model.state_dict(), reference.state_dict(), "model")
     assert_same(optimizer.state_dict(), its.state_dict(), "optimizer")
     print("the same")
@@ -130,12 +131,26 @@ ENDS = {
 }
 
 
+QUICK = (
+    ("pager", "exit stack"),
+    ("pager", "error"),
+    ("pager", "forked"),
+    ("mapped", "generator"),
+    ("emulated", "status"),
+)
+
+
 @pytest.mark.parametrize(
     ("backend", "how"),
     [
-        *(pytest.param("pager", how, marks=needs_pager) for how in ENDS),
-        *(("mapped", how) for how in ("exit stack", "error", "forked")),
-        *(("emulated", how) for how in ("generator", "status")),
+        pytest.param(
+            backend,
+            how,
+            marks=[needs_pager] * (backend == "pager")
+            + [pytest.mark.slow] * ((backend, how) not in QUICK),
+        )
+        for backend in ("pager", "mapped", "emulated")
+        for how in ENDS
     ],
 )
 def test_a_block_that_is_open_at_exit(backend: str, how: str) -> None:

@@ -281,7 +281,8 @@ def offload(
         config: further options, as `OffloadConfig` or a mapping of its fields.
 
     Returns:
-        A block for one ``with``, which yields the session with its statistics. All but an unknown
+        A block for one ``with``, which yields the session with its statistics; where none can be,
+        its ``start()`` returns the session, whose ``close()`` ends the block. All but an unknown
         argument is refused as the block is entered.
 
     Raises:
