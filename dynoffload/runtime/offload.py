@@ -132,7 +132,8 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         if self._left:
             return None
         suppresses = self._leave(kind, error, trace)
-        self._planned.report(self._session)
+        if os.getpid() == self._pid:  # else it is the block of the process that forked this one
+            self._planned.report(self._session)
         return suppresses
 
     def _leave_now(self) -> None:
@@ -412,7 +413,7 @@ def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterat
                 raise told from error
             raise
         finally:
-            if beside is not None:
+            if beside is not None and os.getpid() == session._pid:
                 beside.end(left_by)
             _open.pop(id(model), None)
             session._close()

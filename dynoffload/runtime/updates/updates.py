@@ -353,7 +353,6 @@ class Updates:
             for slot in fused.slots:
                 self.waiting.flush(slot)
 
-    @unseen
     def _split(
         self, groups: list[Group]
     ) -> tuple[
