@@ -26,6 +26,8 @@ _Result = TypeVar("_Result")
 
 _record = torch._C._autograd._enable_record_function
 _profiled = torch._C._autograd._profiler_enabled
+_count_dispatching = torch._C._len_torch_dispatch_stack
+_count_functions = torch._C._len_torch_function_stack
 
 
 class _OfThread(threading.local):
@@ -37,7 +39,7 @@ _of_thread = _OfThread()
 
 def modes_of_residency() -> list[Any]:
     """Return the dispatch modes that are on and see to residency alone."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not _count_dispatching():
         return []
     modes = _get_current_dispatch_mode_stack()
     return [mode for mode in modes if getattr(mode, "is_of_residency", False)]
@@ -46,9 +48,10 @@ def modes_of_residency() -> list[Any]:
 def is_watched() -> bool:
     """Return whether a mode or a profiler of the user's sees the operators of this thread. A
     default device on the CPU is none."""
-    if _profiled() or len(modes_of_residency()) < torch._C._len_torch_dispatch_stack():
+    dispatching, functions = _count_dispatching(), _count_functions()
+    if _profiled() or (dispatching and len(modes_of_residency()) < dispatching):
         return True
-    return bool(torch._C._len_torch_function_stack()) and not all(
+    return functions > 0 and not all(
         isinstance(mode, DeviceContext) and mode.device.type == "cpu"
         for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     )
@@ -69,12 +72,12 @@ def _unrecorded() -> Iterator[None]:
 def hidden() -> Iterator[None]:
     """Have no mode and no profiler of the user's see what this thread does."""
     with contextlib.ExitStack() as undo:
-        if torch._C._len_torch_dispatch_stack():
+        if _count_dispatching():
             ours = modes_of_residency()
             undo.enter_context(_disable_current_modes())
             for mode in ours:
                 undo.enter_context(mode)
-        if torch._C._len_torch_function_stack():
+        if _count_functions():
             undo.enter_context(torch._C.DisableTorchFunction())
         if _profiled():
             undo.enter_context(_unrecorded())
