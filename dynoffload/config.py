@@ -41,13 +41,6 @@ def _check_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} is neither True nor False: pass one of them")
 
 
-def _bytes_of(name: str, value: int | str) -> int:
-    try:
-        return parse_bytes(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}={value!r}: {error}") from None
-
-
 def _flag(name: str) -> bool:
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
@@ -160,7 +153,7 @@ class OffloadConfig:
         for name in ("page_bytes", "min_paged_bytes", "heap_slack_bytes"):
             value = getattr(self, name)
             if value is not None or name == "heap_slack_bytes":
-                object.__setattr__(self, name, _bytes_of(name, value))
+                object.__setattr__(self, name, parse_bytes(value, name))
         page = self.page_bytes
         if page is not None and (page & (page - 1) or not LEAST_PAGE <= page <= 2 * MiB):
             raise ConfigError(f"page_bytes={page} is not a power of two between 4096 and {2 * MiB}")
@@ -272,11 +265,11 @@ def set_defaults(
     if policy is not None and policy not in POLICIES:
         raise ConfigError(f"policy={policy!r} is not an option{_closest(policy, POLICIES)}")
     _defaults = Defaults(
-        budget=None if budget is None else parse_bytes(budget),
+        budget=None if budget is None else parse_bytes(budget, "--budget"),
         pilot=None if pilot is None else Path(pilot),
         policy=policy,
         spill_dir=None if spill_dir is None else Path(spill_dir),
-        host_budget=None if host_budget is None else parse_bytes(host_budget),
+        host_budget=None if host_budget is None else parse_bytes(host_budget, "--host-budget"),
         device=device,
         report=None if report is None else Path(report),
         profile_dir=None if profile_dir is None else Path(profile_dir),

@@ -52,14 +52,27 @@ class Quantity(int):
         return Quantity, (int(self), self.text)
 
 
-def parse_bytes(quantity: int | str) -> int:
+def parse_bytes(quantity: int | str, argument: str = "") -> int:
     """Return ``quantity`` in bytes: an int as it is, or a text such as ``"8GiB"`` or ``"500MB"``,
     whose spelling `format_bytes` keeps.
+
+    Args:
+        quantity: what the user gave.
+        argument: where, for the error.
 
     Raises:
         ConfigError: if the quantity is negative, not a whole number of bytes, unreadable, or a text
             with a small number and no unit.
     """
+    try:
+        return _parsed(quantity)
+    except ConfigError as error:
+        if argument:
+            raise ConfigError(f"{argument}={quantity!r}: {error}") from None
+        raise
+
+
+def _parsed(quantity: int | str) -> int:
     if isinstance(quantity, bool) or not isinstance(quantity, int | str):
         remedy = ": make it whole with int()" if isinstance(quantity, float) else ""
         raise ConfigError(

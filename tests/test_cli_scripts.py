@@ -95,7 +95,7 @@ def test_the_path_is_what_python_makes_it(tmp_path: Path, safe: str) -> None:
             check=True,
             cwd=tmp_path,
         ).stdout
-        for way in ([], ["-m", "dynoffload", "run"])
+        for way in ([], ["-m", "dynoffload", "run", "--budget", "1MB"])
     ]
     assert outputs[0] == outputs[1]
     assert (str(real) in outputs[0]) is not bool(safe)
@@ -109,7 +109,7 @@ def test_a_scripts_exit_code_is_ours(
     runner: CliRunner, tmp_path: Path, end: str, code: int
 ) -> None:
     script = write(tmp_path, f"import sys; {end}")
-    assert runner.invoke(app, ["run", str(script)]).exit_code == code
+    assert runner.invoke(app, ["run", "--budget", "1MB", str(script)]).exit_code == code
 
 
 def test_an_exception_shows_the_scripts_frames_alone(tmp_path: Path) -> None:
@@ -245,6 +245,20 @@ def test_a_script_that_offloads_nothing_is_told(
     first, last = result.stderr.splitlines()
     assert f"{script} does not mention dynoffload" in first
     assert f"{script} ended without an offload() block" in last
+    result = runner.invoke(app, ["run", str(script)])
+    assert result.exit_code == 2, "it asked for nothing, and nothing was done"
+    assert f"{script} ended without an offload() block" in result.stderr
+
+
+@pytest.mark.parametrize("end", ["", "import sys; sys.exit(3)"])
+def test_a_block_that_a_script_leaves_open_is_left(
+    runner: CliRunner, tmp_path: Path, end: str
+) -> None:
+    lines = f"session = dynoffload.offload(nn.Linear(64, 64), budget='1MB').start()\n{end}"
+    script = write(tmp_path, f"import dynoffload\nfrom torch import nn\n{lines}")
+    result = runner.invoke(app, ["run", str(script)])
+    assert result.exit_code == (3 if end else 0), result.output
+    assert "Linear ended before its first step was complete" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import Side, batch, each_backend, each_backend_in_time, hazard
+from exactness import SMALL_PAGES, footprint_of
+from hazards import (
+    Side,
+    batch,
+    each_backend,
+    each_backend_in_time,
+    each_of_the_cpu,
+    each_paged,
+    hazard,
+)
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.optim import AdamW
+
+import dynoffload
 
 
 class Saving(Function):
@@ -214,3 +226,139 @@ def test_a_saved_tensor_of_a_subclass(backend: str, frozen: bool) -> None:
         side.see("seen", Reading.seen)
 
     hazard(backend, program, budgeted=False)
+
+
+class Jagged(nn.Module):
+    """Attention over sequences of two lengths, as rows of one nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, len(rows)]))
+        q, k, v = (
+            layer(x).unflatten(-1, [2, 32]).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        found = F.scaled_dot_product_attention(q, k, v)
+        return found.transpose(1, 2).flatten(-2).values()
+
+
+class Strided(nn.Module):
+    """The same layout as torch has had first, which has no sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = torch.nested.nested_tensor([rows[:3], rows[3:]], layout=torch.strided)
+        return self.b(F.gelu(self.a(x))).to_padded_tensor(0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@each_of_the_cpu
+@pytest.mark.parametrize("kind", [Jagged, Strided])
+def test_nested_tensors(backend: str, kind: type[nn.Module]) -> None:
+    """What autograd saves of them stays in memory, and is counted."""
+
+    def program(side: Side) -> None:
+        model = kind()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer) as session:
+            for step in range(4):
+                rows = batch(step)[0]
+                loss = model(rows).square().mean()
+                if session is not None and session.paging:
+                    assert session._paging is not None
+                    assert session._paging.activations.kept_bytes >= rows.nbytes
+                side.step(loss, optimizer)
+
+    hazard(backend, program, budgeted=False)
+
+
+@each_paged
+def test_a_nested_tensor_written_after_it_was_saved(backend: str) -> None:
+    """It raises, as ever, though there is no size to name."""
+    model = Strided()
+    hidden = []
+    model.a.register_forward_hook(lambda module, args, output: hidden.append(output))
+    options = {**SMALL_PAGES, "backend": backend, "step_aside": False}
+    with dynoffload.offload(model, budget=footprint_of(model), config=options):
+        loss = model(batch(0)[0]).sum()
+        with torch.no_grad():
+            hidden[0].mul_(2)
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
+
+
+class Fused(Function):
+    """Adds the gradient of its weight into ``main_grad``, as fused kernels of Megatron's do."""
+
+    holds = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight if Fused.holds else None
+        return x @ weight.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        into = weight if ctx.weight is None else ctx.weight
+        into.main_grad.addmm_(grad.t(), x)
+        return grad @ weight, None
+
+
+class FusedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+        self.second.weight.main_grad = torch.zeros(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fused.apply(torch.tanh(self.first(x)), self.second.weight).sum()
+
+
+@each_of_the_cpu
+@pytest.mark.parametrize("holds", [True, False], ids=["held", "unpaged activations"])
+def test_attributes_of_a_saved_parameter(
+    backend: str, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are there where the function holds the parameter itself, or nothing saved is paged."""
+    monkeypatch.setattr(Fused, "holds", holds)
+
+    def program(side: Side) -> None:
+        model = FusedNet()
+        weight = model.second.weight
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        with side.offload(model, optimizer, page_activations=holds):
+            for step in range(6):
+                loss = model(batch(step)[0])
+                loss.backward()
+                weight.grad = weight.main_grad.clone()
+                optimizer.step()
+                optimizer.zero_grad()
+        side.see("main_grad", weight.main_grad)
+
+    hazard(backend, program)
+
+
+@each_paged
+def test_attributes_of_a_saved_parameter_are_lost_as_under_any_hooks(backend: str) -> None:
+    """Torch makes another tensor of whatever such a hook gives back."""
+    model = FusedNet()
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    for block in (
+        torch.autograd.graph.saved_tensors_hooks(same, same),
+        dynoffload.offload(
+            model, budget=footprint_of(model), config={**SMALL_PAGES, "backend": backend}
+        ),
+    ):
+        with block, pytest.raises(AttributeError, match="no attribute 'main_grad'"):
+            model(batch(0)[0]).backward()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from hazards import (
     batch,
     each_backend,
     each_backend_in_time,
+    each_of_the_cpu,
     each_paged,
     guarded,
     hazard,
@@ -31,7 +34,9 @@ from hazards import (
 from torch import nn
 from torch.optim import ASGD, SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
 from dynoffload.errors import ConfigError, StepLostError
@@ -452,3 +457,84 @@ def test_what_updates_depend_on(kind: type[Optimizer], foreach: bool) -> None:
         begin = 0 if not depends_on_dtype(kind([nn.Parameter(torch.ones(2, 2))]), first=True) else 1
         if kind is not ASGD:
             assert_same(state(lambda of=dtype: default_dtype(of), begin), plain, str(dtype))  # type: ignore[misc]
+
+
+def muon(model: Mlp) -> Optimizer:
+    """An optimizer with products, over the matrices alone."""
+    for layer in model.layers:
+        layer.bias.requires_grad_(False)
+    return Muon([p for p in model.parameters() if p.requires_grad and p.dim() == 2], lr=1e-2)
+
+
+@each_backend
+@pytest.mark.parametrize("around", ["each phase", "all"])
+def test_a_counter_of_flops_counts_what_it_does_in_plain_training(
+    backend: str, around: str
+) -> None:
+    """Those of a step in `step()`, and none of an earlier one where it is made."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=3)
+        optimizer = muon(model)
+        whole = FlopCounterMode(display=False)
+        with whole if around == "all" else contextlib.nullcontext():
+            with side.offload(model, optimizer):
+                for step in range(4):
+                    counters = [FlopCounterMode(display=False) for _ in range(3)]
+                    with counters[0]:
+                        loss = loss_of(model, step)
+                    with counters[1]:
+                        loss.backward()
+                    with counters[2] if step % 2 else contextlib.nullcontext():
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    side.see("flops", [one.get_total_flops() for one in counters])
+        if around == "all":
+            side.see("flops", whole.get_total_flops())
+
+    hazard(backend, program)
+
+
+@contextmanager
+def counted(by: str) -> Iterator[Counter[str]]:
+    """Count operators. Before a hook for what is saved, torch itself detaches it."""
+    found: Counter[str] = Counter()
+    if by == "a mode":
+        with Counting() as counting:
+            yield found
+        found.update(counting.calls)
+    else:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            yield found
+        for event in profiled.key_averages():
+            if event.key.startswith("aten::"):
+                found[event.key] = event.count
+    for name in ("aten.detach.default", "aten::detach", "aten::_has_compatible_shallow_copy_type"):
+        found.pop(name, None)
+
+
+def counting_phases(by: str, side: Side) -> None:
+    """Train, and note which operators each phase has made."""
+    model = Mlp(depth=3)
+    optimizer = AdamW(model.parameters(), lr=1e-2, foreach=False)
+    with side.offload(model, optimizer):
+        for step in range(5):
+            with counted(by) as sample:
+                loss_of(model, step).backward()
+            with counted(by) if step != 1 else contextlib.nullcontext() as update:
+                optimizer.step()
+            optimizer.zero_grad()
+            side.see("sample", sorted(sample.items()))
+            side.see("update", update and sorted(update.items()))
+
+
+@each_backend
+def test_a_mode_counts_no_operator_of_ours(backend: str) -> None:
+    """Neither those that pack, move and adopt, nor updates that others are made in."""
+    hazard(backend, partial(counting_phases, "a mode"))
+
+
+@each_of_the_cpu
+def test_a_profiler_counts_no_operator_of_ours(backend: str) -> None:
+    """On an accelerator it counts those of the loop once more, as a mode dispatches them anew."""
+    hazard(backend, partial(counting_phases, "a profiler"))

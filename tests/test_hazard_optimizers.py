@@ -14,7 +14,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -559,3 +559,111 @@ def test_copies_of_the_state_and_looks_at_it(backend: str, look: str) -> None:
             side.step(loss_of(model, 1), optimizer)
 
     hazard(backend, program)
+
+
+@each_backend
+@pytest.mark.parametrize("kind", [AdamW, SGD], ids=lambda kind: kind.__name__)
+def test_the_order_of_the_entries(backend: str, kind: type[Optimizer]) -> None:
+    """That of a whole step, also where a gradient comes late and an entry is made anew."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=2)
+        options = {"lr": 1e-2} if kind is AdamW else {"lr": 1e-2, "momentum": 0.9}
+        optimizer = kind(model.parameters(), **options)
+        parameters = list(model.parameters())
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        with side.offload(model, optimizer, share=0.5):
+            for step in range(5):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                if step == 0:
+                    parameters[1].grad = parameters[2].grad = None
+                optimizer.step()
+                if step in (0, 3):
+                    side.see("entries", [numbers[parameter] for parameter in optimizer.state])
+                if step == 1:
+                    del optimizer.state[parameters[3]]
+        side.see("entries", [numbers[parameter] for parameter in optimizer.state])
+        side.see("saved", list(optimizer.state_dict()["state"]))
+
+    hazard(backend, program)
+
+
+class Wrapper(Optimizer):
+    """An optimizer by type, as Opacus' is: torch's `__init__` has never run."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.original = inner
+
+    param_groups = property(lambda self: self.original.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.original.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.original.defaults)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        return self.original.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.original.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.original.state_dict()
+
+
+class Ahead(Wrapper):
+    """As timm's Lookahead: hooks that are never called, and slow weights of its own."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner)
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.slow = {p: p.detach().clone() for g in self.param_groups for p in g["params"]}
+
+    state: ClassVar[dict[Any, Any]] = {}  # type: ignore[assignment, misc]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for parameter, slow in self.slow.items():
+            slow.lerp_(parameter.data, 0.5)
+            parameter.data.copy_(slow)
+        return loss
+
+
+@each_backend
+@pytest.mark.parametrize("kind", [Wrapper, Ahead])
+def test_a_wrapper_that_leaves_torchs_init_out(
+    backend: str, kind: type[Wrapper], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it wraps is paged; of what it keeps itself it is said that nobody counts it."""
+
+    def program(side: Side) -> None:
+        model = Mlp(depth=2)
+        optimizer = kind(AdamW(model.parameters(), lr=1e-2))
+        with side.offload(model, optimizer, share=0.5) as session:
+            for step in range(4):
+                side.step(loss_of(model, step), optimizer)
+            assert session is None or len(session.log.steps) == 4
+
+    hazard(backend, program, budgeted=kind is Wrapper)
+    told = "Ahead wraps the AdamW that is paged: what it keeps" in caplog.text
+    assert told == (kind is Ahead)
+
+
+class Headless(Optimizer):
+    """Torch's `__init__` has never run, and there is nothing else in it."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups, self.state = [{"params": list(parameters)}], defaultdict(dict)
+        self.defaults = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("it must be refused")
+
+
+def test_an_optimizer_that_leaves_torchs_init_out_is_told_the_remedy() -> None:
+    model = Mlp(depth=2)
+    with pytest.raises(ConfigError, match=r"Headless leaves out the __init__ of torch\.optim\.Opt"):
+        with dynoffload.offload(model, Headless(model.parameters()), budget="4MB"):
+            pytest.fail("the block must not begin")

@@ -375,6 +375,15 @@ def test_of_what_does_not_fit_together_nothing_is_adopted(backend: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_torchscript_module_is_told_the_remedy() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), torch.jit.script(nn.Linear(64, 64)))
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"module '1' is TorchScript, which takes no hooks: put"):
+        with dynoffload.offload(model, optimizer, budget="1 MiB"):
+            pytest.fail("the block must not begin")
+
+
 @pytest.mark.parametrize("kind", [nn.LazyLinear, nn.LazyBatchNorm1d])
 def test_a_lazy_module_is_told_the_remedy(kind: Callable[..., nn.Module]) -> None:
     lazy = kind(64) if kind is nn.LazyLinear else kind()

@@ -16,10 +16,10 @@ import pytest
 import torch
 from exactness import SMALL_PAGES, footprint_of, small
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 import dynoffload
-from dynoffload.config import OffloadConfig
+from dynoffload.config import OffloadConfig, set_defaults
 from dynoffload.errors import BudgetError, ConfigError, DynOffloadError, NotEnteredError
 from dynoffload.memory.filesystems import filesystem_of
 from dynoffload.reporting.summary import verdict
@@ -90,6 +90,28 @@ def test_an_exit_stack_enters_a_block() -> None:
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize("left_by", ["close", "with", "both"])
+def test_a_block_that_is_started(left_by: str) -> None:
+    """`close` ends it, once, and inside ``with`` too."""
+    model = small()
+    block = dynoffload.offload(model, budget=footprint_of(model), config=SMALL_PAGES)
+    if left_by == "close":
+        session = block.start()
+        assert session.paging
+        session.close()
+    else:
+        with block as session:
+            assert session.paging
+            if left_by == "both":
+                session.close()
+                assert not session.paging
+    session.close()
+    assert not session.paging
+    assert not model._forward_pre_hooks
+    with dynoffload.offload(model, budget=footprint_of(model), config=SMALL_PAGES) as another:
+        assert another.paging
+
+
 # Arguments
 
 
@@ -129,9 +151,12 @@ def test_the_signature_stays_explicit() -> None:
 @pytest.mark.parametrize(
     ("budget", "error", "text"),
     [
-        ("8", ConfigError, "'8' has no unit"),
-        (1.5e9, ConfigError, "int"),
-        (-1, ConfigError, "negative"),
+        ("8", ConfigError, "^budget='8': '8' has no unit"),
+        (1.5e9, ConfigError, "^budget=1500000000.0: .* int"),
+        (-1, ConfigError, "^budget=-1: .* negative"),
+        ("", ConfigError, "^budget='': .* write a number and a unit"),
+        (["8GiB"], ConfigError, r"^budget=\['8GiB'\]: .* is an int or a text"),
+        (1j, ConfigError, "^budget=1j: .* is an int or a text"),
         (0, BudgetError, "a budget of 0 B cannot hold .* raise the budget to at least"),
     ],
 )
@@ -141,6 +166,18 @@ def test_a_budget_that_is_none_names_the_remedy(
     with pytest.raises(error, match=text):
         with dynoffload.offload(small(), budget=budget, config=SMALL_PAGES):
             pytest.fail("the block must not begin")
+
+
+def test_each_quantity_is_named_by_its_argument() -> None:
+    model = small()
+    with pytest.raises(ConfigError, match=r"^max_bytes='': "):
+        dynoffload.tile(model, max_bytes="")
+    with pytest.raises(ConfigError, match=r"^max_shard_size=\[\]: "):
+        dynoffload.save_checkpoint(model, None, "nowhere", max_shard_size=[])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^--budget='': "):
+        set_defaults(budget="")
+    with pytest.raises(ConfigError, match=r"^tile_bytes=1j: "):
+        dynoffload.HostOptimizer(model.parameters(), AdamW, tile_bytes=1j)  # type: ignore[arg-type]
 
 
 # Options

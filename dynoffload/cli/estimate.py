@@ -80,7 +80,7 @@ def estimate(
     from dynoffload.estimation.factory import job_of
     from dynoffload.pilot.progress import progress_bar
 
-    sizes = [parse_bytes(one) for one in budget]
+    sizes = [parse_bytes(one, "--budget") for one in budget]
     config = OffloadConfig(policy=policy)
     check_options(config)
     with progress_bar(True) as report:

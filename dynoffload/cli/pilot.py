@@ -104,7 +104,7 @@ def train(
     from dynoffload.pilot.workers import Workers
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    limit = parse_bytes(budget) if budget else None
+    limit = None if budget is None else parse_bytes(budget, "--budget")
     labels = work or out.with_name(f"{out.name}.labels")
     result = train_pilot(
         traces,

@@ -153,7 +153,7 @@ def run(
             "offload() block, nothing will be offloaded; --wrap puts one around its training"
         )
     try:
-        with log_lines(), _wrapped(script, model, wanted=wrap):
+        with log_lines(), _wrapped(script, model, wanted=wrap), _left_at_the_end():
             run_script(script, arguments or [])
         code = 0
     except SystemExit as end:
@@ -167,6 +167,8 @@ def run(
         if not summaries and code in (None, 0):
             what, remedy = _MISSING[wrap]
             say_note(f"{script} ended without {what}, so nothing was offloaded: {remedy}")
+            if budget is None:
+                raise SystemExit(2)
 
 
 @app.command(context_settings=_SCRIPT_LAST)
@@ -226,6 +228,7 @@ def profile(
             log_lines(),
             _steps_shown(out, set(before), wanted),
             _wrapped(script, model, wanted=wrap),
+            _left_at_the_end(),
         ):
             run_script(script, own)
     except ProfilingDone:
@@ -293,6 +296,17 @@ def _wrapped(
     from dynoffload.integrations.wrap import Wrap
 
     return Wrap(script, model)
+
+
+@contextlib.contextmanager
+def _left_at_the_end() -> Iterator[None]:
+    """Leave the blocks that a script has left open, as the end of its own process would."""
+    from dynoffload.runtime.offload import leave_all
+
+    try:
+        yield
+    finally:
+        leave_all()
 
 
 def _traces(directory: Path) -> dict[Path, int]:

@@ -194,7 +194,7 @@ def estimates(
             "plain: estimate before"
         )
     tell = report or _silent
-    sizes = [parse_bytes(budget) for budget in budgets]
+    sizes = [parse_bytes(budget, "budget") for budget in budgets]
     optimizer = None if optimizer is None else innermost(optimizer)
     if optimizer is not None:
         check_parameters(model, optimizer)

@@ -144,7 +144,7 @@ class HostOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         self._rule = Rule(kind, options)
-        size = parse_bytes(tile_bytes)
+        size = parse_bytes(tile_bytes, "tile_bytes")
         check_options(place, size, delayed, warmup_steps, spill_dir, host_budget)
         self._may_delay = self._delayed = delayed
         self.warmup_steps = warmup_steps
@@ -175,7 +175,9 @@ class HostOptimizer(Optimizer):
                 self._crew,
                 tile_bytes=size,
                 spill_dir=None if spill_dir is None else Path(spill_dir),
-                host_budget=None if host_budget is None else parse_bytes(host_budget),
+                host_budget=None
+                if host_budget is None
+                else parse_bytes(host_budget, "host_budget"),
                 on_host=self.place == "host",
                 banks=2 if delayed else 1,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import functools
@@ -67,10 +68,13 @@ _Result = TypeVar("_Result")
 
 
 class OffloadBlock(contextlib.AbstractContextManager[Session]):
-    """What `offload` returns: entered once, by ``with``, it yields the session.
+    """What `offload` returns: entered once, by ``with`` or `start`, it yields the session.
 
     Until then nothing is offloaded. As that is easily overlooked, a block that is used as if it
     were its session is an error, and one that nobody ever entered is warned of.
+
+    It ends as ``with`` is left, by the session's ``close()``, or as the interpreter exits, which
+    must find no tensor in paged memory; the first of these counts.
 
     It begins and ends wholly or not at all, as ``with`` calls `__exit__` only after `__enter__` has
     returned: a signal that comes in between is held off, and what it raises undoes the beginning.
@@ -78,8 +82,19 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
 
     def __init__(self, plan: Callable[[], _Planned]) -> None:
         self._plan = plan
-        self._entered = False
+        self._entered = self._left = False
         self._forgotten = weakref.finalize(self, _warn_of_forgotten, *_place_of_call())
+
+    def start(self) -> Session:
+        """Enter the block where no ``with`` can be, as over several cells of a notebook.
+
+        Returns:
+            The session, whose ``close()`` ends the block.
+
+        Raises:
+            DynOffloadError: see `offload`.
+        """
+        return self.__enter__()
 
     def __enter__(self) -> Session:
         if self._entered:
@@ -87,6 +102,7 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
                 "this offload() block was entered before: each 'with' needs an offload() of its own"
             )
         self._entered = True
+        self._pid = os.getpid()
         self._forgotten.detach()
         self._planned = self._plan()
         begun = False
@@ -95,6 +111,10 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
             try:
                 self._session = self._planned.block.__enter__()
                 begun = True
+                self._session._leave_block = self._leave_now
+                if not _entered:
+                    atexit.register(leave_all)
+                _entered.append(self)
             finally:
                 admit()
             return self._session
@@ -109,10 +129,16 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
+        if self._left:
+            return None
         try:
             return self._leave(kind, error, trace)
         finally:
-            self._planned.report(self._session)
+            if os.getpid() == self._pid:  # else it is the block of the process that forked this one
+                self._planned.report(self._session)
+
+    def _leave_now(self) -> None:
+        self.__exit__(None, None, None)
 
     def _leave(
         self,
@@ -127,6 +153,10 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         except BaseException:  # a signal that came before; the block ends all the same
             self._leave(kind, error, trace, undo=undo)
             raise
+        self._left, self._session._leave_block = True, None
+        _entered.remove(self)
+        if not _entered:
+            atexit.unregister(leave_all)
         try:
             if undo and isinstance(self._session, Session):
                 self._session._undo(error)
@@ -149,6 +179,17 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
             raise NotEnteredError(
                 f"{name!r} was asked of what offload() returns, which is no session yet: {_REMEDY}"
             )
+
+
+_entered: list[OffloadBlock] = []  # and not left, in order
+
+
+def leave_all() -> None:
+    """Leave the blocks that are open, the last first: the program that entered them has ended."""
+    with contextlib.ExitStack() as each:
+        for block in _entered:
+            if block._pid == os.getpid():  # else this is a forked child, and it is its parent's
+                each.callback(block._leave_now)
 
 
 class _Planned(NamedTuple):
@@ -243,7 +284,8 @@ def offload(
         config: further options, as `OffloadConfig` or a mapping of its fields.
 
     Returns:
-        A block for one ``with``, which yields the session with its statistics. All but an unknown
+        A block for one ``with``, which yields the session with its statistics; where none can be,
+        its ``start()`` returns the session, whose ``close()`` ends the block. All but an unknown
         argument is refused as the block is entered.
 
     Raises:
@@ -303,7 +345,7 @@ def _plan(
         options = replace(options, draft_share=0.0)  # gradients are not final before step()
     if given.profile_dir is not None:
         return _Planned(_profiled(model, optimizer, given, options), lambda session: None)
-    limit = given.budget if budget is None else parse_bytes(budget)
+    limit = given.budget if budget is None else parse_bytes(budget, "budget")
     if limit is None:
         raise no_budget("offload(..., budget='8GiB')")
     if options.policy in UNPAGED:
@@ -375,10 +417,10 @@ def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterat
         finally:
             _open.pop(id(model), None)
             try:
-                if beside is not None:
+                if beside is not None and os.getpid() == session._pid:
                     beside.end(left_by)
             finally:
-                session.close()
+                session._close()
 
 
 @contextlib.contextmanager
@@ -519,13 +561,19 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what is spread over devices, or has no shape yet."""
+    """Refuse what is spread over devices, takes no hooks, or has no shape yet."""
     if isinstance(model, nn.DataParallel):
         raise ConfigError(
             f"the {type(model.module).__name__} is wrapped in {type(model).__name__}: offload() "
             "serves one device in a process; pass the model itself, or start a process for each "
             "device and wrap it in DistributedDataParallel"
         )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module {path!r} is TorchScript, which takes no hooks: put the module from which "
+                "it was scripted or traced in its place"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(

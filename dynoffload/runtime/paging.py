@@ -54,6 +54,7 @@ from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, enough_for, may_queue
 from dynoffload.runtime.target import Target
+from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss
@@ -182,6 +183,7 @@ class Paging:
         staying = {one for one in self.model.parameters() if not paged(one)}
         return enough_for(self.model, self.optimizer, self.sizing, config, staying, nbytes)
 
+    @unseen
     def _start(self, config: OffloadConfig) -> None:
         optimizer, sizing = self.optimizer, self.sizing
         self._undo.callback(self.activations.close)
@@ -303,6 +305,7 @@ class Paging:
 
     @uninterrupted
     @torch.inference_mode(False)
+    @unseen
     def follow_model(self) -> None:
         """Adopt what is new in the model, between two samples.
 
@@ -342,6 +345,7 @@ class Paging:
             self._convert(converted)
 
     @uninterrupted
+    @unseen
     def _convert(self, converted: list[Fused]) -> None:
         """Move fused parameters that were converted into regions of their own kind, and their
         gradients. Hooks follow before the next sample: those on their autograd nodes are gone."""
@@ -430,6 +434,7 @@ class Paging:
         self._begin_forward(args, kwargs, order)
 
     @uninterrupted
+    @unseen
     def _begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
@@ -441,12 +446,14 @@ class Paging:
         self.migrator.begin_forward(order)
 
     @uninterrupted
+    @unseen
     def drop_forward(self) -> None:
         """A forward that was interrupted will not go on."""
         self._forecast.drop()
         self.migrator.drop_forward()
 
     @uninterrupted
+    @unseen
     def end_forward(self, *, whole: bool = True) -> None:
         """It has ended; not ``whole``: by an error."""
         self.activations.end_forward()
@@ -516,6 +523,7 @@ class Paging:
             )
 
     @uninterrupted
+    @unseen
     def _visit(self, unit: Unit) -> None:
         if self.loss:
             self.loss.check()
@@ -527,6 +535,7 @@ class Paging:
             self.store.adopt_data(slot)
 
     @uninterrupted
+    @unseen
     def _make_ready(self, units: Sequence[Unit]) -> None:
         """What is put off for these units is made, and they are in fast memory."""
         if self.updates is not None and self.updates.waiting.pending:
@@ -543,6 +552,7 @@ class Paging:
         self._on_chunk()
         self.migrator.open_chunk(chunk)
 
+    @unseen
     def _reach_chunk(self, region: int) -> None:
         self._on_chunk()
         self.device.touch([region])
@@ -666,6 +676,7 @@ class Paging:
                 format_bytes(self.device.capacity),
             )
 
+    @unseen
     def _restore(self) -> None:
         with contextlib.ExitStack() as parts:  # the last first, though one of them raises
             parts.callback(self._restore_all)

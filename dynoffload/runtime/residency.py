@@ -53,6 +53,7 @@ from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.over_rows import OF_EMPTY, OverRows, is_over_lists
 from dynoffload.runtime.recompute.operators import counting_writes, effects_of
 from dynoffload.runtime.touching import held_by, in_parts
+from dynoffload.runtime.unseen import unseen
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: Accelerator, life: _Life) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._life = device, life
+        self._use = unseen(device.use)
         self._over_rows = OverRows(device, self)
         self._process = os.getpid()
 
@@ -145,7 +147,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, place in effects_of(func).written:
             given = args[place] if place < len(args) else kwargs.get(name)
             written += self._touched((given,), {})
-        self._device.use(touched, written)
+        self._use(touched, written)
         try:
             return call_below(func, args, kwargs)
         finally:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,7 @@ from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
+from dynoffload.runtime.unseen import unseen
 from dynoffload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Session:
         bound: str = "",
     ) -> None:
         self._replicas = replicas
+        self._leave_block: Callable[[], None] | None = None  # while it is open
         self._moved = 0  # by all that happens
         self._called = False  # the root, to train; or it was warned that it is not
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
@@ -334,6 +336,7 @@ class Session:
             paging = self._paging
             self._recording.look_at_heap(paging.device, paging.activations.kept_bytes)
 
+    @unseen
     def _end_step(self) -> None:
         self._moved += 1
         paging = self._paging
@@ -619,9 +622,16 @@ class Session:
 
         return write_run(self.log, Path(path))
 
-    @uninterrupted
     def close(self) -> None:
-        """Make all tensors ordinary again and give memory and disk back."""
+        """End the block, as leaving its ``with`` does; where it has ended, do nothing.
+
+        All tensors are ordinary again, and memory and disk are given back.
+        """
+        if self._leave_block is not None:
+            self._leave_block()
+
+    @uninterrupted
+    def _close(self) -> None:
         paging, self._paging = self._paging, None
         places: list[str] = []
         with contextlib.ExitStack() as ends:  # the last first, though one of them raises

@@ -99,7 +99,7 @@ def target_of(
         )
     if options.policy not in UNPAGED:
         check_paging(queues)
-    host = None if host_budget is None else parse_bytes(host_budget)
+    host = None if host_budget is None else parse_bytes(host_budget, "host_budget")
     return Target(queues, _CPU if here is None else here, host)
 
 

@@ -7,7 +7,7 @@ system (``swapping``) are its heirs, and what stands here is true of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class Unpaged:
         nothing = dict.fromkeys(Sizing.__dataclass_fields__, 0)
         self.sizing = Sizing(**{**nothing, "budget": budget})
         self._empty = tensors_on_meta(model)
+        self._leave_block: Callable[[], None] | None = None  # while it is open
         self.log = RunLog(type(model).__name__, backend, policy, budget=budget, headroom=0)
 
     def _give_noted_weights(self) -> None:
@@ -125,4 +126,6 @@ class Unpaged:
         return write_run(self.log, Path(path))
 
     def close(self) -> None:
-        """Do nothing: all tensors are ordinary ones."""
+        """End the block; see `Session.close`."""
+        if self._leave_block is not None:
+            self._leave_block()

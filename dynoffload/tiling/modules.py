@@ -316,7 +316,7 @@ def lengths_of(
         each = aligned if -(-features // aligned) == tiles else each
     else:
         assert tile_bytes is not None
-        allowed = parse_bytes(tile_bytes)
+        allowed = parse_bytes(tile_bytes, "tile_bytes")
         most = allowed // row if row else features
         if most < 1:
             raise ConfigError(

@@ -56,7 +56,7 @@ def tile(
             one row or column passes ``max_bytes``, or it is tiled already by larger tiles; ``skip``
             names no module; or a session manages the model. Nothing was split then.
     """
-    most = parse_bytes(max_bytes)
+    most = parse_bytes(max_bytes, "max_bytes")
     _check_free(model, "tile")
     if isinstance(skip, str):
         raise ConfigError(f"skip={skip!r} is one path: pass a list of paths, as skip=[{skip!r}]")

@@ -165,7 +165,7 @@ class ExpertParallel(MoE):
                 f"memory= bounds what is {AUTO!r}, and parts={parts!r} and strategy={strategy!r} "
                 "are given"
             )
-        limit = None if memory is None else parse_bytes(memory)
+        limit = None if memory is None else parse_bytes(memory, "memory")
         self._agreed, self._asked = False, (parts, strategy, limit)
         self.adapting: Adapting | None = None
         if AUTO not in (parts, strategy):

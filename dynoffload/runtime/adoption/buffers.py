@@ -33,7 +33,7 @@ _OWN = 2  # users of a new buffer's storage: the tensor, and the storage's own o
 def _is_sole_view(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a view, of which alone its base is still there."""
     base = tensor._base
-    return base is not None and references(base) == _of_sole_base()
+    return base is not None and references({0: base}, 0) == _of_sole_base()
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def _of_sole_base() -> int:
     with torch.no_grad():
         view = torch.empty(1).view(1)
     base = view._base
-    return references(base)
+    return references({0: base}, 0)
 
 
 class Buffers:

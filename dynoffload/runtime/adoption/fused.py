@@ -22,6 +22,7 @@ from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, can_move, view_of
 from dynoffload.runtime.placing import put, put_in_place
+from dynoffload.runtime.unseen import unseen
 
 _IN_USE = 3  # users of a storage: its own object, the parameter, and its `data`
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -294,6 +295,7 @@ class FusedStore:
                 slot.states[key] = region
         return row
 
+    @unseen
     @torch.no_grad()
     def adopt_state(self, fused: Fused, state: dict[str, Any]) -> None:
         """Move state tensors of the parameter's form into rows."""
@@ -350,6 +352,7 @@ class FusedStore:
             )
         )
 
+    @unseen
     @torch.no_grad()
     def take_back(self, fused: Fused) -> None:
         """Move the parameter's tensor back into its row, if the user has given it another that

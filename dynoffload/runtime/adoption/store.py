@@ -25,6 +25,7 @@ from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.placing import put, put_in_place
+from dynoffload.runtime.unseen import unseen
 
 if TYPE_CHECKING:
     from dynoffload.runtime.adoption.fused import Fused
@@ -237,6 +238,7 @@ class Store:
             slot.gradient = self._region(nbytes, f"{name}.grad", slot)
         return slot
 
+    @unseen
     @torch.no_grad()
     def take_back(self, slot: Slot) -> bool:
         """Return whether ``slot``'s region holds its parameter.
@@ -284,6 +286,7 @@ class Store:
         """End adoption: addresses of old storages mean nothing from now on."""
         self._storages.clear()
 
+    @unseen
     @torch.no_grad()
     def adopt_gradient(self, slot: Slot) -> None:
         """Move the gradient that autograd, or the user, has made into its region.
@@ -344,6 +347,7 @@ class Store:
                 self._by_region.pop(region, None)
                 self._device.release(region)
 
+    @unseen
     @torch.no_grad()
     def adopt_state(self, slot: Slot, state: dict[str, Any]) -> None:
         """Move the tensors of one parameter's optimizer state into regions."""

@@ -190,7 +190,7 @@ def _laid_out(
     extents: Extents,
 ) -> _Layout:
     extra = things_of(extra)
-    limit = parse_bytes(max_shard_size)
+    limit = parse_bytes(max_shard_size, "max_shard_size")
     if limit < 1:
         raise ConfigError(f"max_shard_size={max_shard_size!r} holds nothing: pass, say, '5GB'")
     target = target_of(directory)

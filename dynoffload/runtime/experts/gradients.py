@@ -27,6 +27,7 @@ from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.placing import put
+from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.updates import Updates
 
 
@@ -131,6 +132,7 @@ class FusedGradients:
         if self._updates is not None:
             self._updates.draft(slot)
 
+    @unseen
     def adopt(self, fused: Fused) -> None:
         """Move the gradient that autograd has made into a row; clear where it is zero."""
         gradient = fused.parameter.grad

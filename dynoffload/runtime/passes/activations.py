@@ -57,6 +57,7 @@ from dynoffload.runtime.passes.saved import (
     name_of_kind,
 )
 from dynoffload.runtime.ranks.sharded import Gathered
+from dynoffload.runtime.unseen import unseen
 from dynoffload.units import format_bytes
 
 _FEW, _MANY = 8, 1024  # of what has ended, that can wait to be counted
@@ -259,6 +260,7 @@ class Activations:
     # Hooks
 
     @uninterrupted
+    @unseen
     def pack(self, tensor: torch.Tensor) -> Packed | Kept | Borrowed:
         """Take over a tensor that autograd saves."""
         if not is_plain(tensor, self.device.device.type):
@@ -331,6 +333,7 @@ class Activations:
         return kept
 
     @uninterrupted
+    @unseen
     def unpack(self, packed: Packed | Kept | Borrowed) -> torch.Tensor:
         """Give a saved tensor back to backward.
 

@@ -29,6 +29,7 @@ from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.unseen import unseen
 
 ALIGNMENT = 64  # of what torch allocates, and of what lies in a chunk
 
@@ -171,7 +172,7 @@ class Kept:
 
     def check(self) -> None:
         """Raise what autograd raises if the tensor was modified since."""
-        _check(self.version, self.tensor._version, self.tensor.size(), self.tensor.dtype)
+        _check_tensor(self.version, self.tensor)
 
 
 class Borrowed:
@@ -186,7 +187,7 @@ class Borrowed:
 
     def check(self) -> None:
         """Raise what autograd raises if the parameter was modified since."""
-        _check(self.version, self.tensor._version, self.tensor.size(), self.tensor.dtype)
+        _check_tensor(self.version, self.tensor)
 
     def let_go(self) -> None:
         """Hold the region's memory no more: nobody will ask for it."""
@@ -202,10 +203,17 @@ def _check(version: int, now: int, shape: torch.Size, dtype: torch.dtype) -> Non
         )
 
 
+def _check_tensor(version: int, tensor: torch.Tensor) -> None:
+    if version != tensor._version:  # a nested tensor has no size to name
+        size = torch.Size() if tensor.is_nested else tensor.size()
+        _check(version, tensor._version, size, tensor.dtype)
+
+
 def is_plain(tensor: torch.Tensor, kind: str = "cpu") -> bool:
     """Return whether a tensor is bytes in one storage on a kind of device, and no more."""
     return (
         tensor.layout == torch.strided
+        and not tensor.is_nested
         and tensor.device.type == kind
         and not tensor._is_zerotensor()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -280,7 +288,8 @@ def _references_of_autocast() -> dict[bool, tuple[int, int]]:
             found[tensor._base is not None] = references
 
     class Hooks:
-        @uninterrupted  # as the hook is that asks: it refers to the tensor too
+        @uninterrupted  # as the hook is that asks: both refer to the tensor too
+        @unseen
         def pack(self, tensor: torch.Tensor) -> torch.Tensor:
             ask(tensor)
             return tensor

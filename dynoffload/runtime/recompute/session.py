@@ -225,7 +225,7 @@ class RecomputingSession(Unpaged):
                 if not tensor.is_meta:
                     self._ledger.count(tensor.untyped_storage())
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Watch no more. A graph whose backward is still to come makes again what it lacks."""
         try:
             for hook in self._hooks:
@@ -276,7 +276,7 @@ def recomputing(
         session._begin()
         yield session
     finally:
-        session.close()
+        session._close()
 
 
 def _check(model: nn.Module, config: OffloadConfig) -> None:

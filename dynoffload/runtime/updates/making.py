@@ -24,6 +24,7 @@ from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.store import Slot, Store, offset_of, view_of
 from dynoffload.runtime.ranks.sharded import spread_like
+from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
 from dynoffload.runtime.updates.update import Group, Update, neighbours
@@ -157,10 +158,14 @@ class Maker:
             storage = storages.get(owner(value.untyped_storage()))
             return value if storage is None else view_of(storage, value, offset_of(value))
 
-        with torch.no_grad():
+        @unseen
+        @torch.no_grad()
+        def prepared() -> tuple[nn.Parameter, dict[str, Any]]:
             stand_in = nn.Parameter(shown(update.data))
             stand_in.grad = shown(update.gradient)
-        given = {key: shown(value) for key, value in (update.state or {}).items()}
+            return stand_in, {key: shown(value) for key, value in (update.state or {}).items()}
+
+        stand_in, given = prepared()
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         if update.state is not None:
             own[stand_in] = dict(given)

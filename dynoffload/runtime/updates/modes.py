@@ -22,8 +22,8 @@ is refused there if oneDNN was switched meanwhile. A thread of the user's that m
 the settings of its ``step()`` for that time.
 
 [Note: modes that hold]  Two kinds cannot be carried over, so with them nothing is put off: a mode
-of the user's that watches operators would miss them, and no other thread flushes denormals alike.
-Modes that see to residency stay on.
+or a profiler of the user's that watches operators would miss them, and no other thread flushes
+denormals alike.
 """
 
 from __future__ import annotations
@@ -38,14 +38,9 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import ASGD, SGD, Muon, Optimizer
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
 
 from dynoffload.errors import ConfigError
+from dynoffload.runtime.unseen import hidden, is_watched
 
 _LEAST = 5e-324  # the least denormal number
 _CAST = ("Adafactor", "Muon")
@@ -58,22 +53,9 @@ def flushes_denormals() -> bool:
     return _LEAST * 1.0 == 0.0
 
 
-def _ours() -> list[Any]:
-    """Return the dispatch modes that are on and see to residency alone."""
-    if not torch._C._len_torch_dispatch_stack():
-        return []
-    modes = _get_current_dispatch_mode_stack()
-    return [mode for mode in modes if getattr(mode, "is_of_residency", False)]
-
-
 def may_wait() -> bool:
     """Return whether updates of this moment may be made later; see [Note: modes that hold]."""
-    if flushes_denormals() or len(_ours()) < torch._C._len_torch_dispatch_stack():
-        return False
-    return not torch._C._len_torch_function_stack() or all(
-        isinstance(mode, DeviceContext) and mode.device.type == "cpu"
-        for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    )
+    return not (flushes_denormals() or is_watched())
 
 
 def depends_on_dtype(optimizer: Optimizer, *, first: bool) -> bool:
@@ -162,13 +144,7 @@ class Modes:
                 torch.set_flush_denormal(False)
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 undo.enter_context(temporarily_clear_interpreter_stack())
-            if torch._C._len_torch_dispatch_stack():
-                ours = _ours()
-                undo.enter_context(_disable_current_modes())
-                for mode in ours:
-                    undo.enter_context(mode)
-            if torch._C._len_torch_function_stack():
-                undo.enter_context(torch._C.DisableTorchFunction())
+            undo.enter_context(hidden())
             if torch.is_inference_mode_enabled():
                 undo.enter_context(torch.inference_mode(False))
             if torch.compiler.is_compiling():

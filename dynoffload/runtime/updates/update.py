@@ -8,6 +8,7 @@ Where that is so, an update made alone is made beside a parameter of one element
 
 from __future__ import annotations
 
+import logging
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from dynoffload.memory.local import is_spread
 from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.ranks.sharded import replica_beside
 from dynoffload.runtime.updates.modes import Modes
+
+logger = logging.getLogger(__name__)
 
 Group = dict[str, Any]
 
@@ -64,12 +67,38 @@ class Update:
 def innermost(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that makes the updates, where ``optimizer`` wraps it.
 
-    Wrappers such as accelerate's and Lightning's are optimizers by type, hold another one as
-    ``optimizer``, and have no step hooks of their own.
+    Wrappers such as accelerate's, Opacus' and timm's Lookahead are optimizers by type, hold another
+    one, and have no step hooks of their own.
+
+    Raises:
+        ConfigError: its step takes no hooks, and it holds no other optimizer, or several.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
-    return optimizer
+    if _takes_hooks(optimizer):
+        return optimizer
+    name = type(optimizer).__name__
+    held = {id(one): one for one in vars(optimizer).values() if isinstance(one, Optimizer)}
+    if len(held) != 1:
+        raise ConfigError(
+            f"{name} leaves out the __init__ of torch.optim.Optimizer, so its step takes no hooks: "
+            "call super().__init__(params, defaults) in it, or pass the optimizer that it wraps"
+        )
+    (inner,) = held.values()
+    if getattr(optimizer, "state", None) is not inner.state:
+        logger.warning(
+            "%s wraps the %s that is paged: what it keeps in a state of its own is neither paged "
+            "nor counted",
+            name,
+            type(inner).__name__,
+        )
+    return innermost(inner)
+
+
+def _takes_hooks(optimizer: Optimizer) -> bool:
+    """Return whether `torch.optim.Optimizer.__init__` has made ``optimizer``."""
+    made = "_optimizer_step_pre_hooks" in vars(optimizer)
+    return made and getattr(type(optimizer).step, "hooked", False) is True
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

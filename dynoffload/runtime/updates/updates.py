@@ -46,6 +46,7 @@ from dynoffload.runtime.adoption.slicing import may_slice
 from dynoffload.runtime.adoption.store import Slot, Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.kept_state import wrapped_by
+from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.drafts import Drafts
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss, note_lost, note_undone
@@ -62,7 +63,7 @@ from dynoffload.runtime.updates.update import (
     snapshot,
 )
 from dynoffload.runtime.updates.waiting import Waiting
-from dynoffload.runtime.updates.watched import WatchedState
+from dynoffload.runtime.updates.watched import Order, WatchedState
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,12 @@ def can_split(optimizer: Optimizer) -> bool:
 def _any_sparse(groups: Iterable[Group]) -> bool:
     gradients = (parameter.grad for group in groups for parameter in group["params"])
     return any(g is not None and g.layout is not torch.strided for g in gradients)
+
+
+@unseen
+def _data_of(parameter: nn.Parameter) -> torch.Tensor:
+    data: torch.Tensor = local(parameter).data
+    return data
 
 
 def _with_gradients(groups: Iterable[Group]) -> list[nn.Parameter]:
@@ -132,6 +139,7 @@ class Updates:
         self._slices = self.maker.slices
         self.waiting = Waiting(self.maker, store, device, loss, locks=self._defer)
         self.drafts: Drafts | None = None
+        self._order = Order()
         self._begun = False  # whether a step has changed something and is not over
         self._signature = inspect.signature(self.maker.step)
         self.splits = can_split(optimizer)
@@ -170,10 +178,11 @@ class Updates:
             self.optimizer.state = WatchedState(state, self._look)
 
     def _look(self, parameter: torch.Tensor | None) -> None:
-        if not self.waiting.any():
-            return
         if parameter is None:
-            self.waiting.flush_all()
+            with self.waiting.mutex:
+                self.waiting.flush_all()
+                self._order.restore(self.optimizer.state)
+        if not self.waiting.any():
             return
         slot = self._store.slots.get(parameter)  # type: ignore[call-overload]
         if slot is not None:  # of a fused parameter, what is not guarded is up to date
@@ -219,6 +228,7 @@ class Updates:
         self.forget_images()
 
     def _loaded(self) -> None:
+        self._order = Order()
         self._watch()
         self.adopt_all()
         self.waiting.loss.make_up("optimizer")
@@ -303,6 +313,7 @@ class Updates:
                 self.waiting.flush_all()  # of earlier steps, which the scaler has no part in
             self._flush_used(optimizer.param_groups)
             self.waiting.loss.check()  # an update may have failed behind somebody's back
+            self._order.note(_with_gradients(optimizer.param_groups), optimizer.state)
             if images is not None:
                 images.begin(_with_gradients(optimizer.param_groups))
             self.maker.scaled = scaled
@@ -318,6 +329,7 @@ class Updates:
                     self._put_off_slices(one, hyper)
                 if scaled or not self._defer:
                     self.waiting.flush_all()
+                    self._order.restore(optimizer.state)
             except BaseException as error:
                 loss.within = False
                 if self._begun:
@@ -353,6 +365,7 @@ class Updates:
             self._groups = None
             admit()
 
+    @unseen
     def _flush_used(self, groups: list[Group]) -> None:
         """Make the pending updates that a step over ``groups`` meets: its own parameters', and
         those whose memory the user has put in the place of something that it reads."""
@@ -460,7 +473,7 @@ class Updates:
             copy = states.get(parameter)
             copy = None if copy is None else dict(copy)  # no local holds the entry: it is counted
             regions = slot.update_regions()
-            data, part = local(parameter).data, local(gradient)
+            data, part = _data_of(parameter), local(gradient)
             update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
             depends = self._defer and depends_on_dtype(self.optimizer, first=not copy)
@@ -576,5 +589,6 @@ class Updates:
             self.forget_images()
             self.maker.images = None
             state = self.optimizer.state
+            self._order.restore(state)
             if isinstance(state, WatchedState):
                 self.optimizer.state = state.before()

@@ -7,12 +7,37 @@ they are reached through ``optimizer.state`` only, so this is where a look at th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 State = defaultdict[torch.Tensor, Any]
+
+
+class Order:
+    """The order in which a whole step makes entries: that of the groups' parameters."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}  # by id of a parameter whose entry a session has made
+        self._next = 0
+        self._changed = False
+
+    def note(self, parameters: Iterable[torch.Tensor], entries: State) -> None:
+        """A step over ``parameters`` begins; what has no entry may get one, now or later."""
+        for parameter in parameters:
+            if not dict.__contains__(entries, parameter):
+                self._ranks[id(parameter)] = self._next
+                self._next += 1
+                self._changed = True
+
+    def restore(self, entries: State) -> None:
+        """Put the entries that were made since in order, behind those that were there."""
+        if self._changed:
+            self._changed = False
+            ordered = sorted(dict.items(entries), key=lambda one: self._ranks.get(id(one[0]), -1))
+            dict.clear(entries)
+            dict.update(entries, ordered)
 
 
 class WatchedState(State):

@@ -1,0 +1,97 @@
+"""Hides the session's own operators from what counts the user's.
+
+Packing, moving and adopting tensors is done inside the user's forward, backward and step. Dispatch
+and function modes of the user's, such as the one of `torch.utils.flop_counter.FlopCounterMode`, and
+torch's profiler see the operators of the loop alone. Modes that see to residency stay on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+_record = torch._C._autograd._enable_record_function
+_profiled = torch._C._autograd._profiler_enabled
+_count_dispatching = torch._C._len_torch_dispatch_stack
+_count_functions = torch._C._len_torch_function_stack
+
+
+class _OfThread(threading.local):
+    unrecorded = 0  # calls of `_unrecorded` within one another
+
+
+_of_thread = _OfThread()
+
+
+def modes_of_residency() -> list[Any]:
+    """Return the dispatch modes that are on and see to residency alone."""
+    if not _count_dispatching():
+        return []
+    modes = _get_current_dispatch_mode_stack()
+    return [mode for mode in modes if getattr(mode, "is_of_residency", False)]
+
+
+def is_watched() -> bool:
+    """Return whether a mode or a profiler of the user's sees the operators of this thread. A
+    default device on the CPU is none."""
+    dispatching, functions = _count_dispatching(), _count_functions()
+    if _profiled() or (dispatching and len(modes_of_residency()) < dispatching):
+        return True
+    return functions > 0 and not all(
+        isinstance(mode, DeviceContext) and mode.device.type == "cpu"
+        for mode in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
+    _record(False)
+    _of_thread.unrecorded += 1
+    try:
+        yield
+    finally:
+        _of_thread.unrecorded -= 1
+        _record(not _of_thread.unrecorded)
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Have no mode and no profiler of the user's see what this thread does."""
+    with contextlib.ExitStack() as undo:
+        if _count_dispatching():
+            ours = modes_of_residency()
+            undo.enter_context(_disable_current_modes())
+            for mode in ours:
+                undo.enter_context(mode)
+        if _count_functions():
+            undo.enter_context(torch._C.DisableTorchFunction())
+        if _profiled():
+            undo.enter_context(_unrecorded())
+        yield
+
+
+def unseen(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Have no mode and no profiler of the user's see what ``function`` does."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not is_watched():
+            return function(*args, **kwargs)
+        with hidden():
+            return function(*args, **kwargs)
+
+    return call
