@@ -81,19 +81,20 @@ class Around:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         run = module._call_impl if self.inner is None else self.inner
-        if not self.after:
-            for hook in self.before:
+        before, after = self.before, self.after  # looked up once: what is entered is left
+        if not after:
+            for hook in before:
                 hook(module, args, kwargs)
             return run(*args, **kwargs)
         try:
-            for hook in self.before:
+            for hook in before:
                 hook(module, args, kwargs)
             result = run(*args, **kwargs)
         except BaseException:
-            for leave in self.after:
+            for leave in after:
                 leave(module, args, None)
             raise
-        for leave in self.after:
+        for leave in after:
             leave(module, args, result)
         return result
 

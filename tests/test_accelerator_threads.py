@@ -441,7 +441,7 @@ def test_buffers_go_home_to_another_device(tmp_path: Path) -> None:
     module = nn.Linear(4, 4)
     with emulated() as queues:
         device = Accelerator(queues, 16 * PAGE, tmp_path)
-        buffers = Buffers(module, device, KiB, {})
+        buffers = Buffers(module, device, KiB, {}, enough=lambda nbytes: nbytes)
         module.register_buffer("mask", torch.ones(PAGE))
         mask = module.mask
         assert device.owner(mask) >= 0

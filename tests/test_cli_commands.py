@@ -228,7 +228,7 @@ def test_options_reach_the_experiment_by_type(
     found = json.loads(path.read_text())
     made_by = found.pop("made_by")
     assert made_by["machine"]["cores"] == os.cpu_count()
-    assert made_by["command"].startswith("dynoffload ")
+    assert made_by["command"].startswith("dynoffload")
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|\d+\.\d+\.\d+\S*", made_by["commit"])
     assert found == {
         "steps": 5,

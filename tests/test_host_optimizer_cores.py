@@ -177,6 +177,7 @@ def test_other_ranks_say_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with caplog.at_level(logging.INFO, "dynoffload"):
         model = odd()
         optimizer = HostOptimizer(model.parameters(), AdamW)

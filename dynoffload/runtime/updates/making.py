@@ -93,7 +93,8 @@ class Maker:
     def make_behind(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are locked, under other addresses; their own stay absent.
         The gradient's end is left to the caller."""
-        update.modes.check_behind(self._optimizer)
+        first = isinstance(update, Update) and not update.state
+        update.modes.check_behind(self._optimizer, first=first)
         shown = self._device.show(update.regions)
         try:
             storages = dict(zip(update.regions, shown, strict=True))

@@ -52,7 +52,7 @@ from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss, note_lost, note_undone
 from dynoffload.runtime.updates.making import OF_SCALER, Maker
 from dynoffload.runtime.updates.marks import is_changed, marks_of
-from dynoffload.runtime.updates.modes import Modes, depends_on_dtype, may_wait
+from dynoffload.runtime.updates.modes import Modes, may_wait
 from dynoffload.runtime.updates.slices import SliceUpdate, Step
 from dynoffload.runtime.updates.update import (
     FIRST_TIMERS,
@@ -476,8 +476,7 @@ class Updates:
             data, part = _data_of(parameter), local(gradient)
             update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
-            depends = self._defer and depends_on_dtype(self.optimizer, first=not copy)
-            if may and not depends and (not self._defer or self._guards(slot, gradient)):
+            if may and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))
                 continue
             self.maker.make(slot, update)
@@ -505,8 +504,7 @@ class Updates:
 
     def _wait_for_slice(self, slot: Slot, step: Step) -> None:
         update = self._slices.begin(slot, step)
-        waits = self._defer and not depends_on_dtype(self.optimizer, first=False)
-        if waits and may_wait():
+        if self._defer and may_wait():
             self.waiting.add(slot, update)
         else:
             self.maker.make(slot, update)
