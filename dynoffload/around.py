@@ -1,19 +1,16 @@
-"""Calls before and after a module's forward, without a hook in the module's own dictionaries.
+"""Calls before and after a module's forward, unseen where torch chooses kernels by hooks.
 
-[Note: unseen hooks]  Torch chooses kernels by hooks: `nn.TransformerEncoderLayer` leaves its fast
-path, and computes other bits, where a module inside it has one. So ours stand elsewhere. A module's
-``__call__`` first looks for ``_compiled_call_impl``, where `Module.compile` puts its result:
-`Around` stands there, and calls what stood there before. Torch leaves that attribute out of copies
-and pickles, and nobody else asks for it. Compiled code calls forward itself and passes it by.
-
-[Note: the root]  `Module.compile` replaces an `Around`. Of most modules that loses advice only, but
-the root's hooks open and close a sample: they are ordinary ones, which are compiled with it. Only a
-root that is a `nn.TransformerEncoderLayer` has them here.
+[Note: unseen hooks]  `nn.TransformerEncoderLayer` leaves its fast path, and computes other bits,
+where it or a module inside it has a hook. There, ours stand elsewhere. A module's ``__call__``
+first looks for ``_compiled_call_impl``, where `Module.compile` puts its result: `Around` stands
+there, and calls what stood there before. Torch leaves that attribute out of copies and pickles, and
+nobody else asks for it. Compiled code calls forward itself and passes it by. All other modules have
+ordinary hooks, which `Module.compile` and copies of a module's ``__dict__`` keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Protocol
 
 from torch import nn
@@ -31,37 +28,44 @@ class Handle(Protocol):
         """Take it off; a second time does nothing."""
 
 
-def before_call(module: nn.Module, hook: Before, root: nn.Module, *, first: bool = False) -> Handle:
+def choosing(root: nn.Module) -> Set[nn.Module]:
+    """Return the modules of ``root`` whose hooks decide which kernel runs; see the note above."""
+    return {
+        inner
+        for layer in root.modules()
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        for inner in layer.modules()
+    }
+
+
+def before_call(
+    module: nn.Module, hook: Before, unseen: Set[nn.Module], *, first: bool = False
+) -> Handle:
     """Have ``hook`` called with a module, and its arguments, before each of its calls.
 
     Args:
         module: a module of the network.
         hook: returns None.
-        root: the managed root; see [Note: the root].
+        unseen: the modules that may have no ordinary hook; see `choosing`.
         first: whether it is called before what is there already.
     """
-    if has_hooks(module, root):
+    if module not in unseen:
         return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
     around = _around(module)
     around.before = (hook, *around.before) if first else (*around.before, hook)
     return _Placed(around, hook)
 
 
-def after_call(module: nn.Module, hook: After, root: nn.Module) -> Handle:
+def after_call(module: nn.Module, hook: After, unseen: Set[nn.Module]) -> Handle:
     """Have ``hook`` called with a module, its arguments and its output after each of its calls.
 
     The output is None where the call has ended by an error. See `before_call`.
     """
-    if has_hooks(module, root):
+    if module not in unseen:
         return module.register_forward_hook(hook, always_call=True)
     around = _around(module)
     around.after = (*around.after, hook)
     return _Placed(around, hook)
-
-
-def has_hooks(module: nn.Module, root: nn.Module) -> bool:
-    """Return whether hooks of ``module`` are ordinary ones; see [Note: the root]."""
-    return module is root and not isinstance(root, nn.TransformerEncoderLayer)
 
 
 def is_around(module: nn.Module) -> bool:

@@ -135,7 +135,8 @@ def timed(task: Task, kind: Kind) -> dict[str, Any]:
     from dynoffload.memory.spill import default_spill_dir
 
     found = _timed(kind, task.steps)
-    return {"times": found, "pace_s": measure_pace(task.spill_dir or default_spill_dir())}
+    pace = measure_pace(task.spill_dir or default_spill_dir())
+    return {"times": found, "pace_s": pace.seconds}
 
 
 def budgeted(task: Task, kind: Kind) -> dict[str, Any]:

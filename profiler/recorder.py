@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynoffload.around import Handle, after_call, before_call
+from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.below_modes import call_below
 from dynoffload.errors import TraceError
 from dynoffload.profiler.hints import Decider, deciders_of, hinted
@@ -144,10 +144,11 @@ class Recorder:
         self._thread = threading.get_ident()
         self._network = fingerprint(self.model)
         self._deciders = deciders_of(self.model)
+        unseen = choosing(self.model)
         for path, module in self.model.named_modules():
             self._paths[id(module)] = path
-            self._handles.append(before_call(module, self._enter, self.model, first=True))
-            self._handles.append(after_call(module, self._leave, self.model))
+            self._handles.append(before_call(module, self._enter, unseen, first=True))
+            self._handles.append(after_call(module, self._leave, unseen))
         if self.optimizer is not None:
             self._handles.append(self.optimizer.register_step_pre_hook(self._before_optimizer))
             self._handles.append(self.optimizer.register_step_post_hook(self._after_optimizer))

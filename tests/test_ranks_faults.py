@@ -27,7 +27,7 @@ _MOMENT_S = 12.0  # beyond the timeout, on a busy machine
 WORDS = {
     "kill": r"rank 1 is gone, its process \d+ has ended",
     "raise": r"rank 1 has left its block by an error \(Lost: of the second rank\)",
-    "hang": r"rank 1 runs, and has been for \d+ s in step 3, forward, at 'layers\.2\.2'",
+    "hang": r"rank 1 runs, and has been for \d+ s in step 3, forward, at 'layers\.2\.0'",
     "stop": r"rank 1 has been silent for \d+ s, last heard of in step \d",
     "leave": r"rank 1 has left its block, after 3 steps",
 }

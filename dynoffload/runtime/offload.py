@@ -268,9 +268,9 @@ def offload(
         optimizer: any dense optimizer of `torch.optim` with state per parameter; what wraps it, as
             accelerate's ``prepare`` does, is unwrapped.
         budget: bytes, or a text such as ``"8GiB"``, of parameters, gradients, optimizer state and
-            saved activations in fast memory. On the pager it is a hard cap; docs/limits.md says
-            what it does not count. ``None`` takes the command line's. One that is larger than the
-            memory there is, is lowered to that, with a warning.
+            saved activations in fast memory. On the pager it is a hard cap on the pool;
+            docs/limits.md says what lies outside of it. ``None`` takes the command line's. One that
+            is larger than the memory there is, is lowered to that, with a warning.
         pilot: path of a ``.pilot`` file, a `Pilot`, ``"auto"`` (repeat the last order, learn during
             the first steps, and let what was learned steer once it does better) or ``None`` (fetch
             on demand only, unless ``OffloadConfig.policy`` is ``"repeat"``).
@@ -544,14 +544,25 @@ def _say_overruled(
         overruled.append((f"spill_dir={str(spill_dir)!r}", f"--spill-dir {given.spill_dir}"))
     if given.policy not in (None, policy) and policy != "auto":
         overruled.append((f"policy={policy!r}", f"--policy {given.policy}"))
-    if given.device is not None and device is not None and str(device) != given.device:
+    if given.device is not None and device is not None and not _same_device(device, given.device):
         overruled.append((f"device={str(device)!r}", f"--device {given.device}"))
-    if given.host_budget is not None and host_budget not in (None, given.host_budget):
+    if (
+        given.host_budget is not None
+        and host_budget is not None
+        and (parse_bytes(host_budget, "host_budget") != given.host_budget)
+    ):
         overruled.append(
             (f"host_budget={host_budget!r}", f"--host-budget {format_bytes(given.host_budget)}")
         )
     for argument, option in overruled:
         logger.warning("the script's own offload(%s) counts, and %s does not", argument, option)
+
+
+def _same_device(one: torch.device | str | int, other: torch.device | str | int) -> bool:
+    """Return whether two names mean one device; without an index the current one is meant."""
+    made = [torch.device(name) for name in (one, other)]
+    kinds, numbers = {each.type for each in made}, {each.index for each in made} - {None}
+    return len(kinds) == 1 and len(numbers) <= 1
 
 
 def is_managed(model: nn.Module) -> bool:

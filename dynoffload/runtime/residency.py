@@ -105,7 +105,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
         if self._life.ended or os.getpid() != self._process:  # a loader's worker is a copy
-            return func(*args, **kwargs)
+            return call_below(func, args, kwargs)
         with counting_writes(func, args, kwargs):
             try:
                 return self._call(func, args, kwargs)

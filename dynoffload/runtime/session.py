@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dynoffload.around import Handle, after_call, before_call
+from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.config import OffloadConfig
 from dynoffload.launch import launched_rank
 from dynoffload.memory.device import Device
@@ -164,10 +164,10 @@ class Session:
         self._around: BaseException | None = None  # being handled as the forward began
         enter = Hook(self._before_forward, self._settle, compiled=True)
         leave = Hook(self._after_forward, compiled=True)
-        self._hooks = enter, leave
+        self._hooks, unseen = (enter, leave), choosing(model)
         self._handles += [
-            before_call(model, enter, model, first=True),
-            after_call(model, leave, model),
+            before_call(model, enter, unseen, first=True),
+            after_call(model, leave, unseen),
         ]
         queues = target.queues
         self._growth = Growth(model, None if queues is None else queues.given_bytes)

@@ -45,9 +45,11 @@ void plan_advance(struct pager *p, int64_t position)
     }
 }
 
+/* Without a plan the least recently used region leaves, which is none of these. */
 static int faulted_last(const struct pager *p, const struct region *r)
 {
-    return r->fault && p->served - r->fault < OPERANDS;
+    return p->next_used < p->uses && r->next_use == NEVER && r->fault &&
+           p->served - r->fault < OPERANDS;
 }
 
 /* Does `a` leave before `b`? The one used later; among equals the less recently used. */

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from dynoffload.around import Handle, after_call, before_call
+from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.memory.local import local_bytes
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint
@@ -347,7 +347,7 @@ class Forecast:
         return found
 
     def _install(self) -> None:
-        modules = dict(self._model.named_modules())
+        modules, self._unseen = dict(self._model.named_modules()), choosing(self._model)
         for path in dict.fromkeys(block.path for block in self.vocabulary.blocks):
             module = modules.get(path)
             if module is not None:
@@ -355,7 +355,7 @@ class Forecast:
                 self._handles.append(self._hook(module, path, nests))
                 if nests:
                     out = Hook(partial(self._out, path))  # not ended: it leaves what was entered
-                    self._handles.append(after_call(module, out, self._model))
+                    self._handles.append(after_call(module, out, self._unseen))
         if self._learner is not None:
             self._install_deciders(modules)
 
@@ -384,7 +384,7 @@ class Forecast:
 
             hook = Hook(partial(call, told=deciders))
             self._hooks.append(hook)
-            self._handles.append(before_call(modules[path], hook, self._model))
+            self._handles.append(before_call(modules[path], hook, self._unseen))
 
     def _hook(self, module: nn.Module, path: str, nests: bool) -> Handle:
         index_of, repeated = self.vocabulary.index_of, path in self.vocabulary.repeated
@@ -398,7 +398,7 @@ class Forecast:
 
         hook = Hook(call)
         self._hooks.append(hook)
-        return before_call(module, hook, self._model)
+        return before_call(module, hook, self._unseen)
 
     def _out(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         """A call of a block of several units ends. Its beginning was not seen if an earlier hook

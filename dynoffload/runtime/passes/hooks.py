@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from dynoffload.around import Handle, before_call, has_hooks
+from dynoffload.around import Handle, before_call, choosing
 from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit
@@ -127,7 +127,7 @@ class Hooks:
         on_visit: Callable[[Unit], None],
         on_read: Callable[[], None],
     ) -> None:
-        handles = self._handles
+        handles, unseen = self._handles, choosing(model)
         read = Hook(lambda module, prefix, keep_vars: on_read(), on_read)
         for inner in model.modules():
             handles.append(inner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
@@ -136,9 +136,8 @@ class Hooks:
                 continue  # its uses are told otherwise: see `Parts`
             visit = Hook(_visitor(unit, on_visit))
             self._hooks.append(visit)
-            first = unit.gathers and has_hooks(unit.module, model)
-            handles.append(before_call(unit.module, visit, model, first=first))
-            if first:
+            handles.append(before_call(unit.module, visit, unseen, first=unit.gathers))
+            if unit.gathers and unit.module is model and model not in unseen:
                 _keep_first(model)
         for parameter, collect in collectors:
             if parameter.requires_grad:

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from dynoffload.around import Handle, after_call, before_call
+from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import BudgetError, ConfigError, ThreadError
 from dynoffload.runtime.counting import ordinary_bytes, parts_of, tensors_of, whole_bytes
@@ -86,6 +86,7 @@ class RecomputingSession(Unpaged):
             format_bytes(self.sizing.budget),
         )
         model, optimizer = self.model, self.optimizer
+        self._unseen = choosing(model)
         for path, module in model.named_modules():
             self._register(before_call, module, Hook(self._pass(path)))
         enter, leave = Hook(self._before_forward), Hook(self._after_forward)
@@ -102,7 +103,7 @@ class RecomputingSession(Unpaged):
         self, register: Callable[..., Handle], module: nn.Module, hook: Hook, **how: Any
     ) -> None:
         self._hooks.append(hook)
-        self._handles.append(register(module, hook, self.model, **how))
+        self._handles.append(register(module, hook, self._unseen, **how))
 
     def _pass(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
