@@ -651,6 +651,49 @@ def test_a_wrapper_that_leaves_torchs_init_out(
     assert told == (kind is Ahead)
 
 
+class Slow(Optimizer):
+    """A Lookahead that is an optimizer in full, and names the one it wraps as accelerate's does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.optimizer, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                slow = state.setdefault("slow", parameter.detach().clone())
+                parameter.data.copy_(slow.lerp_(parameter.data, 0.5))
+        return loss
+
+
+class Same(Wrapper):
+    """One of which the optimizer that it wraps has the only state."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner)
+        self.optimizer = inner
+
+
+@each_paged
+@pytest.mark.parametrize("kind", [Slow, Same])
+def test_a_state_beside_that_of_a_wrapped_optimizer_is_named(
+    backend: str, kind: type[Slow | Same], caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(side: Side) -> None:
+        model = Mlp(depth=2)
+        optimizer = kind(AdamW(model.parameters(), lr=1e-2))
+        with side.offload(model, optimizer, share=0.5) as session:
+            for step in range(3):
+                side.step(loss_of(model, step), optimizer)
+            assert session is None or len(session.log.steps) == 3
+
+    hazard(backend, program, budgeted=kind is Same)
+    told = "Slow wraps the AdamW that is paged: what it keeps" in caplog.text
+    assert told == (kind is Slow)
+
+
 class Headless(Optimizer):
     """Torch's `__init__` has never run, and there is nothing else in it."""
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+import weakref
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +134,82 @@ def test_state_that_cannot_be_paged_is_named(
     assert "a tensor of optimizer state that is part of a larger tensor" in caplog.text
 
 
+KINDS_OF_CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
+    "deque": lambda one: deque([one]),
+    "UserList": lambda one: UserList([one]),
+    "UserDict": lambda one: UserDict({"kept": one}),
+    "set": lambda one: {one},
+    "frozenset": lambda one: frozenset([one]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_CONTAINERS)
+def test_tensors_in_other_containers(kind: str) -> None:
+    one = torch.zeros(3)
+    assert [found for _, found in tensors_within(KINDS_OF_CONTAINERS[kind](one), "")] == [one]
+
+
+class Historic(Optimizer):
+    """Keeps the last gradients in a queue, and a tensor that is given to it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.history: deque[Tensor] = deque(maxlen=3)
+        self.fixed: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [one for one in self.param_groups[0]["params"] if one.grad is not None]
+        self.history.append(torch.cat([one.grad.flatten() for one in parameters]))
+        mean = sum(self.history) / len(self.history)
+        sizes = [one.numel() for one in parameters]
+        for parameter, part in zip(parameters, mean.split(sizes), strict=True):
+            parameter.add_(part.view_as(parameter), alpha=-1e-2)
+
+
+@each_paged
+def test_a_queue_of_gradients_is_paged(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Historic(model.parameters())
+        with side.offload(model, optimizer, share=0.5, states=3) as session:
+            for step in range(5):
+                side.step(loss_of(model, step), optimizer)
+                if session is not None:
+                    device = session._paging.device  # type: ignore[union-attr]
+                    assert all(device.owner(one) >= 0 for one in optimizer.history)
+        side.see("history", list(optimizer.history))
+
+    hazard(backend, program, budgeted=False)
+
+
+@each_paged
+@pytest.mark.parametrize("holder", ["weak reference", "graph"])
+def test_a_view_that_torch_cannot_swap_stays_where_it_is(backend: str, holder: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Historic(model.parameters())
+        with side.offload(model, optimizer, share=0.5, states=3) as session:
+            view = optimizer.fixed = torch.arange(64.0 * 64).view(64, 64)
+            if holder == "graph":
+                kept: Any = torch.ones(64, 64, requires_grad=True) * view
+            else:
+                kept = weakref.ref(view)
+            places = []
+            for step in range(6):
+                side.step(loss_of(model, step), optimizer)
+                if session is not None:
+                    device = session._paging.device  # type: ignore[union-attr]
+                    assert device.owner(view) < 0
+                    places.append(len(device._places))  # type: ignore[attr-defined]
+            assert session is None or places[-1] == places[-2], "a region is left"
+            assert id(view) in {id(one) for one in tensors_of(model, optimizer)}
+            side.see("view", view)
+            del kept
+
+    hazard(backend, program, budgeted=False)
+
+
 class Twice(Optimizer):
     """Wraps an optimizer and is stepped by two calls, as sharpness-aware minimisation is."""
 
@@ -174,6 +252,124 @@ def test_steps_of_a_wrapped_optimizer_are_steps(backend: str) -> None:
         _see(side, optimizer)
 
     hazard(backend, program, aside=False)
+
+
+def _two_calls(side: Side, model: nn.Module, optimizer: Twice, step: int) -> None:
+    loss_of(model, step).backward()
+    optimizer.first_step()
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.second_step()
+    side.see("loss", loss)
+
+
+@each_paged
+def test_an_optimizer_that_knows_who_wraps_it(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Twice(model.parameters())
+        optimizer.base.owner = optimizer  # type: ignore[attr-defined]
+        with side.offload(model, optimizer) as session:
+            for step in range(3):
+                _two_calls(side, model, optimizer, step)
+                _assert_paged(session, optimizer)
+            assert session is None or len(session.log.steps) == 3
+
+    hazard(backend, program)
+
+
+class Bare(Optimizer):
+    """Torch's `__init__` has never run; it passes all to what it wraps."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
+@each_paged
+@pytest.mark.parametrize("aliased", [False, True])
+def test_steps_behind_a_wrapper_without_torchs_init_are_steps(backend: str, aliased: bool) -> None:
+    """Each once, also where two attributes hold the same optimizer."""
+
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Twice(model.parameters())
+        inner = optimizer.base
+        optimizer.base = Bare(inner)  # type: ignore[assignment]
+        if aliased:
+            optimizer.also = inner  # type: ignore[attr-defined]
+        with side.offload(model, optimizer) as session:
+            for step in range(3):
+                _two_calls(side, model, optimizer, step)
+                _assert_paged(session, optimizer)
+            assert session is None or len(session.log.steps) == 3
+
+    hazard(backend, program)
+
+
+class Failing(Twice):
+    """Its step fails, itself or in its closure."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if closure is not None:
+            closure()
+        raise ValueError("on purpose")
+
+
+def _fail() -> None:
+    raise ValueError("on purpose")
+
+
+@each_paged
+@pytest.mark.parametrize("closure", [None, _fail], ids=["itself", "its closure"])
+def test_steps_after_one_that_failed_are_steps(
+    backend: str, closure: Callable[[], None] | None
+) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Failing(model.parameters())
+        with side.offload(model, optimizer) as session:
+            side.fails("step", optimizer.step, closure)
+            for step in range(3):
+                _two_calls(side, model, optimizer, step)
+                _assert_paged(session, optimizer)
+            assert session is None or len(session.log.steps) == 3
+
+    hazard(backend, program)
+
+
+class Closed(Twice):
+    """Both calls in one step, with a closure in between."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        self.first_step()
+        with torch.enable_grad():
+            loss = closure()
+        self.second_step()
+        return loss
+
+
+@each_paged
+def test_a_step_with_forwards_in_its_closure_is_one(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Closed(model.parameters())
+        with side.offload(model, optimizer) as session:
+            for step in range(3):
+
+                def closure(step: int = step) -> Tensor:
+                    loss = loss_of(model, step)
+                    loss.backward()
+                    return loss
+
+                side.see("loss", optimizer.step(closure))
+            assert session is None or len(session.log.steps) == 3
+
+    hazard(backend, program)
 
 
 class Momentum(nn.Module):

@@ -1,13 +1,14 @@
 """What an optimizer keeps, wherever it keeps it: in its state, its groups and its attributes.
 
 Optimizers of `torch.optim` keep tensors for each parameter, under a key each. Others keep them in
-lists, tuples, dicts and dataclasses too, and in an optimizer that they wrap.
+lists, tuples, queues, sets, dicts and dataclasses too, and in an optimizer that they wrap.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ def tensors_within(
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, dict):
         return list(dict.items(value))  # a state that is watched would make updates first
-    if isinstance(value, list | tuple):
+    if isinstance(value, UserDict | UserList):
+        return _items(value.data)
+    if isinstance(value, list | tuple | deque | set | frozenset):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
@@ -42,27 +45,36 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 def state_of(
     optimizer: Optimizer, names: dict[torch.Tensor, str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors that ``optimizer`` keeps, but its parameters, with their names.
+    """Yield all tensors that ``optimizer`` and those that it wraps keep, but their parameters, with
+    their names.
 
     Args:
         optimizer: any.
         names: what parameters are called.
     """
     names = names or {}
-    for key, entry in _items(optimizer.state):
-        owner = names.get(key, "a parameter") if isinstance(key, torch.Tensor) else str(key)
-        yield from tensors_within(entry, owner)
-    for number, group in enumerate(optimizer.param_groups):
-        kept = {key: value for key, value in group.items() if key != "params"}
-        yield from tensors_within(kept, f"group {number}")
-    for inner in wrapped_by(optimizer):
-        yield from state_of(inner, names)
-    for key, value in tuple(vars(optimizer).items()):
-        if key not in _ITS_OWN and not key.startswith("_optimizer_"):
-            yield from tensors_within(value, key)
+    for one in (optimizer, *wrapped_by(optimizer)):
+        for key, entry in _items(getattr(one, "state", {})):
+            owner = names.get(key, "a parameter") if isinstance(key, torch.Tensor) else str(key)
+            yield from tensors_within(entry, owner)
+        for number, group in enumerate(getattr(one, "param_groups", ())):
+            kept = {key: value for key, value in group.items() if key != "params"}
+            yield from tensors_within(kept, f"group {number}")
+        for key, value in tuple(vars(one).items()):
+            if key not in _ITS_OWN and not key.startswith("_optimizer_"):
+                yield from tensors_within(value, key)
 
 
-def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that ``optimizer`` wraps: its attributes that are some."""
-    held = vars(optimizer).values()
-    return [one for one in held if isinstance(one, Optimizer) and one is not optimizer]
+def wrapped_by(
+    optimizer: Optimizer, through: Callable[[Optimizer], bool] = lambda _: True
+) -> list[Optimizer]:
+    """Return the optimizers that ``optimizer`` wraps, each once.
+
+    They are those among its attributes, and among the attributes of such as ``through`` holds for.
+    """
+    found = [optimizer]
+    for one in found:  # which grows
+        for held in vars(one).values() if one is optimizer or through(one) else ():
+            if isinstance(held, Optimizer) and all(held is not known for known in found):
+                found.append(held)
+    return found[1:]

@@ -45,6 +45,15 @@ def _of_sole_base() -> int:
     return references({0: base}, 0)
 
 
+def _swap(tensor: torch.Tensor, made: torch.Tensor) -> bool:
+    """Swap the two, and return whether torch does so: a graph may hold one."""
+    try:
+        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
+
+
 class Buffers:
     """Pages what modules of ``model`` register from now on, and the state it is given.
 
@@ -110,8 +119,10 @@ class Buffers:
         made = view_of(ours, tensor, offset_of(tensor))
         if tensor._base is None:
             tensor.data = made
-        else:  # else its base, which nobody else holds, would keep the old memory
-            torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+        elif not _swap(tensor, made):  # else its base, held by it alone, keeps the old memory
+            del made, ours
+            self._device.release(region)
+            return
         self._tensors[region] = weakref.ref(tensor)
 
     def _pages(self, buffer: torch.Tensor) -> bool:
@@ -130,6 +141,7 @@ class Buffers:
             and not is_between_processes(storage)
             and self._device.owner(storage) < 0
             and users_of(storage) <= _OWN + _is_sole_view(buffer)
+            and (buffer._base is None or not weakref.getweakrefs(buffer))  # else torch swaps none
         )
 
     def sweep(self) -> None:

@@ -73,18 +73,19 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     Raises:
         ConfigError: its step takes no hooks, and it holds no other optimizer, or several.
     """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    if _takes_hooks(optimizer):
-        return optimizer
     name = type(optimizer).__name__
-    held = {id(one): one for one in vars(optimizer).values() if isinstance(one, Optimizer)}
-    if len(held) != 1:
-        raise ConfigError(
-            f"{name} leaves out the __init__ of torch.optim.Optimizer, so its step takes no hooks: "
-            "call super().__init__(params, defaults) in it, or pass the optimizer that it wraps"
-        )
-    (inner,) = held.values()
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, Optimizer):
+        if takes_hooks(optimizer):
+            return optimizer
+        held = {id(one): one for one in vars(optimizer).values() if isinstance(one, Optimizer)}
+        if len(held) != 1:
+            raise ConfigError(
+                f"{name} leaves out the __init__ of torch.optim.Optimizer, so its step takes no "
+                "hooks: call super().__init__(params, defaults) in it, or pass the optimizer that "
+                "it wraps"
+            )
+        (inner,) = held.values()
     if getattr(optimizer, "state", None) is not inner.state:
         logger.warning(
             "%s wraps the %s that is paged: what it keeps in a state of its own is neither paged "
@@ -95,7 +96,7 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     return innermost(inner)
 
 
-def _takes_hooks(optimizer: Optimizer) -> bool:
+def takes_hooks(optimizer: Optimizer) -> bool:
     """Return whether `torch.optim.Optimizer.__init__` has made ``optimizer``."""
     made = "_optimizer_step_pre_hooks" in vars(optimizer)
     return made and getattr(type(optimizer).step, "hooked", False) is True

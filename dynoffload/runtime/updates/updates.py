@@ -61,6 +61,7 @@ from dynoffload.runtime.updates.update import (
     check_optimizer,
     first_timers,
     snapshot,
+    takes_hooks,
 )
 from dynoffload.runtime.updates.waiting import Waiting
 from dynoffload.runtime.updates.watched import Order, WatchedState
@@ -147,7 +148,9 @@ class Updates:
         if self._runs_whole:
             logger.warning(
                 "%s is not one of torch.optim: its step runs whole, and its state pages on demand; "
-                "what a step makes anew is paged, and under the budget, once the step has ended",
+                "what a step makes anew is paged, and under the budget, once the step has ended; "
+                "tensors in objects that are no list, tuple, deque, set, dict or dataclass are "
+                "neither paged nor counted",
                 type(optimizer).__name__,
             )
         self._watch()
@@ -167,7 +170,8 @@ class Updates:
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
         self._within = False  # a step that runs whole
-        for inner in wrapped_by(optimizer) if self._runs_whole else ():
+        behind = wrapped_by(optimizer, lambda one: not takes_hooks(one))
+        for inner in filter(takes_hooks, behind if self._runs_whole else ()):
             self._handles.append(inner.register_step_pre_hook(self._before_inner))
             self._handles.append(inner.register_step_post_hook(self._after_inner))
 
@@ -293,7 +297,9 @@ class Updates:
             return args, kwargs
 
         def closed(*given: Any, **named: Any) -> Any:
+            self._within = False  # should it fail
             loss = closure(*given, **named)
+            self._within = True
             self._on_whole()
             return loss
 
@@ -346,7 +352,6 @@ class Updates:
     @uninterrupted
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.restore_groups()
-        self._within = False
         if not self.splits:
             self.adopt_all()
         if self.drafts is not None:
@@ -359,7 +364,9 @@ class Updates:
         self._on_step()
 
     def restore_groups(self) -> None:
-        """Show the optimizer's groups again, also where something has failed between our hooks."""
+        """Show the optimizer's groups again, also where something has failed between our hooks: a
+        step has ended, or a forward."""
+        self._within = False
         if self._groups is not None:
             self.optimizer.param_groups = self._groups
             self._groups = None
