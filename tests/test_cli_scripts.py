@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 from dynoffload import config
 from dynoffload.cli import app
 from dynoffload.cli.training import split_tail
+from dynoffload.config import Defaults
 from dynoffload.planning.blocks import Vocabulary
+from dynoffload.runtime.offload import _say_overruled
 from dynoffload.runtime.telemetry import RunLog
 from dynoffload.units import format_bytes, format_seconds
 
@@ -292,6 +294,19 @@ def test_an_option_that_the_script_overrules_is_named(
     found = [message for message in caplog.messages if "counts, and" in message]
     assert len(found) == 1
     assert all(part in found[0] for part in line)
+
+
+@pytest.mark.parametrize(
+    ("host_budget", "device", "lines"),
+    [("8GiB", 0, 0), (8 << 30, "cuda", 0), ("4GiB", "cuda:0", 1), ("8GiB", "cuda:1", 1)],
+)
+def test_the_same_in_other_words_is_not_overruled(
+    caplog: pytest.LogCaptureFixture, host_budget: int | str, device: int | str, lines: int
+) -> None:
+    """Without a GPU, no block can be entered that would ask."""
+    given = Defaults(host_budget=8 << 30, device="cuda:0")
+    _say_overruled(given, 1, "auto", None, host_budget, device, "auto")
+    assert len(caplog.messages) == lines
 
 
 @pytest.mark.parametrize(

@@ -558,11 +558,13 @@ def _say_overruled(
         logger.warning("the script's own offload(%s) counts, and %s does not", argument, option)
 
 
-def _same_device(one: torch.device | str | int, other: torch.device | str | int) -> bool:
-    """Return whether two names mean one device; without an index the current one is meant."""
-    made = [torch.device(name) for name in (one, other)]
-    kinds, numbers = {each.type for each in made}, {each.index for each in made} - {None}
-    return len(kinds) == 1 and len(numbers) <= 1
+def _same_device(one: torch.device | str | int, name: str) -> bool:
+    """Return whether a device has this name; without an index the current one is meant."""
+    named = torch.device(name)
+    if isinstance(one, int):
+        return named.index in (None, one)
+    one = torch.device(one)
+    return one.type == named.type and (one.index == named.index or None in (one.index, named.index))
 
 
 def is_managed(model: nn.Module) -> bool:
