@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Layers(nn.Sequential):
-    """Linear layers and a table, so that all kinds of shapes occur."""
+    """Matrices, biases and the scales of norms."""
 
     def __init__(self) -> None:
         layers = (
@@ -118,7 +119,7 @@ def measured(package: str, name: str, rows: int) -> tuple[float, float, int, int
     mine = [one for _, one in state_of(optimizer)]
     assert_same(mine, [one for _, one in state_of(its)], "state")
     peak = max(step.peak_fast_bytes for step in session.log.steps)
-    return min(fast[1:]), min(slow[1:]), footprint, peak
+    return median(fast[1:]), median(slow[1:]), footprint, peak
 
 
 @pytest.mark.slow
@@ -127,5 +128,7 @@ def measured(package: str, name: str, rows: int) -> tuple[float, float, int, int
 )
 def test_an_optimizer_of_another_package(package: str, name: str) -> None:
     pytest.importorskip(package)
-    plain, paged, _, _ = measured(package, name, rows=1024)
+    plain, paged, footprint, peak = measured(package, name, rows=1024)
     assert paged < SLOWEST * max(plain, LEAST_S)
+    if name != "SophiaH":  # its gradients have a graph, which lies beside the budget
+        assert peak <= footprint // 4
