@@ -37,7 +37,7 @@ def estimate(
     ],
     budget: Annotated[
         list[str],
-        typer.Option(help="Hard cap on fast memory, e.g. 8GiB or 500MB; may be given repeatedly."),
+        typer.Option(help="Bytes of fast memory, e.g. 8GiB or 500MB; may be given repeatedly."),
     ],
     policy: Annotated[
         str,

@@ -73,7 +73,7 @@ def run(
     arguments: Arguments = None,
     budget: Annotated[
         str | None,
-        typer.Option(help="Hard cap on fast memory, e.g. 8GiB or 500MB.", show_default=False),
+        typer.Option(help="Bytes of fast memory, e.g. 8GiB or 500MB.", show_default=False),
     ] = None,
     pilot: Annotated[
         Path | None,
