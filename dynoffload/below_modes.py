@@ -9,19 +9,32 @@ weight belongs to a tensor that requires a gradient. So views are noted there as
 
 [Note: autocast]  What a composite operator calls there is cast as ever, unless autocast knows the
 operator itself. Outside of inference mode two others are made of products that autocast casts.
+
+[Note: whether a mode is on]  A few operators choose by that alone, which nothing below the mode can
+change. They are warned of at their first call.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 _Key = torch._C.DispatchKey
 _AUTOCAST = {"cpu": _Key.AutocastCPU, "cuda": _Key.AutocastCUDA}
+_BY_MODE = {
+    "aten::prod": "the gradient of prod",
+    "aten::prod.dim_int": "the gradient of prod",
+    "aten::_linalg_svd": "without gradients, svdvals, cond and the nuclear norm",
+    "aten::_linalg_eigh": "without gradients, eigvalsh",
+    "aten::linalg_pinv.atol_rtol_tensor": "pinv under autocast",
+}
 _OF_PRODUCTS = {"aten::_transformer_encoder_layer_fwd", "aten::_trilinear"}
 
 
@@ -53,9 +66,16 @@ def _choices_of(func: Any) -> tuple[bool, bool]:
     """Return whether an operator is a composite one, and whether it is made of products."""
     if not isinstance(func, torch._ops.OpOverload):
         return False, False
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    if name in _BY_MODE:
+        logger.warning(
+            "%s may differ from plain PyTorch in the last bits: torch chooses the kernel by "
+            "whether a dispatch mode is on, as on accelerators and under policy='dtr'",
+            _BY_MODE[name],
+        )
     composite = _has_kernel(func, _Key.CompositeImplicitAutograd)
     makes_views = _has_kernel(func, _Key.ADInplaceOrView)  # it would note them twice
-    return composite and not makes_views, func.name() in _OF_PRODUCTS  # type: ignore[no-untyped-call]
+    return composite and not makes_views, name in _OF_PRODUCTS
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynoffload.below_modes import call_below
+from dynoffload.below_modes import _choices_of, call_below
 
 
 class Passing(TorchDispatchMode):
@@ -93,3 +93,25 @@ def test_a_mode_that_calls_them_by_themselves_changes_some(name: str, mode: str)
         plain = OPERATORS[name]()
         with Excluding():  # type: ignore[no-untyped-call]
             assert not torch.equal(OPERATORS[name](), plain)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: X.prod(), "gradient of prod"),
+        (lambda: X.prod(-1), "gradient of prod"),
+        (lambda: torch.linalg.svdvals(X), "svdvals"),
+        (lambda: torch.linalg.eigvalsh(LINEAR.weight), "eigvalsh"),
+        (lambda: torch.linalg.pinv(X), "pinv"),
+    ],
+)
+def test_what_a_mode_still_changes_is_warned_of(
+    call: Callable[[], Tensor], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _choices_of.cache_clear()
+    with torch.no_grad(), Passing():  # type: ignore[no-untyped-call]
+        call()
+        call()
+    found = [message for message in caplog.messages if named in message]
+    assert len(found) == 1
+    assert "last bits" in found[0]
