@@ -69,14 +69,15 @@ def show(result: Mapping[str, Any]) -> None:
 def ratios(case: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the pilot's run is compared by; None where there is nothing to divide by.
 
-    Times and stalls are medians over steps, or medians of ratios on the same sample.
+    Times are medians over steps, or medians of ratios on the same sample. Stalls are sums over all
+    steps, by which the aims were set.
     """
     runs = case["runs"]
     pilot = runs["pilot"]
 
     def stalls(key: str, run: Mapping[str, Any] = pilot) -> float | None:
-        stalled: float = runs[key]["stall_s"]
-        return run["stall_s"] / stalled if stalled else None
+        stalled: float = runs[key]["stall_total_s"]
+        return run["stall_total_s"] / stalled if stalled else None
 
     fetched = pilot["prefetched_bytes"]
     over = paired(pilot, runs["clairvoyant"], both=True)
@@ -230,7 +231,9 @@ by bit with plain PyTorch's.
   While it is made, only the rest of the budget is left for prefetch, whatever the prediction.
 - *step over* repeat-last, on demand and clairvoyant: medians of ratios on the same sample. Over the
   clairvoyant with the range of nine of ten medians when samples are drawn anew, without samples on
-  which one of the two prefetched nothing (– if that was all). Other ratios are ratios of medians.
+  which one of the two prefetched nothing (– if that was all). Step over plain is of medians.
+- *stall over*: ratios of the sums over all steps, by which the aims were set. Ratios of the medians
+  in the table of runs differ, most for the slimmable network.
 - Each run measures {steps} steps after {warmup}. A session that stalls long soon tests whether
   prefetch pays, with some steps on demand. *on demand*, of a run that prefetches: measured steps
   without prefetch, in such a test or after prefetch lost one.
@@ -264,7 +267,7 @@ def write_figure(result: Mapping[str, Any], path: Path) -> None:
 
 def _draw(figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
-    _bars(left, color, result, "stall_s", "stall over on demand, medians")
+    _bars(left, color, result, "stall_total_s", "stall over on demand, sums")
     _bars(right, color, result, "step_s", "step over on demand, medians")
     left.axvline(ASKED["stall_over_on_demand"][0], color=color["budget"], linewidth=1, zorder=0)
     right.tick_params(labelleft=False)
