@@ -46,10 +46,14 @@ class _Torch:
     def __init__(self, beyond: int) -> None:
         self.asked: list[int] = []
         self._beyond = beyond
+        self._ordinary = torch.empty
 
-    def __call__(self, nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    def __call__(
+        self, nbytes: int, *, dtype: torch.dtype, pin_memory: bool = False
+    ) -> torch.Tensor:
+        if not pin_memory:  # another thread's
+            return self._ordinary(nbytes, dtype=dtype)
         assert dtype == torch.uint8
-        assert pin_memory
         self.asked.append(nbytes)
         mapping = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
