@@ -5,42 +5,85 @@ its C++ code calls. Two choices of kernels follow from what those keys would do.
 
 [Note: views]  In inference mode a composite operator, a C++ function of others, comes to a mode
 whole. Some choose by their views: ``linear`` of a transposed batch asks whether the view of its
-weight belongs to a tensor that requires a gradient. So views are noted there as ever.
+weight belongs to a tensor that requires a gradient. So views are noted there as ever. Nor would a
+conjugate that is made within be resolved: ``hfftn`` would give the transform of another tensor.
 
 [Note: autocast]  What a composite operator calls there is cast as ever, unless autocast knows the
 operator itself. Outside of inference mode two others are made of products that autocast casts.
 
 [Note: whether a mode is on]  A few operators choose by that alone, which nothing below the mode can
-change. They are warned of at their first call.
+change. They are refused where they would choose otherwise. ``eigvalsh`` comes to the mode as
+``eigh`` does, and ``svdvals`` as a reduced ``svd``, so these are refused with them.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from dynoffload.errors import DynOffloadError
 
 _Key = torch._C.DispatchKey
 _AUTOCAST = {"cpu": _Key.AutocastCPU, "cuda": _Key.AutocastCUDA}
-_BY_MODE = {
-    "aten::prod": "the gradient of prod",
-    "aten::prod.dim_int": "the gradient of prod",
-    "aten::_linalg_svd": "without gradients, svdvals, cond and the nuclear norm",
-    "aten::_linalg_eigh": "without gradients, eigvalsh",
-    "aten::linalg_pinv.atol_rtol_tensor": "pinv under autocast",
-}
+_BELOW_AUTOGRAD = (_Key.ADInplaceOrView, _Key.ZeroTensor, _Key.Negative, _Key.Conjugate)
 _OF_PRODUCTS = {"aten::_transformer_encoder_layer_fwd", "aten::_trilinear"}
 
 
+def _has_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return torch.is_grad_enabled() and args[0].requires_grad
+
+
+def _may_be_values_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether ``svdvals`` or ``eigvalsh`` may have asked, which want no vectors."""
+    return not _has_gradient(args, kwargs) and args[1:2] != (True,)  # a full svd
+
+
+def _is_cast(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined] # as above the mode
+        return any(map(torch.is_autocast_enabled, _AUTOCAST))
+
+
+_With = Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
+_PROD: tuple[str, _With, str] = (
+    "the gradient of prod()",
+    _has_gradient,
+    "multiply its slices one by one",
+)
+_VALUES = "call it with gradients enabled, on an input that requires a gradient"
+_BY_MODE: dict[str, tuple[str, _With, str]] = {
+    "aten::prod": _PROD,
+    "aten::prod.dim_int": _PROD,
+    "aten::_linalg_svd": (
+        "svdvals(), cond(), the nuclear norm or a reduced svd() without gradients",
+        _may_be_values_alone,
+        f"{_VALUES}, or call svd() with full_matrices=True",
+    ),
+    "aten::_linalg_eigh": ("eigvalsh() or eigh() without gradients", _may_be_values_alone, _VALUES),
+    "aten::linalg_pinv.atol_rtol_tensor": (
+        "pinv() under autocast",
+        _is_cast,
+        "call it within torch.autocast(..., enabled=False)",
+    ),
+}
+
+
 def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what ``func`` gives, called from a dispatch mode; see the notes above."""
-    composite, casts = _choices_of(func)
+    """Return what ``func`` gives, called from a dispatch mode; see the notes above.
+
+    Raises:
+        DynOffloadError: torch would choose another kernel only because a mode is on.
+    """
+    composite, casts, by_mode = _choices_of(func)
+    if by_mode is not None and by_mode[1](args, kwargs):
+        raise DynOffloadError(
+            f"{by_mode[0]} cannot keep the bits of plain PyTorch on accelerators and under "
+            f"policy='dtr': torch chooses its kernel by whether a dispatch mode is on. Make it "
+            f"outside of the offload() block, or {by_mode[2]}"
+        )
     whole = composite and torch.is_inference_mode_enabled()
     if not whole and not casts:
         return func(*args, **kwargs)
@@ -54,28 +97,26 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         return func(*args, **kwargs)
 
 
-def noting_views(func: Any) -> AbstractContextManager[Any]:
-    """Return within what the parts of a composite operator are called; see [Note: views]."""
-    if torch.is_inference_mode_enabled() and _choices_of(func)[0]:
-        return torch._C._SetExcludeDispatchKeyGuard(_Key.ADInplaceOrView, False)
-    return nullcontext()
+@contextmanager
+def noting_views(func: Any) -> Iterator[None]:
+    """Call within what the parts of a composite operator are called; see [Note: views]."""
+    with ExitStack() as keys:
+        if torch.is_inference_mode_enabled() and _choices_of(func)[0]:
+            for key in _BELOW_AUTOGRAD:
+                keys.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
 
 
 @functools.cache
-def _choices_of(func: Any) -> tuple[bool, bool]:
-    """Return whether an operator is a composite one, and whether it is made of products."""
+def _choices_of(func: Any) -> tuple[bool, bool, tuple[str, _With, str] | None]:
+    """Return whether an operator is a composite one, whether it is made of products, and when it
+    would choose by a mode."""
     if not isinstance(func, torch._ops.OpOverload):
-        return False, False
+        return False, False, None
     name: str = func.name()  # type: ignore[no-untyped-call]
-    if name in _BY_MODE:
-        logger.warning(
-            "%s may differ from plain PyTorch in the last bits: torch chooses the kernel by "
-            "whether a dispatch mode is on, as on accelerators and under policy='dtr'",
-            _BY_MODE[name],
-        )
     composite = _has_kernel(func, _Key.CompositeImplicitAutograd)
     makes_views = _has_kernel(func, _Key.ADInplaceOrView)  # it would note them twice
-    return composite and not makes_views, name in _OF_PRODUCTS
+    return composite and not makes_views, name in _OF_PRODUCTS, _BY_MODE.get(name)
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynoffload.below_modes import _choices_of, call_below
+from dynoffload.below_modes import call_below
+from dynoffload.errors import DynOffloadError
 
 
 class Passing(TorchDispatchMode):
@@ -60,6 +61,7 @@ OPERATORS: Mapping[str, Callable[[], Tensor]] = {
     "attention": lambda: F.scaled_dot_product_attention(X, X, X),
     "layer_norm": lambda: F.layer_norm(X, (64,)),
     "interpolate": lambda: F.interpolate(IMAGE, scale_factor=1.7, mode="bilinear"),
+    "a transform of a conjugate": lambda: torch.fft.hfftn(IMAGE),
     "narrow": lambda: LINEAR.weight.narrow(0, 3, 5),
     "chunk": lambda: LINEAR.weight.chunk(3)[1],
     "an encoder's layer": lambda: LAYER(X),
@@ -69,10 +71,14 @@ OPERATORS: Mapping[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_no_bit_changes(name: str, mode: str) -> None:
+    no_bit_changes(mode, OPERATORS[name])
+
+
+def no_bit_changes(mode: str, call: Callable[[], Tensor]) -> None:
     with MODES[mode]():
-        plain = OPERATORS[name]()
+        plain = call()
         with Passing():  # type: ignore[no-untyped-call]
-            below = OPERATORS[name]()
+            below = call()
     assert below.dtype == plain.dtype
     assert torch.equal(below, plain)
     assert below.requires_grad == plain.requires_grad
@@ -85,6 +91,7 @@ def test_no_bit_changes(name: str, mode: str) -> None:
         ("linear of a transposed batch", "inference"),
         ("bilinear", "autocast"),
         ("einsum", "autocast inference"),
+        ("a transform of a conjugate", "inference"),
     ],
 )
 def test_a_mode_that_calls_them_by_themselves_changes_some(name: str, mode: str) -> None:
@@ -95,23 +102,42 @@ def test_a_mode_that_calls_them_by_themselves_changes_some(name: str, mode: str)
             assert not torch.equal(OPERATORS[name](), plain)
 
 
+NEEDS_GRADIENT = torch.randn(4, 4, requires_grad=True)
+SYMMETRIC = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).fill_diagonal_(3)
+BY_MODE: Mapping[str, tuple[str, Callable[[], Any], str]] = {
+    "prod": ("grad", lambda: NEEDS_GRADIENT.prod(), r"gradient of prod\(\)"),
+    "prod of rows": ("grad", lambda: NEEDS_GRADIENT.prod(-1), r"gradient of prod\(\)"),
+    "svdvals": ("no_grad", lambda: torch.linalg.svdvals(NEEDS_GRADIENT), r"svdvals\(\)"),
+    "no gradient wanted": ("grad", lambda: torch.linalg.svdvals(SYMMETRIC), r"svdvals\(\)"),
+    "cond": ("no_grad", lambda: torch.linalg.cond(SYMMETRIC), r"cond\(\)"),
+    "nuclear norm": ("no_grad", lambda: torch.linalg.norm(SYMMETRIC, "nuc"), "nuclear norm"),
+    "eigvalsh": ("no_grad", lambda: torch.linalg.eigvalsh(SYMMETRIC), r"eigvalsh\(\)"),
+    "pinv": ("autocast", lambda: torch.linalg.pinv(SYMMETRIC), r"pinv\(\) under autocast"),
+}
+
+
+@pytest.mark.parametrize("name", BY_MODE)
+def test_what_a_mode_would_change_is_refused(name: str) -> None:
+    mode, call, named = BY_MODE[name]
+    with MODES[mode]():
+        call()
+        with Passing(), pytest.raises(DynOffloadError, match=named):  # type: ignore[no-untyped-call]
+            call()
+
+
 @pytest.mark.parametrize(
-    ("call", "named"),
+    ("mode", "call"),
     [
-        (lambda: X.prod(), "gradient of prod"),
-        (lambda: X.prod(-1), "gradient of prod"),
-        (lambda: torch.linalg.svdvals(X), "svdvals"),
-        (lambda: torch.linalg.eigvalsh(LINEAR.weight), "eigvalsh"),
-        (lambda: torch.linalg.pinv(X), "pinv"),
+        ("no_grad", lambda: NEEDS_GRADIENT.prod()),
+        ("grad", lambda: SYMMETRIC.prod(-1)),
+        ("grad", lambda: torch.linalg.svdvals(NEEDS_GRADIENT)),
+        ("grad", lambda: torch.linalg.eigvalsh(NEEDS_GRADIENT)),
+        ("no_grad", lambda: torch.linalg.svd(SYMMETRIC)[1]),
+        ("no_grad", lambda: torch.linalg.pinv(SYMMETRIC)),
+        ("inference", lambda: torch.linalg.svdvals(SYMMETRIC)),
+        ("inference", lambda: torch.linalg.eigvalsh(SYMMETRIC)),
+        ("inference", lambda: torch.linalg.cond(SYMMETRIC)),
     ],
 )
-def test_what_a_mode_still_changes_is_warned_of(
-    call: Callable[[], Tensor], named: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    _choices_of.cache_clear()
-    with torch.no_grad(), Passing():  # type: ignore[no-untyped-call]
-        call()
-        call()
-    found = [message for message in caplog.messages if named in message]
-    assert len(found) == 1
-    assert "last bits" in found[0]
+def test_what_it_would_not_change_is_not(mode: str, call: Callable[[], Tensor]) -> None:
+    no_bit_changes(mode, call)
