@@ -191,7 +191,9 @@ class OffloadConfig:
         if isinstance(options, OffloadConfig):
             return options
         if not isinstance(options, Mapping):
-            raise ConfigError(f"config is an OffloadConfig or a mapping, not {options!r}")
+            raise ConfigError(
+                f"config is an OffloadConfig or a mapping such as {{'policy': 'repeat'}}, not {options!r}"
+            )
         known = tuple(field.name for field in dataclasses.fields(cls))
         for key in options:
             if key not in known:

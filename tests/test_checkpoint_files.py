@@ -234,7 +234,7 @@ def test_where_there_is_none(tmp_path: Path, saved: Path) -> None:
     for name, told in (
         ("nowhere", "there is none; name the directory"),
         ("empty", "it has no checkpoint.json"),
-        ("file", "Not a directory"),
+        ("file", "it is a file; name the directory"),
         ("weights", r"no save of dynoffload made it; weights alone are read by model\.load"),
     ):
         with pytest.raises(CheckpointError, match=told):

@@ -297,14 +297,25 @@ def test_an_option_that_the_script_overrules_is_named(
 
 
 @pytest.mark.parametrize(
-    ("host_budget", "device", "lines"),
-    [("8GiB", 0, 0), (8 << 30, "cuda", 0), ("4GiB", "cuda:0", 1), ("8GiB", "cuda:1", 1)],
+    ("host_budget", "device", "option", "lines"),
+    [
+        ("8GiB", 0, "cuda:0", 0),
+        (8 << 30, "cuda:1", "cuda", 0),
+        ("4GiB", "cuda:0", "cuda:0", 1),
+        ("8GiB", "cuda:1", "cuda:0", 1),
+        ("8GiB", 0, "cpu", 1),
+        ("8GiB", "cpu", "bogus", 1),
+    ],
 )
 def test_the_same_in_other_words_is_not_overruled(
-    caplog: pytest.LogCaptureFixture, host_budget: int | str, device: int | str, lines: int
+    caplog: pytest.LogCaptureFixture,
+    host_budget: int | str,
+    device: int | str,
+    option: str,
+    lines: int,
 ) -> None:
     """Without a GPU, no block can be entered that would ask."""
-    given = Defaults(host_budget=8 << 30, device="cuda:0")
+    given = Defaults(host_budget=8 << 30, device=option)
     _say_overruled(given, 1, "auto", None, host_budget, device, "auto")
     assert len(caplog.messages) == lines
 

@@ -13,6 +13,7 @@ import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,8 @@ KINDS_OF_CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
     "UserDict": lambda one: UserDict({"kept": one}),
     "set": lambda one: {one},
     "frozenset": lambda one: frozenset([one]),
+    "namespace": lambda one: SimpleNamespace(kept=one),
+    "mapping": lambda one: MappingProxyType({"kept": one}),
 }
 
 
@@ -370,6 +373,79 @@ def test_a_step_with_forwards_in_its_closure_is_one(backend: str) -> None:
             assert session is None or len(session.log.steps) == 3
 
     hazard(backend, program)
+
+
+class Stored(Twice):
+    """Its step runs a forward of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            self.again()  # type: ignore[attr-defined]
+        self.base.step()
+
+
+@each_paged
+def test_a_step_that_runs_a_forward_is_one(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Stored(model.parameters())
+        with side.offload(model, optimizer) as session:
+            for step in range(3):
+                optimizer.again = lambda step=step: loss_of(model, step).backward()  # type: ignore[attr-defined]
+                optimizer.step()
+                optimizer.zero_grad()
+            assert session is None or len(session.log.steps) == 3
+
+    hazard(backend, program)
+
+
+class Several(Optimizer):
+    """Steps two optimizers that it keeps in a list."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, {})
+        self.optimizers = [AdamW(parameters[:2], lr=1e-2), AdamW(parameters[2:], lr=1e-2)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.optimizers:
+            one.step()
+
+
+@each_paged
+def test_the_state_of_optimizers_in_a_list_is_paged(backend: str) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        optimizer = Several(model.parameters())
+        with side.offload(model, optimizer) as session:
+            for step in range(3):
+                side.step(loss_of(model, step), optimizer)
+                _assert_paged(session, optimizer)
+            assert session is None or len(session.log.steps) == 3
+
+    hazard(backend, program)
+
+
+@each_paged
+@pytest.mark.parametrize("known", [True, False])
+def test_an_optimizer_that_the_block_was_not_given_is_named(
+    backend: str, known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(side: Side) -> None:
+        model = Mlp()
+        first = AdamW([*model.layers[0].parameters()], lr=1e-2)
+        other = AdamW([*model.layers[1].parameters()], lr=1e-2)
+        with side.offload(model, first):
+            for step in range(3):
+                loss_of(model, step).backward()
+                for optimizer in (first, first if known else other):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    hazard(backend, program, aside=False, budgeted=False)
+    found = [text for text in caplog.messages if "was not given" in text]
+    assert len(found) == (0 if known else 1)
+    assert all("AdamW, which offload()" in text for text in found)
 
 
 class Momentum(nn.Module):

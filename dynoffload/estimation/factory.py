@@ -67,7 +67,12 @@ def job_of(name: str) -> Job:
             raise ConfigError(f"{where} has no function {function!r} that can be called")
         try:
             made = build()
-        except (Exception, SystemExit) as error:
+        except SystemExit as error:
+        raise ConfigError(
+            f"{where} ends the process as it is imported: put what runs it, such as parse_args(), "
+            "under if __name__ == '__main__':"
+        ) from error
+    except Exception as error:
             raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path[:] = before

@@ -1,14 +1,16 @@
 """What an optimizer keeps, wherever it keeps it: in its state, its groups and its attributes.
 
 Optimizers of `torch.optim` keep tensors for each parameter, under a key each. Others keep them in
-lists, tuples, queues, sets, dicts and dataclasses too, and in an optimizer that they wrap.
+lists, tuples, queues, sets, mappings, namespaces and dataclasses too, and in an optimizer that they
+wrap.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +39,10 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
         return _items(value.data)
     if isinstance(value, list | tuple | deque | set | frozenset):
         return list(enumerate(value))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     return []
@@ -70,11 +76,21 @@ def wrapped_by(
 ) -> list[Optimizer]:
     """Return the optimizers that ``optimizer`` wraps, each once.
 
-    They are those among its attributes, and among the attributes of such as ``through`` holds for.
+    They are those among its attributes, also in containers, and among the attributes of such as
+    ``through`` holds for.
     """
     found = [optimizer]
     for one in found:  # which grows
-        for held in vars(one).values() if one is optimizer or through(one) else ():
-            if isinstance(held, Optimizer) and all(held is not known for known in found):
-                found.append(held)
+        for key, value in tuple(vars(one).items()) if one is optimizer or through(one) else ():
+            for held in _optimizers_in(value) if key not in _ITS_OWN else ():
+                if all(held is not known for known in found):
+                    found.append(held)
     return found[1:]
+
+
+def _optimizers_in(value: Any, depth: int = 2) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif depth:
+        for _, item in _items(value):
+            yield from _optimizers_in(item, depth - 1)

@@ -559,12 +559,15 @@ def _say_overruled(
 
 
 def _same_device(one: torch.device | str | int, name: str) -> bool:
-    """Return whether a device has this name; without an index the current one is meant."""
-    named = torch.device(name)
+    """Return whether a device has this name; a name without an index means any of its kind."""
+    try:
+        named = torch.device(name)
+    except RuntimeError:
+        return False
     if isinstance(one, int):
-        return named.index in (None, one)
+        return named.type != "cpu" and named.index in (None, one)
     one = torch.device(one)
-    return one.type == named.type and (one.index == named.index or None in (one.index, named.index))
+    return one.type == named.type and named.index in (None, one.index)
 
 
 def is_managed(model: nn.Module) -> bool:
@@ -599,7 +602,10 @@ def _check_open(model: nn.Module, optimizer: Optimizer | None) -> None:
     mine = {id(parameter) for parameter in model.parameters()}
     for session in _open.values():
         if session.model is model:
-            raise ConfigError(f"this {type(model).__name__} is already inside an offload() block")
+            raise ConfigError(
+                f"this {type(model).__name__} is already inside an offload() block: leave that "
+                "block first, or close() its session"
+            )
         if any(id(parameter) in mine for parameter in session.model.parameters()):
             raise ConfigError(
                 f"this {type(model).__name__} has parameters of the {type(session.model).__name__} "

@@ -670,9 +670,10 @@ class Paging:
         held = self.device.retire()
         if held:
             logger.warning(
-                "%d tensors from inside the offload() block are still held outside of it: the pool "
-                "of %s and its spill file stay until they are gone",
+                "%d %s still in use that the offload() block made, such as views of parameters: "
+                "the pool of %s and its spill file stay until no variable holds them",
                 held,
+                "tensors are" if held > 1 else "tensor is",
                 format_bytes(self.device.capacity),
             )
 

@@ -134,6 +134,8 @@ class Opened:
             )
         if error.errno == errno.ENOENT:
             return "there is none; name the directory that was saved to"
+        if error.errno == errno.ENOTDIR:
+            return "it is a file; name the directory that was saved to"
         return f"{error.strerror or error}; check that disk, or load another"
 
     def _check(self, name: str, file: File, *, sums: bool) -> None:

@@ -93,8 +93,7 @@ class Maker:
     def make_behind(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are locked, under other addresses; their own stay absent.
         The gradient's end is left to the caller."""
-        first = isinstance(update, Update) and not update.state
-        update.modes.check_behind(self._optimizer, first=first)
+        update.modes.check_behind(self._optimizer)
         shown = self._device.show(update.regions)
         try:
             storages = dict(zip(update.regions, shown, strict=True))

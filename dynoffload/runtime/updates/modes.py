@@ -17,9 +17,9 @@ made. So flags are set instead, and nothing is cached.
 compiler and the number of threads that new threads begin with are the process's; all else is a
 thread's own. The guard's thread makes updates while threads of the user's run, so it leaves those
 settings as they are. On the CPU no optimizer of `torch.optim` depends on deterministic algorithms.
-What depends on the default dtype (`depends_on_dtype`), or multiplies matrices by oneDNN, is refused
-there if that was changed meanwhile. A thread of the user's that makes an update has the settings of
-its ``step()`` for that time.
+What depends on the default dtype does not wait (`depends_on_dtype`), and what multiplies matrices
+is refused there if oneDNN was switched meanwhile. A thread of the user's that makes an update has
+the settings of its ``step()`` for that time.
 
 [Note: modes that hold]  Two kinds cannot be carried over, so with them nothing is put off: a mode
 or a profiler of the user's that watches operators would miss them, and no other thread flushes
@@ -109,28 +109,17 @@ class Modes:
             others = replace(others, autocast=self.autocast, autocast_dtype=self.autocast_dtype)
         return self == others
 
-    def check_behind(self, optimizer: Optimizer, *, first: bool) -> None:
+    def check_behind(self, optimizer: Optimizer) -> None:
         """Refuse an update on the guard's thread that needs another setting of the process.
 
-        Args:
-            optimizer: the user's.
-            first: whether the update is the parameter's first.
-
         Raises:
-            ConfigError: oneDNN or the default dtype was changed since ``step()``.
+            ConfigError: oneDNN was switched on or off since ``step()``.
         """
-        name, dtype = type(optimizer).__name__, torch.get_default_dtype()
-        if name in _CAST and self.mkldnn != torch._C._get_mkldnn_enabled():
+        if type(optimizer).__name__ in _CAST and self.mkldnn != torch._C._get_mkldnn_enabled():
             raise ConfigError(
                 f"oneDNN was switched {'off' if self.mkldnn else 'on'} between step() and an "
-                f"access to a parameter, and {name} multiplies matrices by it: call "
-                "session.flush() before it is switched"
-            )
-        if dtype != self.dtype and depends_on_dtype(optimizer, first=first):
-            raise ConfigError(
-                f"the default dtype was changed from {self.dtype} to {dtype} between step() and an "
-                f"access to a parameter, and {name} makes state by it: call session.flush() before "
-                "it is changed"
+                f"access to a parameter, and {type(optimizer).__name__} multiplies matrices by it: "
+                "call session.flush() before it is switched"
             )
 
     @contextlib.contextmanager

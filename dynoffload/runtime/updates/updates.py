@@ -28,13 +28,17 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dynoffload.memory.device import Device
@@ -52,7 +56,7 @@ from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.loss import Loss, note_lost, note_undone
 from dynoffload.runtime.updates.making import OF_SCALER, Maker
 from dynoffload.runtime.updates.marks import is_changed, marks_of
-from dynoffload.runtime.updates.modes import Modes, may_wait
+from dynoffload.runtime.updates.modes import Modes, depends_on_dtype, may_wait
 from dynoffload.runtime.updates.slices import SliceUpdate, Step
 from dynoffload.runtime.updates.update import (
     FIRST_TIMERS,
@@ -149,8 +153,8 @@ class Updates:
             logger.warning(
                 "%s is not one of torch.optim: its step runs whole, and its state pages on demand; "
                 "what a step makes anew is paged, and under the budget, once the step has ended; "
-                "tensors in objects that are no list, tuple, deque, set, dict or dataclass are "
-                "neither paged nor counted",
+                "tensors in objects that are no list, tuple, deque, set, mapping, namespace or "
+                "dataclass are neither paged nor counted",
                 type(optimizer).__name__,
             )
         self._watch()
@@ -168,8 +172,10 @@ class Updates:
             optimizer.register_state_dict_pre_hook(lambda _: self.waiting.settle()),
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.begin_load()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
+            register_optimizer_step_pre_hook(self._before_any),
         ]
-        self._within = False  # a step that runs whole
+        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._calling: FrameType | None = None  # who calls us in a step that runs whole
         behind = wrapped_by(optimizer, lambda one: not takes_hooks(one))
         for inner in filter(takes_hooks, behind if self._runs_whole else ()):
             self._handles.append(inner.register_step_pre_hook(self._before_inner))
@@ -276,30 +282,52 @@ class Updates:
         self._commit(optimizer)
         return answer
 
+    def _before_any(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Warn of the first step of an optimizer that the block was not given."""
+        if optimizer is self.optimizer or optimizer in self._strangers:
+            return
+        self._strangers.add(optimizer)
+        groups = getattr(optimizer, "param_groups", ())
+        theirs = any(p in self._store.slots for group in groups for p in group["params"])
+        related = wrapped_by(optimizer) + wrapped_by(self.optimizer)
+        if theirs and all(one not in (self.optimizer, optimizer) for one in related):
+            logger.warning(
+                "%s, which offload() was not given, steps over parameters of the model: its state "
+                "stays in memory, beyond the budget; give the block the optimizer that steps",
+                type(optimizer).__name__,
+            )
+
     def _before_inner(self, inner: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer that ours wraps steps, perhaps without ours: as in two calls of SAM."""
-        if not self._within:
+        if not self._is_within():
             self._on_whole()
 
     def _after_inner(self, inner: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._within:
+        if not self._is_within():
             self._after(self.optimizer, args, kwargs)
+
+    def _is_within(self) -> bool:
+        """Return whether a step that runs whole has neither returned nor failed."""
+        frame = None if self._calling is None else sys._getframe(1)
+        while frame is not None and frame is not self._calling:
+            frame = frame.f_back
+        if frame is None:
+            self._calling = None
+        return frame is not None
 
     def _before_whole(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """End the plan as a step begins that runs whole, and after each call of its closure: what
         is planned for the next forward would keep the room that the step's operands need."""
-        self._within = True
+        self._calling = sys._getframe(2)  # until the step has returned, or failed
         self._on_whole()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             return args, kwargs
 
         def closed(*given: Any, **named: Any) -> Any:
-            self._within = False  # should it fail
             loss = closure(*given, **named)
-            self._within = True
             self._on_whole()
             return loss
 
@@ -351,6 +379,7 @@ class Updates:
 
     @uninterrupted
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._calling = None
         self.restore_groups()
         if not self.splits:
             self.adopt_all()
@@ -366,7 +395,6 @@ class Updates:
     def restore_groups(self) -> None:
         """Show the optimizer's groups again, also where something has failed between our hooks: a
         step has ended, or a forward."""
-        self._within = False
         if self._groups is not None:
             self.optimizer.param_groups = self._groups
             self._groups = None
@@ -483,7 +511,8 @@ class Updates:
             data, part = _data_of(parameter), local(gradient)
             update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
-            if may and (not self._defer or self._guards(slot, gradient)):
+            depends = self._defer and depends_on_dtype(self.optimizer, first=not copy)
+            if may and not depends and (not self._defer or self._guards(slot, gradient)):
                 waiting.append((slot, update))
                 continue
             self.maker.make(slot, update)
@@ -511,7 +540,8 @@ class Updates:
 
     def _wait_for_slice(self, slot: Slot, step: Step) -> None:
         update = self._slices.begin(slot, step)
-        if self._defer and may_wait():
+        waits = self._defer and not depends_on_dtype(self.optimizer, first=False)
+        if waits and may_wait():
             self.waiting.add(slot, update)
         else:
             self.maker.make(slot, update)
