@@ -53,20 +53,31 @@ _PROD: tuple[str, _With, str] = (
     _has_gradient,
     "multiply its slices one by one",
 )
-_VALUES = "call it with gradients enabled, on an input that requires a gradient"
+_EXTREME: tuple[str, _With, str] = (
+    "the gradient of max(), min(), median() or nanmedian() of a whole tensor",
+    _has_gradient,
+    "take it over a dimension, as x.flatten().max(0)",
+)
+_VALUES = "with gradients enabled, on an input that requires a gradient"
 _BY_MODE: dict[str, tuple[str, _With, str]] = {
+    **dict.fromkeys(("aten::max", "aten::min", "aten::median", "aten::nanmedian"), _EXTREME),
+    "aten::masked_fill.Tensor": (
+        "the gradient of masked_fill()'s value",
+        lambda args, kwargs: torch.is_grad_enabled() and args[2].requires_grad,
+        "call torch.where(mask, value, x)",
+    ),
     "aten::prod": _PROD,
     "aten::prod.dim_int": _PROD,
     "aten::_linalg_svd": (
         "svdvals(), cond(), the nuclear norm or a reduced svd() without gradients",
         _may_be_values_alone,
-        f"{_VALUES}, or call svd() with full_matrices=True",
+        f"{_VALUES}, or svd() with full_matrices=True",
     ),
     "aten::_linalg_eigh": ("eigvalsh() or eigh() without gradients", _may_be_values_alone, _VALUES),
     "aten::linalg_pinv.atol_rtol_tensor": (
         "pinv() under autocast",
         _is_cast,
-        "call it within torch.autocast(..., enabled=False)",
+        "within torch.autocast(..., enabled=False)",
     ),
 }
 
@@ -80,8 +91,8 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     composite, casts, by_mode = _choices_of(func)
     if by_mode is not None and by_mode[1](args, kwargs):
         raise DynOffloadError(
-            f"{by_mode[0]} cannot keep the bits of plain PyTorch on accelerators and under "
-            f"policy='dtr': torch chooses its kernel by whether a dispatch mode is on. Make it "
+            f"{by_mode[0]} cannot keep the bits of plain PyTorch here, on an accelerator or under "
+            "policy='dtr': torch chooses its kernel by whether a dispatch mode is on. Call it "
             f"outside of the offload() block, or {by_mode[2]}"
         )
     whole = composite and torch.is_inference_mode_enabled()

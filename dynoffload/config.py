@@ -192,7 +192,8 @@ class OffloadConfig:
             return options
         if not isinstance(options, Mapping):
             raise ConfigError(
-                f"config is an OffloadConfig or a mapping such as {{'policy': 'repeat'}}, not {options!r}"
+                "config is an OffloadConfig or a mapping such as {'policy': 'repeat'}, not "
+                f"{options!r}"
             )
         known = tuple(field.name for field in dataclasses.fields(cls))
         for key in options:

@@ -107,6 +107,13 @@ SYMMETRIC = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).fill_d
 BY_MODE: Mapping[str, tuple[str, Callable[[], Any], str]] = {
     "prod": ("grad", lambda: NEEDS_GRADIENT.prod(), r"gradient of prod\(\)"),
     "prod of rows": ("grad", lambda: NEEDS_GRADIENT.prod(-1), r"gradient of prod\(\)"),
+    "max": ("grad", lambda: NEEDS_GRADIENT.max(), r"gradient of max\(\)"),
+    "median": ("grad", lambda: NEEDS_GRADIENT.median(), r"median\(\)"),
+    "masked_fill": (
+        "grad",
+        lambda: SYMMETRIC.masked_fill(SYMMETRIC > 0, NEEDS_GRADIENT[0, 0]),
+        r"masked_fill\(\)'s value",
+    ),
     "svdvals": ("no_grad", lambda: torch.linalg.svdvals(NEEDS_GRADIENT), r"svdvals\(\)"),
     "no gradient wanted": ("grad", lambda: torch.linalg.svdvals(SYMMETRIC), r"svdvals\(\)"),
     "cond": ("no_grad", lambda: torch.linalg.cond(SYMMETRIC), r"cond\(\)"),
@@ -121,14 +128,18 @@ def test_what_a_mode_would_change_is_refused(name: str) -> None:
     mode, call, named = BY_MODE[name]
     with MODES[mode]():
         call()
-        with Passing(), pytest.raises(DynOffloadError, match=named):  # type: ignore[no-untyped-call]
+        with Passing(), pytest.raises(DynOffloadError, match=named) as caught:  # type: ignore[no-untyped-call]
             call()
+    assert "torch chooses its kernel by whether a dispatch mode is on" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("mode", "call"),
     [
         ("no_grad", lambda: NEEDS_GRADIENT.prod()),
+        ("no_grad", lambda: NEEDS_GRADIENT.max()),
+        ("grad", lambda: NEEDS_GRADIENT.max(0).values),
+        ("grad", lambda: NEEDS_GRADIENT.masked_fill(SYMMETRIC > 0, 1.0)),
         ("grad", lambda: SYMMETRIC.prod(-1)),
         ("grad", lambda: torch.linalg.svdvals(NEEDS_GRADIENT)),
         ("grad", lambda: torch.linalg.eigvalsh(NEEDS_GRADIENT)),

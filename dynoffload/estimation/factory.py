@@ -67,12 +67,7 @@ def job_of(name: str) -> Job:
             raise ConfigError(f"{where} has no function {function!r} that can be called")
         try:
             made = build()
-        except SystemExit as error:
-        raise ConfigError(
-            f"{where} ends the process as it is imported: put what runs it, such as parse_args(), "
-            "under if __name__ == '__main__':"
-        ) from error
-    except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path[:] = before
@@ -94,7 +89,12 @@ def _module(where: str, *, is_file: bool) -> ModuleType:
         return module
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:
+    except SystemExit as error:
+        raise ConfigError(
+            f"{where} ends the process as it is imported: put what runs it, such as parse_args(), "
+            "under if __name__ == '__main__':"
+        ) from error
+    except Exception as error:
         raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
 
 
