@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import eventually
 from emulated import DEVICE, Emulated, accelerated, emulated
 from exactness import (
     SMALL_PAGES,
@@ -287,7 +288,7 @@ def test_a_block_gives_memory_back_though_its_session_lives_on() -> None:
             loss = mlp_loss(model, torch.randn(8, 48))
             assert regions_with_memory() - before
         del loss
-        assert not regions_with_memory() - before
+        assert eventually(lambda: not regions_with_memory() - before)  # a queue may still hold it
     assert len(session.log.steps) == 2
 
 

@@ -225,7 +225,10 @@ def _splits(model: nn.Module, division: _Division) -> str:
     path, _, key = division.culprit.rpartition(".")
     if key != "weight" or type(model.get_submodule(path)) not in (nn.Linear, nn.Embedding):
         return ""
-    return ", or split its weight by dynoffload.tile(model) before the optimizer is made"
+    return (
+        ", or split its weight by dynoffload.tile(model, max_bytes=...) before the optimizer is "
+        "made"
+    )
 
 
 def _whole(
