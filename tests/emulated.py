@@ -164,6 +164,7 @@ class Emulated:
     def _run(self, jobs: queue.Queue[Callable[[], None] | None]) -> None:
         while (job := jobs.get()) is not None:
             job()
+            job = None  # what it copied may go
 
     # Moments
 
