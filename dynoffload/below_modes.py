@@ -80,8 +80,8 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     composite, casts, by_mode = _choices_of(func)
     if by_mode is not None and by_mode[1](args, kwargs):
         raise DynOffloadError(
-            f"{by_mode[0]} cannot keep the bits of plain PyTorch on accelerators and under "
-            f"policy='dtr': torch chooses its kernel by whether a dispatch mode is on. Make it "
+            f"{by_mode[0]} cannot keep the bits of plain PyTorch on accelerators: "
+            f"torch chooses its kernel by whether a dispatch mode is on. Make it "
             f"outside of the offload() block, or {by_mode[2]}"
         )
     whole = composite and torch.is_inference_mode_enabled()
