@@ -91,8 +91,8 @@ def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     composite, casts, by_mode = _choices_of(func)
     if by_mode is not None and by_mode[1](args, kwargs):
         raise DynOffloadError(
-            f"{by_mode[0]} cannot keep the bits of plain PyTorch here, on an accelerator or under "
-            "policy='dtr': torch chooses its kernel by whether a dispatch mode is on. Call it "
+            f"{by_mode[0]} cannot keep the bits of plain PyTorch on an accelerator: torch "
+            "chooses its kernel by whether a dispatch mode is on. Call it "
             f"outside of the offload() block, or {by_mode[2]}"
         )
     whole = composite and torch.is_inference_mode_enabled()

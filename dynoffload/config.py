@@ -21,11 +21,7 @@ from dynoffload.units import KiB, MiB, parse_bytes
 
 ACCELERATOR = "accelerator"
 BACKENDS = ("auto", "pager", "mapped", ACCELERATOR)
-POLICIES = ("pilot", "repeat", "replay", "on-demand", "dtr", "os-paging")
-UNPAGED = ("dtr", "os-paging")
-"""Policies under which dynoffload pages nothing."""
-BASELINES = ("replay", "on-demand", *UNPAGED)
-"""Policies to compare with."""
+POLICIES = ("pilot", "repeat", "on-demand")
 DEFERRALS = ("auto", "never")
 BINDINGS = ("auto", "off")
 LEAST_PAGE = 4 * KiB
@@ -62,15 +58,9 @@ class OffloadConfig:
         policy: ``"auto"`` is what ``dynoffload run --policy`` says, else ``"pilot"``. ``"pilot"``
             prefetches by the pilot's prediction while it does better of late than the last order,
             else by that; ``"repeat"`` by the last order, in which a step finds its place again
-            after a visit out of order. Prefetch by these that loses against on-demand
-            goes off by itself, and says so. The others are baselines, which never do.
-            ``"replay"``: by the last order to the letter, as ZeRO-Infinity's engine: the first
-            visit out of order ends the prefetch of its step, and the next runs on demand while it
-            is recorded anew. ``"on-demand"``: not at all; what was used longest ago leaves first.
-            ``"dtr"``: nothing moves; activations are dropped and made again, as by dynamic tensor
-            rematerialization, under a budget that must hold all the rest. ``"os-paging"``: plain
-            PyTorch in a memory cgroup whose limit is the budget, paged to swap by the system; for
-            root alone. The options below are those of paging; these two take ``debug`` at most.
+            after a visit out of order. Prefetch by these that loses against on-demand goes off
+            by itself, and says so. ``"on-demand"`` does not prefetch; what was used longest ago
+            leaves first.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
             its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
         draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward
@@ -146,7 +136,9 @@ class OffloadConfig:
         ):
             value = getattr(self, name)
             if value not in known:
-                raise ConfigError(f"{name}={value!r} is not an option{_closest(str(value), known)}")
+                raise ConfigError(
+                    f"{name}={value!r} is not an option: known are {', '.join(known)}"
+                )
         for field in dataclasses.fields(self):
             if field.type == "bool":
                 _check_flag(field.name, getattr(self, field.name))
@@ -266,7 +258,7 @@ def set_defaults(
     """
     global _defaults
     if policy is not None and policy not in POLICIES:
-        raise ConfigError(f"policy={policy!r} is not an option{_closest(policy, POLICIES)}")
+        raise ConfigError(f"policy={policy!r} is not an option: known are {', '.join(POLICIES)}")
     _defaults = Defaults(
         budget=None if budget is None else parse_bytes(budget, "--budget"),
         pilot=None if pilot is None else Path(pilot),

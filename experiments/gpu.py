@@ -29,6 +29,7 @@ from typing import Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import make_room, write_json
+from dynoffload.experiments.baselines import DTR
 from dynoffload.experiments.gpu_link import Link
 from dynoffload.experiments.gpu_rows import MEASURED, NO_ROOM, NOT_MEASURED
 from dynoffload.experiments.gpu_ways import FILES, OURS, PLAIN, WAYS, Task
@@ -421,7 +422,7 @@ def largest(
         sizes = {**unit.sizes, "layers": layers}
         counts = WAYS[way].counts
         task = replace(unit, way=way, sizes=sizes, host_bytes=host if way == FILES else 0)
-        task = replace(task, meta=unit.meta and counts and way != "dtr")
+        task = replace(task, meta=unit.meta and counts and way != DTR)
         found = _within(task, 0, asker)
         rows.append({"way": way, "network": unit.network, "layers": layers, **found})
         return bool(found["state"] == MEASURED)

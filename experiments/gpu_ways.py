@@ -8,8 +8,8 @@ the allocator is the same for all.
 [Note: peers]  ``save-on-cpu`` is `torch.autograd.graph.save_on_cpu` with pinned memory;
 ``checkpoint`` is `torch.utils.checkpoint` around each block of the network; ``fsdp2`` is
 `fully_shard` of each block and of the root with `CPUOffloadPolicy`, in a group of one process;
-``dtr`` is this library's own dynamic tensor rematerialization, whose costs are here the seconds in
-which operators were launched, not run; ``zero-offload`` is DeepSpeed's ZeRO stage 2 with the
+``dtr`` is the baseline of that name, whose costs are here the seconds in which operators were
+launched, not run; ``zero-offload`` is DeepSpeed's ZeRO stage 2 with the
 optimizer on the CPU, where DeepSpeed is installed; ``host-optimizer`` is this library's counterpart
 of that, `dynoffload.HostOptimizer`, over a network that is whole on the accelerator. Those that
 update on the CPU cannot have the bits of an update on the accelerator.
@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import ClientError
+from dynoffload.experiments.baselines import DTR, baseline
 
 Step = Callable[[tuple[Any, ...]], Tensor]
-PLAIN, OURS, FILES, DTR = "plain", "ours", "ours-file", "dtr"
+PLAIN, OURS, FILES = "plain", "ours", "ours-file"
 HOSTED = "host-optimizer"
 
 
@@ -239,13 +240,9 @@ def _host_optimizer(task: Task, device: torch.device) -> Iterator[Ready]:
 
 @contextlib.contextmanager
 def _dtr(task: Task, device: torch.device) -> Iterator[Ready]:
-    import dynoffload
-
     model = _built(task).to(device)
     optimizer = _optimizer(model, task)
-    with dynoffload.offload(
-        model, optimizer, budget=task.budget_bytes, config={**task.config, "policy": "dtr"}
-    ) as session:
+    with baseline(DTR, model, optimizer, budget=task.budget_bytes) as session:
         step = _stepping(model, optimizer, contextlib.nullcontext)
         yield Ready(model, step, session)
 

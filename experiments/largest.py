@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dynoffload.config import POLICIES
 from dynoffload.errors import ConfigError
+from dynoffload.experiments.baselines import DTR, REPLAY
+from dynoffload.experiments.baselines.cgroup import memory_group, swap_file
 from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
 from dynoffload.experiments.workers import Worker, WorkerError, ended_after, worker
-from dynoffload.memory.cgroup import memory_group, swap_file
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report
 from dynoffload.units import format_bytes, format_seconds
@@ -48,7 +48,8 @@ class Way:
     Attributes:
         title: in tables.
         mode: see `Spec`.
-        policy: of `OffloadConfig`, where it counts bytes.
+        policy: of `OffloadConfig`, or ...
+        baseline: ... a name of `dynoffload.experiments.baselines`, where it counts bytes.
         pilot: see `Spec`.
         swap: whether the system may page.
     """
@@ -56,20 +57,18 @@ class Way:
     title: str
     mode: str = BUDGETED
     policy: str = ""
+    baseline: str = ""
     pilot: str | None = None
     swap: bool = False
 
 
-_KNOWN = {
+WAYS = {
     "plain": Way("plain PyTorch", PLAIN),
     "system": Way("paging by the system", PLAIN, swap=True),
-    "dtr": Way("rematerialisation (DTR)", policy="dtr"),
+    "dtr": Way("rematerialisation (DTR)", baseline=DTR),
     "on-demand": Way("dynoffload, on demand", policy="on-demand"),
-    "replay": Way("dynoffload, recorded order", policy="replay"),
+    "replay": Way("dynoffload, recorded order", baseline=REPLAY),
     OURS: Way("dynoffload, last order", policy=OURS),
-}
-WAYS: dict[str, Way] = {
-    key: way for key, way in _KNOWN.items() if not way.policy or way.policy in POLICIES
 }
 """By the name that ``--ways`` takes."""
 
@@ -137,8 +136,9 @@ class Search:
             mode=BUDGETED,
             budget=self.budget,
             pilot=way.pilot,
-            config={"policy": way.policy},
-            meta=self.meta and way.policy != "dtr",
+            config={} if way.baseline else {"policy": way.policy},
+            baseline=way.baseline,
+            meta=self.meta and way.baseline != DTR,
             spill_dir=str(self.spill_dir),
         )
 

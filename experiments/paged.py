@@ -20,9 +20,9 @@ from typing import Any
 from dynoffload.doctor import Tiers, measure_tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import write_json
+from dynoffload.experiments.baselines.cgroup import LimitError, why_unavailable
 from dynoffload.experiments.paged_rows import MAIN, ROWS, VARIANTS, Plan, Variant, measure_group
 from dynoffload.experiments.zoo import FUSED
-from dynoffload.memory.cgroup import LimitError, why_unavailable
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import progress_bar
 from dynoffload.units import format_bytes, format_seconds, parse_bytes

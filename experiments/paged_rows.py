@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dynoffload.config import UNPAGED, OffloadConfig
 from dynoffload.doctor import Tiers
 from dynoffload.errors import ConfigError
+from dynoffload.experiments.baselines import DTR, REPLAY
+from dynoffload.experiments.baselines.cgroup import MemoryGroup, memory_group, swap_file
 from dynoffload.experiments.optimum import StepString, StepVisit, step_bound, step_string
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
@@ -34,7 +35,6 @@ from dynoffload.experiments.workers import (
     worker,
 )
 from dynoffload.experiments.zoo import FUSED
-from dynoffload.memory.cgroup import MemoryGroup, memory_group, swap_file
 from dynoffload.memory.limits import available_bytes
 from dynoffload.pilot.progress import Report
 from dynoffload.simulation.machine import Link
@@ -55,6 +55,7 @@ class Variant:
         optimizer: see `Spec`.
         tokens: tokens per step as a share of the experiment's.
         config: options of `dynoffload.OffloadConfig`.
+        baseline: see `Spec`.
         pilot: see `Spec`.
         network: see `Spec`.
     """
@@ -63,13 +64,9 @@ class Variant:
     optimizer: str = "fused"
     tokens: float = 1.0
     config: dict[str, Any] = field(default_factory=dict)
+    baseline: str = ""
     pilot: str | None = "auto"
     network: str = "moe"
-
-    @property
-    def policy(self) -> str:
-        """Of `dynoffload.OffloadConfig`."""
-        return str(self.config.get("policy", OffloadConfig.policy))
 
     @property
     def group(self) -> tuple[str, str, float]:
@@ -83,20 +80,17 @@ VARIANTS: dict[str, Variant] = {
     "mapped": Variant("mapped", config={"backend": "mapped"}),
     "repeat": Variant("repeat", config={"policy": "repeat"}, pilot=None),
     "on_demand": Variant("on_demand", config={"policy": "on-demand"}, pilot=None),
-    "replay": Variant("replay", config={"policy": "replay"}, pilot=None),
-    "dtr": Variant("dtr", config={"policy": "dtr"}, pilot=None),
-    "os_paging": Variant("os_paging", config={"policy": "os-paging"}, pilot=None),
+    "replay": Variant("replay", baseline=REPLAY, pilot=None),
+    "dtr": Variant("dtr", baseline=DTR, pilot=None),
     "rollback": Variant("rollback", config={"rollback": True}),
     "foreach": Variant("foreach", optimizer="foreach"),
     "tokens_512": Variant("tokens_512", tokens=0.5),
     "fused": Variant("fused", network=FUSED),
 }
 """By the name that ``--rows`` takes."""
-OTHERS = ("dtr", "os_paging")
-"""Rows that are measured only if they are named: what pages nothing itself may refuse the budget,
-which is its row then, and paging by the system is also what stands beside every row."""
-ROWS = tuple(row for row in VARIANTS if row not in OTHERS)
-"""Those that are measured if none is named."""
+ROWS = tuple(row for row in VARIANTS if row != DTR)
+"""Those that are measured if none is named. DTR moves nothing, so it may refuse the budget, which
+is its row then."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +128,9 @@ class Plan:
             mode=BUDGETED,
             budget=self.budget,
             config=variant.config,
+            baseline=variant.baseline,
             pilot=variant.pilot,
-            meta=variant.policy != "dtr",  # which counts what is there as it begins
+            meta=variant.baseline != DTR,  # which counts what is there as it begins
             spill_dir=str(self.spill_dir),
         )
 
@@ -148,14 +143,13 @@ class Plan:
 def measure_group(
     plan: Plan, variants: Sequence[Variant], tiers: Tiers, report: Report
 ) -> Iterator[tuple[Variant, dict[str, Any]]]:
-    """Yield the numbers of variants that share their plain run; of one without a policy for such a
-    budget, why it is refused."""
+    """Yield the numbers of variants that share their plain run; of DTR also why it is refused."""
     declared, refused = {}, {}
     for variant in variants:
         try:
             declared[variant.key] = _headroom(plan, variant, report)
         except WorkerError as error:
-            if variant.policy not in UNPAGED:
+            if variant.baseline != DTR:
                 raise
             refused[variant.key] = str(error).strip().splitlines()[-1]
     for variant in variants:
@@ -174,7 +168,7 @@ def measure_group(
         workers: dict[str, tuple[Worker, MemoryGroup | None]] = {}
         for variant in variants:
             name = variant.key or MAIN
-            group = stack.enter_context(_group(plan, variant))
+            group = stack.enter_context(_group(plan))
             report(f"{name}: giving weights", 0, None)
             started = stack.enter_context(worker(name, plan.budgeted(variant), group))
             started.step(measured=False)
@@ -212,12 +206,12 @@ def measure_group(
 
 
 @contextlib.contextmanager
-def _group(plan: Plan, variant: Variant) -> Iterator[MemoryGroup | None]:
+def _group(plan: Plan) -> Iterator[MemoryGroup | None]:
     """Yield the cgroup of a (b), or None where they were given up."""
     if not plan.limited:
         yield None
         return
-    with memory_group(plan.limit, swap=variant.policy == "os-paging") as group:
+    with memory_group(plan.limit) as group:
         yield group
 
 
@@ -225,8 +219,7 @@ def _headroom(plan: Plan, variant: Variant, report: Report) -> int:
     """Run a variant without a limit, and return and print the headroom that is declared for it."""
     name = variant.key or MAIN
     with contextlib.ExitStack() as stack:
-        swap = variant.policy == "os-paging"
-        group = stack.enter_context(memory_group(None, swap=swap)) if plan.limited else None
+        group = stack.enter_context(memory_group(None)) if plan.limited else None
         measured = stack.enter_context(worker(name, plan.budgeted(variant), group))
         for number in range(plan.profile_steps):
             report(f"{name}: measuring headroom", number, plan.profile_steps)

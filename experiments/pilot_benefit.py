@@ -22,6 +22,7 @@ from typing import Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import make_room
+from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.pilot_accuracy import recorded
 from dynoffload.experiments.pilot_benefit_views import show, write_figure, write_page
 from dynoffload.experiments.pilot_cases import Case
@@ -43,16 +44,17 @@ _LEAD = 1
 
 @dataclass(frozen=True)
 class Policy:
-    """One way to prefetch: options of the session, and whether the trained pilot steers."""
+    """One way to prefetch: options of the session, or a baseline, and what steers."""
 
     config: dict[str, Any] = field(default_factory=dict)
+    baseline: str = ""
     piloted: bool = False
     clairvoyant: bool = False
 
 
 POLICIES: dict[str, Policy] = {
     "on_demand": Policy({"policy": "on-demand"}),
-    "recorded": Policy({"policy": "replay"}),
+    "recorded": Policy(baseline=REPLAY),
     "repeat": Policy({"policy": "repeat"}),
     "pilot": Policy({"policy": "pilot"}, piloted=True),
     "clairvoyant": Policy({"policy": "pilot"}, clairvoyant=True),
@@ -210,6 +212,7 @@ def _compare(
                 spec,
                 mode=BUDGETED,
                 config=policy.config,
+                baseline=policy.baseline,
                 pilot=str(pilot) if policy.piloted else None,
                 clairvoyant=policy.clairvoyant,
             )

@@ -301,7 +301,9 @@ def _compare(
             report(f"{name}, {share}: {policy}", min(done, total), total)
 
         runs = [
-            measure(spec, asked.measured, budget, asked.turns, pilot, tell)
+            measure(
+                spec, asked.measured, budget, asked.turns, pilot, tell, footprint=known.footprint
+            )
             for _ in range(asked.repeat)
         ]
         beside = tuple(second for seconds, _ in runs for second in seconds)

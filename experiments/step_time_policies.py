@@ -30,10 +30,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
-from dynoffload.config import POLICIES as CONFIGURED
 from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError, DynOffloadError
 from dynoffload.experiments import simulation
+from dynoffload.experiments.baselines import DTR as DTR_RUN
+from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.simulation import Material
 from dynoffload.experiments.simulation_fit import Fit
 from dynoffload.profiler.trace import Phase, Trace
@@ -66,7 +67,8 @@ PATIENCE_S = 10.0
 PILOT = "pilot"
 BOUND = "clairvoyant"
 """The runtime, told every step: what a prediction could reach, and none of them."""
-PUBLISHED = ("os-paging", "dtr")
+SYSTEM = "os-paging"
+PUBLISHED = (SYSTEM, DTR_RUN)
 """Those that the published figure is over; unified memory's place has paging by the system."""
 
 
@@ -77,7 +79,8 @@ class Policy:
     Attributes:
         title: in tables.
         strategy: simulates it operator by operator; None: the runtime is simulated.
-        runs: whether it is one of `OffloadConfig.policy`, so that it can be measured.
+        runs: whether it can be measured: as `OffloadConfig.policy`, as a baseline of that name, or,
+            `SYSTEM`, as plain training in a memory group with swap.
     """
 
     title: str
@@ -88,16 +91,15 @@ class Policy:
 POLICIES: dict[str, Policy] = {
     PILOT: Policy("pilot"),
     "repeat": Policy("last order"),
-    "replay": Policy("recorded order, strict", Replay),
+    REPLAY: Policy("recorded order, strict", Replay),
     "on-demand": Policy("on demand"),
-    "dtr": Policy("rematerialisation (DTR)", DTR),
-    "os-paging": Policy("paging by the system", UnifiedMemory),
+    DTR_RUN: Policy("rematerialisation (DTR)", DTR),
+    SYSTEM: Policy("paging by the system", UnifiedMemory),
     "intervals": Policy("intervals (Sentinel)", Intervals, runs=False),
     "capuchin": Policy("swap or recompute (Capuchin)", Capuchin, runs=False),
     BOUND: Policy("clairvoyant", runs=False),
 }
-"""By the name that ``--policies`` takes, which is that of `OffloadConfig.policy` where it runs."""
-assert all(key in CONFIGURED for key, one in POLICIES.items() if one.runs)
+"""By the name that ``--policies`` takes."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@ simulation; see `dynoffload.experiments.step_time_policies`.
 [Note: what cannot run]  A policy may refuse a budget when it begins, or a step in the middle, the
 kernel may end its process, or a step may take more than `Turns.slowest` times what a plain one
 takes. It then leaves the turns, and what it said, or did, is its result; the others go on.
+
+[Note: paged by the system]  Plain training in a memory group whose limit is the budget and what a
+process takes before there is a network, with a swap file for the rest. What is swapped is counted
+by the system for all processes.
 """
 
 from __future__ import annotations
@@ -18,7 +22,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dynoffload.experiments.step_time_policies import PILOT, Side
+from dynoffload.experiments.baselines import BASELINES
+from dynoffload.experiments.baselines.cgroup import (
+    LimitError,
+    MemoryGroup,
+    memory_group,
+    swap_file,
+    swapped_bytes,
+)
+from dynoffload.experiments.step_time_policies import PILOT, SYSTEM, Side
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Worker,
@@ -28,12 +40,13 @@ from dynoffload.experiments.workers import (
     median_seconds,
     worker,
 )
-from dynoffload.memory.cgroup import remove_left, why_unavailable
+from dynoffload.memory.spill import default_spill_dir
 
 _START_S = 120.0  # to come to the block
 _PLAIN_S = 600.0  # of a plain step
 LEAST_S = 10.0  # that a step may take, however short a plain one is
 _SAID = 400
+_SPARE = 2.0  # of swap: pages stay in it after they were read back
 _STARVED = ", as the kernel does where what it may reclaim in a memory group is less than is wanted"
 
 
@@ -96,11 +109,12 @@ class Contestant:
         self.name, self.why, self._patience = name, "", patience
         self.state: dict[str, Any] = {}
         self._worker: Worker | None = None
+        self._swapped: list[tuple[int, int]] = []  # bytes in and out of each step that counts
 
-    def start(self, stack: ExitStack, spec: Spec) -> None:
-        """Start it in ``stack``."""
+    def start(self, stack: ExitStack, spec: Spec, group: MemoryGroup | None = None) -> None:
+        """Start it in ``stack``, and in ``group``."""
         try:
-            self._worker = stack.enter_context(worker(self.name, spec, patience=_START_S))
+            self._worker = stack.enter_context(worker(self.name, spec, group, _START_S))
             self.state = self._worker.ask("state")
         except WorkerError as error:
             self._leave(error)
@@ -110,16 +124,21 @@ class Contestant:
         if self._worker is None or self.why:
             return None
         self._worker.patience = self._patience()
+        before = swapped_bytes() if self.name == SYSTEM else (0, 0)
         try:
-            return self._worker.step(measured=measured)
+            made = self._worker.step(measured=measured)
         except WorkerError as error:
             self._leave(error)
             return None
+        if self.name == SYSTEM and measured:
+            after = swapped_bytes()
+            self._swapped.append((after[0] - before[0], after[1] - before[1]))
+        return made
 
     def _leave(self, error: WorkerError) -> None:
         lines = str(error).strip().splitlines()
         self.why = lines[-1].rpartition("ended with code 1: ")[2][-_SAID:]
-        if self.name == "os-paging" and "was killed by signal 9" in self.why:
+        if self.name == SYSTEM and "was killed by signal 9" in self.why:
             self.why += _STARVED
 
     def result(self, plain: Worker) -> Measured:
@@ -131,10 +150,11 @@ class Contestant:
         if self.why or own is None:
             return Measured(Side(self.why), equal, sizing)
         aside = self.state.get("paging") and not own.ask("state")["paging"]
+        moved = self._swapped or [(s.stats["bytes_in"], s.stats["bytes_out"]) for s in steps]
         side = Side(
             steps_s=tuple(step.seconds for step in steps),
-            bytes_in=fmean(step.stats["bytes_in"] for step in steps),
-            bytes_out=fmean(step.stats["bytes_out"] for step in steps),
+            bytes_in=fmean(read for read, _ in moved),
+            bytes_out=fmean(wrote for _, wrote in moved),
             note="paging stepped aside, as everything fits" if aside else "",
         )
         return Measured(side, equal, sizing)
@@ -147,16 +167,19 @@ def measure(
     turns: Turns,
     pilot: Path | None,
     on_step: Callable[[str], None],
+    *,
+    footprint: int,
 ) -> tuple[tuple[float, ...], dict[str, Measured]]:
     """Let plain training and ``policies`` take turns under ``budget``.
 
     Args:
         spec: what plain training runs.
-        policies: names of `OffloadConfig.policy`.
+        policies: those of `step_time_policies.POLICIES` that run.
         budget: bytes.
         turns: how many steps, in which order.
         pilot: of the policy of that name.
         on_step: is told who made a step.
+        footprint: bytes of what plain training takes, for the size of a swap file.
 
     Returns:
         The seconds of the plain steps that count, and what each policy did.
@@ -164,33 +187,48 @@ def measure(
     Raises:
         WorkerError: plain training failed.
     """
-    try:
-        with ExitStack() as stack:
-            plain = stack.enter_context(worker("plain", spec, patience=_PLAIN_S))
-            plain.wait_ready()
+    with ExitStack() as stack:
+        plain = stack.enter_context(worker("plain", spec, patience=_PLAIN_S))
+        plain.wait_ready()
 
-            def patience() -> float:
-                known = plain.steps[1:] or plain.steps
-                return max(LEAST_S, turns.slowest * median_seconds(known))
+        def patience() -> float:
+            known = plain.steps[1:] or plain.steps
+            return max(LEAST_S, turns.slowest * median_seconds(known))
 
-            everyone = [Contestant(name, patience) for name in policies]
-            for one in everyone:
-                on_step(one.name)
+        everyone = [Contestant(name, patience) for name in policies]
+        for one in everyone:
+            on_step(one.name)
+            if one.name == SYSTEM:
+                _start_paged(stack, one, spec, budget, footprint)
+            else:
                 one.start(stack, _budgeted(spec, one.name, budget, pilot))
-            turning: list[Worker | Contestant] = [plain, *everyone]
-            alternate(
-                turning,
-                warmup=turns.warmup,
-                rounds=turns.rounds,
-                per_turn=turns.per_turn,
-                lead=turns.lead,
-                on_step=lambda stepped: on_step(stepped.name),
-            )
-            seconds = tuple(step.seconds for step in plain.measured)
-            return seconds, {one.name: one.result(plain) for one in everyone}
-    finally:
-        if spec.spill_dir is not None and not why_unavailable(swap=True):
-            remove_left(Path(spec.spill_dir))
+        turning: list[Worker | Contestant] = [plain, *everyone]
+        alternate(
+            turning,
+            warmup=turns.warmup,
+            rounds=turns.rounds,
+            per_turn=turns.per_turn,
+            lead=turns.lead,
+            on_step=lambda stepped: on_step(stepped.name),
+        )
+        seconds = tuple(step.seconds for step in plain.measured)
+        return seconds, {one.name: one.result(plain) for one in everyone}
+
+
+def _start_paged(
+    stack: ExitStack, one: Contestant, spec: Spec, budget: int, footprint: int
+) -> None:
+    """Start plain training where the system pages it; see [Note: paged by the system]."""
+    bare, directory = replace(spec, meta=True), spec.spill_dir or default_spill_dir()
+    try:
+        with memory_group(None) as group, worker("before", bare, group) as before:
+            base = before.before["charged_bytes"]
+        stack.enter_context(swap_file(Path(directory), int(_SPARE * (base + footprint))))
+        group = stack.enter_context(memory_group(base + budget, swap=True))
+    except LimitError as error:
+        one.why = str(error)
+    else:
+        one.start(stack, spec, group)
 
 
 def _budgeted(spec: Spec, policy: str, budget: int, pilot: Path | None) -> Spec:
@@ -199,6 +237,7 @@ def _budgeted(spec: Spec, policy: str, budget: int, pilot: Path | None) -> Spec:
         spec,
         mode=BUDGETED,
         budget=budget,
-        config={"policy": policy},
+        config={} if policy in BASELINES else {"policy": policy},
+        baseline=policy if policy in BASELINES else "",
         pilot=str(pilot) if steered else None,
     )

@@ -11,8 +11,7 @@ can be compared bit by bit.
 
 [Note: leaving without restoring]  A worker that is done ends by `os._exit`. Leaving the ``offload``
 block would copy gigabytes back into ordinary tensors that nobody looks at; the spill file has no
-name and goes with the process. A policy that pages nothing has nothing to restore, but perhaps a
-swap file and a memory group to remove: under those it leaves the block.
+name and goes with the process.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from dynoffload.config import UNPAGED
 from dynoffload.errors import DynOffloadError
 
 BUDGETED = "offload"
@@ -53,6 +51,7 @@ class Spec:
         lr: its learning rate.
         budget: bytes, where there is one.
         config: options of `dynoffload.OffloadConfig`.
+        baseline: the name that `dynoffload.experiments.baselines.baseline` takes, in place of them.
         pilot: path of a pilot, ``"auto"`` or None.
         meta: build on the meta device and give the weights inside the block.
         spill_dir: where the spill file lies.
@@ -73,6 +72,7 @@ class Spec:
     lr: float = 1e-3
     budget: int = 0
     config: dict[str, Any] = field(default_factory=dict)
+    baseline: str = ""
     pilot: str | None = None
     meta: bool = False
     spill_dir: str | None = None
@@ -115,16 +115,7 @@ class Trainer:
             torch.manual_seed(self.spec.seed)  # of what the steps draw
             yield
             return
-        import dynoffload
-
-        with dynoffload.offload(
-            self.model,
-            self.optimizer,
-            budget=self.spec.budget,
-            pilot=self.clairvoyant or self.spec.pilot,
-            config=self.spec.config,
-            spill_dir=self.spec.spill_dir,
-        ) as session:
+        with self._block() as session:
             self.session = session
             if self.spec.meta:
                 # The order of reset_parameters() is that of construction: the plain network's.
@@ -132,6 +123,19 @@ class Trainer:
                 session.materialize()
             torch.manual_seed(self.spec.seed)
             yield
+
+    def _block(self) -> contextlib.AbstractContextManager[Any]:
+        import dynoffload
+        from dynoffload.experiments.baselines import baseline
+
+        spec = self.spec
+        where: dict[str, Any] = {"budget": spec.budget, "spill_dir": spec.spill_dir}
+        if spec.baseline:
+            return baseline(spec.baseline, self.model, self.optimizer, **where)
+        pilot = self.clairvoyant or spec.pilot
+        return dynoffload.offload(
+            self.model, self.optimizer, pilot=pilot, config=spec.config, **where
+        )
 
     def step(self, order: str = "") -> dict[str, Any]:
         """Make one training step and return its times, its loss and the session's numbers.
@@ -217,7 +221,7 @@ class Trainer:
             reply |= {
                 "backend": log.backend,
                 "paging": self.session.paging,
-                "sizing": dataclasses.asdict(self.session.sizing),
+                "sizing": self.session.sizing and dataclasses.asdict(self.session.sizing),
                 "headroom_bytes": log.headroom,
                 "peak_fast_bytes": max((s.peak_fast_bytes for s in log.steps), default=0),
             }
@@ -259,8 +263,6 @@ def serve(spec: Spec, commands: IO[str], replies: IO[str]) -> None:
             command, *arguments = line.strip().split(" ", 1)
             say(answers[command](*arguments))
         replies.flush()
-        if trainer.session is not None and spec.config.get("policy") in UNPAGED:
-            return
         os._exit(0)  # [Note: leaving without restoring]
 
 

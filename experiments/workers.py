@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from dynoffload.errors import DynOffloadError
+from dynoffload.experiments.baselines.cgroup import MemoryGroup
 from dynoffload.experiments.trainer import Spec
-from dynoffload.memory.cgroup import MemoryGroup
 from dynoffload.units import format_seconds
 
 _SAID = 2_000  # characters of a dead worker's last words

@@ -3,8 +3,8 @@
 What it is: `LastOrder`, which repeats the order of the sample before; `RecordedOrder`, which
 records one and follows it to the letter or not at all; and `MostFrequent`, which always predicts
 what samples mostly run. `repeated_ahead` and `RecordedOrder.ahead` tell how the next block is
-foretold by such an order while the step runs. What it is not: a fallback; the session's own
-"repeat" and "replay" policies are in the runtime.
+foretold by such an order while the step runs. What it is not: a fallback; the session's own policy
+"repeat" is in the runtime.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class RecordedOrder:
     nothing is known of it in advance; those after it are foretold by the record. The first that
     departs from it, earlier or later, loses its prefetch from there on, and the record; the sample
     after it is recorded anew. So it pays two samples for each change, where `LastOrder` pays one.
-    The same rule, visit by visit, forward and backward, is `dynoffload.runtime.migration.replay`.
     """
 
     def __init__(self) -> None:

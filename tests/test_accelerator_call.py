@@ -126,7 +126,6 @@ def test_a_backend_that_lacks_something_is_refused_before_anything_is_touched(
     ("options", "message"),
     [
         ({"config": {"backend": "mapped"}}, "backend='mapped' pages memory of the CPU"),
-        ({"config": {"policy": "dtr"}}, "policy='dtr' moves nothing"),
         ({"host_budget": "many"}, "many"),
         ({"config": {"gpudirect": True}}, "gpudirect=True is about the file below host memory"),
     ],

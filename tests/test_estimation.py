@@ -394,7 +394,6 @@ def test_budgets_that_are_too_small_say_what_offload_says() -> None:
 def test_what_cannot_be_estimated_is_refused() -> None:
     model, optimizer = net()
     for config, told in (
-        ({"policy": "dtr"}, "policy='dtr' cannot be estimated"),
         ({"backend": "mapped"}, "mapped-file backend cannot be estimated"),
         ({"rollback": True}, "rollback=True cannot be estimated"),
         ({"defer_updates": "never"}, "defer_updates='never' cannot be estimated"),

@@ -70,12 +70,12 @@ def test_what_is_shipped_is_what_was_fitted() -> None:
 def test_the_pace_is_that_of_the_runtime_whoever_asks(tmp_path: Path) -> None:
     """Neither the random numbers nor the defaults of the caller's process are touched, or used."""
     before = torch.get_rng_state()
-    set_defaults(profile_dir=tmp_path / "traces", policy="dtr")
+    set_defaults(profile_dir=tmp_path / "traces", policy="on-demand")
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.no_grad(), torch.device("meta"):
             found = measure_pace(tmp_path)
-        assert defaults().policy == "dtr"
+        assert defaults().policy == "on-demand"
     finally:
         torch.set_default_dtype(torch.float32)
         clear_defaults()

@@ -96,7 +96,6 @@ def pilot_of(network: str, steering: str, model: nn.Module) -> tuple[Any, str]:
         "none": (None, "pilot"),
         "auto": ("auto", "pilot"),
         "repeat": (None, "repeat"),
-        "replay": (None, "replay"),
         "on-demand": (None, "on-demand"),
     }[steering]
 

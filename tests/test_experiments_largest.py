@@ -12,11 +12,11 @@ import pytest
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import capacity, largest, max_batch
+from dynoffload.experiments.baselines.cgroup import why_unavailable
 from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.largest import WAYS, Search, Try, Way
 from dynoffload.experiments.largest_views import draw, table_of
 from dynoffload.experiments.trainer import PLAIN, Spec
-from dynoffload.memory.cgroup import why_unavailable
 from dynoffload.reporting.canvas import write_figure
 
 

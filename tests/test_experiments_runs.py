@@ -23,8 +23,8 @@ from dynoffload.experiments import (
     resident,
     write_json,
 )
+from dynoffload.experiments.baselines import cgroup
 from dynoffload.experiments.workers import WorkerError
-from dynoffload.memory import cgroup
 from dynoffload.units import format_seconds
 
 DISK = Path("/var/tmp")
@@ -151,7 +151,7 @@ def test_paged_puts_each_variant_under_its_key(
     result = paged.run(path, limited=False, spill_dir=DISK)
     assert result["key"] == ""
     nested = {name for name in paged.ROWS if name != paged.MAIN}
-    assert set(paged.VARIANTS) - set(paged.ROWS) == {"dtr", "os_paging"}
+    assert set(paged.VARIANTS) - set(paged.ROWS) == {"dtr"}
     assert {name for name in nested if result[name]["key"] == name} == nested
     assert told == [
         (["", "mapped", "repeat", "on_demand", "replay", "rollback"], "fused", 1024),
@@ -165,7 +165,7 @@ def test_paged_puts_each_variant_under_its_key(
 def test_paged_has_a_row_for_what_refuses_the_budget(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If it pages nothing itself; a budget that paging refuses is an error of the experiment."""
+    """If that is DTR; a budget that paging refuses is an error of the experiment."""
 
     def refuse(plan: paged.Plan, variant: paged.Variant, report: Any) -> int:
         raise WorkerError(f"{variant.key} ended with code 1: warned\nit needs 4.77 MiB")

@@ -18,6 +18,8 @@ from torch.optim import AdamW
 from dynoffload import config
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import step_time, zoo
+from dynoffload.experiments.baselines import BASELINES
+from dynoffload.experiments.baselines.cgroup import why_unavailable
 from dynoffload.experiments.simulation import Material
 from dynoffload.experiments.simulation_fit import Fit
 from dynoffload.experiments.step_time_policies import (
@@ -25,6 +27,7 @@ from dynoffload.experiments.step_time_policies import (
     PILOT,
     POLICIES,
     PUBLISHED,
+    SYSTEM,
     NoEndError,
     Side,
     Watched,
@@ -40,13 +43,11 @@ from dynoffload.experiments.step_time_rows import (
     standing,
     summary,
 )
-from dynoffload.experiments.step_time_runs import Contestant, Measured, Turns
+from dynoffload.experiments.step_time_runs import Contestant, Measured, Turns, measure
 from dynoffload.experiments.step_time_views import page_of, reasons, write_figure
-from dynoffload.experiments.trainer import BUDGETED, Spec
+from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.workers import WorkerError, worker
-from dynoffload.memory.cgroup import remove_left, version
 from dynoffload.profiler import Trace, profile
-from dynoffload.runtime.swapping import why_unavailable
 from dynoffload.simulation import DTR, Link, Machine, simulate
 from dynoffload.simulation.own_work import Division, Work
 from dynoffload.simulation.recorded import network_of, recorded
@@ -110,12 +111,14 @@ def test_every_row_has_both_sides_or_says_why_not(found: tuple[dict[str, Any], P
 
 @pytest.mark.slow
 def test_what_is_only_simulated_is_shown_by_that_side(found: tuple[dict[str, Any], Path]) -> None:
-    for budget in ("1/2", "1/16"):
-        row = of(found[0], budget, BOUND)
-        assert row["simulated_s"] > 0
-        assert row["measured_s"] is row["over_plain"]["measured"] is None
-        assert row["infeasible"] == {"measured": None, "simulated": None}
-        assert row["losses_equal"] is None
+    row = of(found[0], "1/2", BOUND)
+    assert row["simulated_s"] > 0
+    assert row["measured_s"] is row["over_plain"]["measured"] is None
+    assert row["infeasible"] == {"measured": None, "simulated": None}
+    assert row["losses_equal"] is None
+    refused = of(found[0], "1/16", BOUND)["infeasible"]
+    assert refused["measured"] is None
+    assert "no measured policy runs under this budget" in refused["simulated"]
 
 
 @pytest.mark.slow
@@ -371,8 +374,9 @@ def test_what_the_simulation_does_not_know_is_not_called_infeasible(
 # The measured side
 
 
-def test_all_policies_of_the_configuration_are_measured() -> None:
-    assert {key for key, one in POLICIES.items() if one.runs} == set(config.POLICIES)
+def test_all_policies_and_baselines_are_measured() -> None:
+    runs = {key for key, one in POLICIES.items() if one.runs}
+    assert runs == {*config.POLICIES, *BASELINES, SYSTEM}
 
 
 def test_steps_that_count_come_after_warm_up_and_after_a_wait() -> None:
@@ -406,36 +410,26 @@ def test_who_fails_in_the_middle_leaves_the_turns() -> None:
     assert one.result(dying).side == Side("needs 3, has 2")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
-def test_paging_by_the_system_leaves_nothing_behind() -> None:
-    """Its worker leaves the block, which removes the group and the swap file."""
-    where = Path("/var/tmp")
-    spec = Spec(
-        "moe",
-        "tiny",
-        BUDGETED,
-        shape={"length": 16},
-        budget=128 << 20,
-        config={"policy": "os-paging"},
-        spill_dir=str(where),
-    )
-    root = Path("/sys/fs/cgroup/memory" if version() == 1 else "/sys/fs/cgroup")
-    with worker("paged", spec, patience=120) as paged:
-        paged.step()
-        number = paged._process.pid
-        assert list(root.glob(f"**/dynoffload-{number}-*"))
-    assert not list(root.glob(f"**/dynoffload-{number}-*"))
-    assert not list(where.glob(f".dynoffload-swap-{number}-*"))
+@pytest.mark.skipif(bool(why_unavailable(swap=True)), reason=why_unavailable(swap=True))
+def test_paging_by_the_system_is_plain_training_in_a_group_with_swap() -> None:
+    """Its losses are those of plain training, and neither group nor swap file is left."""
+    where, told = Path("/var/tmp"), []
+    spec = Spec("moe", "tiny", shape={"length": 16}, spill_dir=str(where))
+    turns = Turns(rounds=1, warmup=1, per_turn=1)
+    _, found = measure(spec, [SYSTEM], 64 << 20, turns, None, told.append, footprint=64 << 20)
+    assert found[SYSTEM].side.why == ""
+    assert len(found[SYSTEM].side.steps_s) == 1
+    assert found[SYSTEM].losses_equal is True
+    assert not list(where.glob(f".dynoffload-swap-{os.getpid()}-*"))
+    assert f"dynoffload-swap-{os.getpid()}" not in Path("/proc/swaps").read_text()
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    """And what a living one has is not."""
-    left, own = (tmp_path / f".dynoffload-swap-{n}-x" for n in (2**22 + 1, os.getpid()))
-    left.touch()
-    own.touch()
-    remove_left(tmp_path)
-    assert (left.exists(), own.exists()) == (False, True)
+def test_where_nothing_can_be_limited_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    spec = Spec("moe", "tiny", shape={"length": 16})
+    turns = Turns(rounds=1, warmup=1, per_turn=1)
+    _, found = measure(spec, [SYSTEM], 64 << 20, turns, None, lambda _: None, footprint=1)
+    assert "are set by root alone" in found[SYSTEM].side.why
 
 
 @pytest.mark.parametrize(

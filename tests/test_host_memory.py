@@ -17,8 +17,8 @@ from torch import nn
 
 import dynoffload
 from dynoffload.errors import BudgetError
+from dynoffload.experiments.baselines.cgroup import memory_group, why_unavailable
 from dynoffload.memory import limits
-from dynoffload.memory.cgroup import memory_group, why_unavailable
 from dynoffload.runtime import host
 from dynoffload.units import GiB, MiB
 

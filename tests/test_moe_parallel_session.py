@@ -13,20 +13,7 @@ from exactness import needs_pager
 from gloo_ranks import run_ranks
 from parallel_sessions import compared, dies, raced, replicated, unlike, wrapped
 
-import dynoffload
-from dynoffload.errors import ConfigError
 from dynoffload.moe.parallel import ExpertParallel
-
-
-def test_a_policy_that_watches_one_process_is_refused() -> None:
-    layer = ExpertParallel(8, 16, 4)
-    layer.exchange.world = 2
-    optimizer = torch.optim.SGD(layer.parameters())
-    with (
-        pytest.raises(ConfigError, match="policy='dtr' watches one process, and experts of this"),
-        dynoffload.offload(layer, optimizer, budget="1GiB", config={"policy": "dtr"}),
-    ):
-        pass
 
 
 @needs_pager

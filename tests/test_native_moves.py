@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from devices import HUGE, SMALL, needs_pager, script
 
-from dynoffload.memory import cgroup
+from dynoffload.experiments.baselines import cgroup
 from dynoffload.units import MiB
 
 pytestmark = [

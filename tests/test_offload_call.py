@@ -218,6 +218,13 @@ def test_an_option_of_another_kind_is_named(option: str, value: object, text: st
         OffloadConfig.of({option: value})
 
 
+@pytest.mark.parametrize("policy", ["replay", "dtr", "os-paging"])
+def test_a_policy_that_is_none_names_those_there_are(policy: str) -> None:
+    known = rf"policy='{policy}' is not an option: known are auto, pilot, repeat, on-demand"
+    with pytest.raises(ConfigError, match=known):
+        dynoffload.offload(nn.Linear(2, 2), budget="1MiB", config={"policy": policy}).__enter__()
+
+
 def test_options_in_bytes_are_read_as_the_budget_is() -> None:
     given = {"page_bytes": "64KiB", "min_paged_bytes": "1MB", "heap_slack_bytes": "512MiB"}
     config = OffloadConfig.of(given)

@@ -233,8 +233,6 @@ def test_evaluation_between_steps(found: dict[str, list[Any]]) -> None:
         ("tensor parallel", "'weight' .*not by fully_shard alone.*without tensor parallelism"),
         ("offload policy", "'weight' .*CPUOffloadPolicy: leave offload_policy out"),
         ("meta", r"'weight' .*on the meta device: .*to_empty\(device='cpu'\)"),
-        ("dtr", "policy='dtr' does not know the shards.*'on-demand'"),
-        ("os-paging", "policy='os-paging' does not know the shards"),
     ],
 )
 def test_what_is_not_served_is_refused(found: dict[str, list[Any]], what: str, told: str) -> None:

@@ -21,8 +21,8 @@ from torch.autograd.profiler import profile
 
 import dynoffload
 from dynoffload.experiments.allocations import Allocations
+from dynoffload.experiments.baselines.cgroup import run_limited, why_unavailable
 from dynoffload.memory import reused as module
-from dynoffload.memory.cgroup import run_limited, why_unavailable
 from dynoffload.memory.reused import Blocks, reused
 from dynoffload.moe import MoE
 from dynoffload.moe.slices import Slices

@@ -80,7 +80,7 @@ def run(
         typer.Option(exists=True, dir_okay=False, help="A .pilot file that says what comes next."),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help=f"Who keeps the budget, and how: {', '.join(POLICIES)}.")
+        str | None, typer.Option(help=f"What is prefetched: by {', '.join(POLICIES)}.")
     ] = None,
     spill_dir: Annotated[
         Path | None, typer.Option(help="Directory on a disk for what does not fit.")

@@ -39,7 +39,6 @@ from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
 from dynoffload.units import format_bytes, parse_bytes
 
-POLICIES = ("repeat", "pilot", "on-demand")
 """Policies whose steps can be estimated; what a pilot predicts is taken to be the last order."""
 
 _BATCHES = 6  # that are measured at most
@@ -316,10 +315,6 @@ def check_options(options: OffloadConfig) -> None:
     Raises:
         ConfigError: they are such.
     """
-    if options.policy not in POLICIES:
-        raise ConfigError(
-            f"policy={options.policy!r} cannot be estimated: use one of {', '.join(POLICIES)}"
-        )
     if options.backend == "mapped" or (options.backend == "auto" and probe()):
         raise ConfigError(
             "the mapped-file backend cannot be estimated, as the kernel decides what moves"

@@ -115,7 +115,7 @@ def _begun(session: Session) -> str:
     """Return what a block that was entered does, in one line."""
     model = session.model
     under = f"{type(model).__name__} is trained under {format_bytes(session.sizing.budget)}"
-    paging = getattr(session, "_paging", None)  # not of the policies that page nothing
+    paging = getattr(session, "_paging", None)  # None: it records traces
     if paging is None:
         return f"{under} by policy {session.log.policy}"
     states = "gradients" if session.optimizer is None else "gradients and optimizer state"

@@ -16,7 +16,6 @@ from statistics import fmean, median
 
 import numpy as np
 
-from dynoffload.config import BASELINES
 from dynoffload.reporting.columns import Columns
 from dynoffload.runtime.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_bytes, format_seconds
@@ -140,7 +139,7 @@ def in_a_line(log: RunLog) -> str:
     if not log.steps:
         return f"{log.model} ended before its first step was complete"
     run, count = summarize(log), len(log.steps)
-    by = f" by policy {log.policy}" if log.policy in BASELINES else ""
+    by = f" by policy {log.policy}" if log.policy == "on-demand" else ""
     return (
         f"{log.model}, {count} step{'s' if count > 1 else ''}{by}: median step "
         f"{format_seconds(run.step_s)}, {format_seconds(run.stall_s)} of it in {run.stalls:.0f} "
@@ -166,31 +165,20 @@ def verdict(log: RunLog) -> str:
     steps = f"{len(log.steps)} step" + ("s" if len(log.steps) > 1 else "")
     told = (
         f"{log.model} ran {steps} in {format_seconds(total)} by the policy {log.policy!r} and "
-        f"{kept}; {_lost(log, summary)}."
+        f"{kept}; {_lost(summary)}."
     )
     return " ".join(filter(None, (told, tried(log))))
 
 
-def _lost(log: RunLog, summary: RunSummary) -> str:
+def _lost(summary: RunSummary) -> str:
     """Return what the budget has cost, in half a sentence."""
-    if log.policy == "dtr":
-        return f"{_made_again(log):.1%} of its time went into making activations again"
-    if log.policy == "os-paging":
-        return f"in the median step it waited for {summary.stalls:.0f} pages of the system's"
     if summary.stalled_share < 0.005:
         return "it practically never waited for data"
     return f"{summary.stalled_share:.1%} of its time was spent waiting for data"
 
 
-def _made_again(log: RunLog) -> float:
-    """Return the share of all time in which what was dropped was made again."""
-    return sum(s.recompute_s for s in log.steps) / max(1e-9, sum(s.seconds for s in log.steps))
-
-
 def tried(log: RunLog) -> str:
     """Return which steps fetched nothing ahead between others that did, and why, or ""."""
-    if log.policy == "replay":
-        return ""  # which tries nothing: a step out of order, and the next, fetch nothing ahead
     ahead = [step.step for step in log.steps if step.prefetched_bytes]
     between = [
         step.step
@@ -227,7 +215,13 @@ def headlines(log: RunLog) -> list[Headline]:
             f"Computing, hooks and waiting: the median of {summary.steps} "
             f"step{'' if summary.steps == 1 else 's'} after warm-up.",
         ),
-        _price(log, summary),
+        Headline(
+            "Waiting for data",
+            f"{summary.stalled_share:.1%}",
+            _waiting_meaning(summary),
+            _tone(summary.stalled_share, 0.05, 0.20),
+            summary.stalled_share,
+        ),
         Headline(
             "Peak fast memory",
             format_bytes(summary.peak_fast_bytes),
@@ -239,7 +233,7 @@ def headlines(log: RunLog) -> list[Headline]:
         Headline(
             "Moved per step",
             format_bytes(summary.bytes_in + summary.bytes_out),
-            f"{format_bytes(summary.bytes_in)} read from {_below(log)} and "
+            f"{format_bytes(summary.bytes_in)} read from the spill file and "
             f"{format_bytes(summary.bytes_out)} written to it.",
         ),
     ]
@@ -264,41 +258,6 @@ def headlines(log: RunLog) -> list[Headline]:
             )
         )
     return cards
-
-
-def _below(log: RunLog) -> str:
-    if log.policy == "os-paging":
-        return "swap, by all processes of the system,"
-    return "the spill file"
-
-
-def _price(log: RunLog, summary: RunSummary) -> Headline:
-    """Return the number that says what the budget costs."""
-    if log.policy == "dtr":
-        share = _made_again(log)
-        operators = sum(step.recomputed for step in log.steps)
-        return Headline(
-            "Made again",
-            f"{share:.1%}",
-            f"Of the time of all steps: {operators:,} operators were called again, for "
-            f"{format_bytes(sum(step.dropped_bytes for step in log.steps))} of activations that "
-            "were dropped.",
-            _tone(share, 0.05, 0.33),
-            min(1.0, share),
-        )
-    if log.policy == "os-paging":
-        return Headline(
-            "Pages waited for",
-            f"{summary.stalls:.0f}",
-            "In the median step. The kernel does not say for how long.",
-        )
-    return Headline(
-        "Waiting for data",
-        f"{summary.stalled_share:.1%}",
-        _waiting_meaning(summary),
-        _tone(summary.stalled_share, 0.05, 0.20),
-        summary.stalled_share,
-    )
 
 
 def left_out(log: RunLog) -> str:

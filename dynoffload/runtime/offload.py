@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload import memory, runtime
-from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, defaults, no_budget
+from dynoffload.config import ACCELERATOR, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.launch import own_file
 from dynoffload.memory.cores import address_of
@@ -43,17 +43,13 @@ from dynoffload.runtime.ranks import sharded
 from dynoffload.runtime.ranks.binding import Binding, binding_for, bound
 from dynoffload.runtime.ranks.replicas import (
     bucket_bytes,
-    check_experts,
     check_replicas,
     replicas_of,
     unwrapped,
 )
-from dynoffload.runtime.recompute.session import recomputing
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
-from dynoffload.runtime.swapping import swapping
 from dynoffload.runtime.target import target_of
-from dynoffload.runtime.unpaged import Unpaged
 from dynoffload.runtime.updates.update import check_optimizer, innermost
 from dynoffload.runtime.updates.updates import can_split
 from dynoffload.units import format_bytes, parse_bytes
@@ -295,7 +291,6 @@ def offload(
         PilotError: the pilot is corrupt, or of another network.
         BackendError: the backend asked for does not work on this system, or there is no such
             accelerator.
-        LimitError: the policy is ``"os-paging"``, and the system lets no control group be made.
     """
     return OffloadBlock(
         functools.partial(
@@ -339,8 +334,7 @@ def _plan(
         given.host_budget if host_budget is None else host_budget,
         options,
     )
-    check_replicas(replicas, optimizer, options, target)
-    check_experts(model, options)
+    check_replicas(replicas, optimizer, target)
     if replicas:
         options = replace(options, draft_share=0.0)  # gradients are not final before step()
     if given.profile_dir is not None:
@@ -348,14 +342,6 @@ def _plan(
     limit = given.budget if budget is None else parse_bytes(budget, "budget")
     if limit is None:
         raise no_budget("offload(..., budget='8GiB')")
-    if options.policy in UNPAGED:
-        sharded.check(model, options, accelerator=target.queues is not None)
-        _say_overruled(given, limit, pilot, spill_dir, host_budget, device, asked.policy)
-        _check_open(model, optimizer)
-        _check_unpaged(options.policy, pilot)
-        directory = Path(spill_dir or given.spill_dir or default_spill_dir())
-        block = _unpaged(model, optimizer, limit, options, directory)
-        return _Planned(block, functools.partial(_report, given))
     if pilot is None and options.policy == "pilot":
         options = replace(options, policy="on-demand")
     _say_overruled(given, limit, pilot, spill_dir, host_budget, device, asked.policy)
@@ -383,7 +369,7 @@ def _plan(
     reason = "" if chosen else why_not_temporary(directory)
     if target.queues is not None:
         options = replace(options, backend=ACCELERATOR)
-    sharded.check(model, options, accelerator=target.queues is not None)
+    sharded.check(model, accelerator=target.queues is not None)
     sharded.reshard(model)
     with within(target, limit, options.heap_slack_bytes, model, optimizer) as possible:
         options = replace(options, heap_slack_bytes=possible.slack)
@@ -433,32 +419,6 @@ def _profiled(
             yield session
         finally:
             _open.pop(id(model), None)
-
-
-@contextlib.contextmanager
-def _unpaged(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    budget: int,
-    options: OffloadConfig,
-    directory: Path,
-) -> Iterator[Session]:
-    block: contextlib.AbstractContextManager[Unpaged]
-    if options.policy == "dtr":
-        block = recomputing(model, optimizer, budget, options)
-    else:
-        block = swapping(model, optimizer, budget, options, directory)
-    with block as unpaged, suspended():
-        session = _open[id(model)] = cast(Session, unpaged)  # of the same public names
-        try:
-            yield session
-        finally:
-            _open.pop(id(model), None)
-
-
-def _check_unpaged(policy: str, pilot: object) -> None:
-    if pilot is not None and pilot != "auto":
-        logger.warning("the pilot is not used: policy %r prefetches nothing", policy)
 
 
 def _report(given: Defaults, session: Session) -> None:

@@ -37,7 +37,7 @@ from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS, Row, bytes_of
 from dynoffload.runtime.adoption.slicing import ends_evenly
 from dynoffload.runtime.counting import parts_of
-from dynoffload.runtime.recompute.operators import effects_of, replaced, tensors_of
+from dynoffload.runtime.operators import effects_of, replaced, tensors_of
 from dynoffload.runtime.touching import held_by, in_parts, is_list_of_tensors, unwrapped
 
 _aten = torch.ops.aten

@@ -208,7 +208,6 @@ class Paging:
             self.updates,
             self.activations,
             reserve_bytes=sizing.reserve_bytes,
-            replay=self._forecast.replay,
         )
         self._changes = Changes()
         self._undo.callback(self._changes.close)

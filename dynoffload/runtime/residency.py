@@ -50,8 +50,8 @@ from dynoffload.below_modes import call_below
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
+from dynoffload.runtime.operators import counting_writes, effects_of
 from dynoffload.runtime.over_rows import OF_EMPTY, OverRows, is_over_lists
-from dynoffload.runtime.recompute.operators import counting_writes, effects_of
 from dynoffload.runtime.touching import held_by, in_parts
 from dynoffload.runtime.unseen import unseen
 

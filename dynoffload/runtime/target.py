@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dynoffload.config import ACCELERATOR, UNPAGED, OffloadConfig
+from dynoffload.config import ACCELERATOR, OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.memory.accelerator.queues import Queues, check_paging
 from dynoffload.memory.accelerator.streams import open_queues
@@ -59,7 +59,7 @@ def target_of(
         model: the root.
         device: as the user says; None: where the model is, which for the meta device is the CPU.
         host_budget: as the user says.
-        options: whose backend and policy must serve that device.
+        options: whose backend must serve that device.
 
     Raises:
         ConfigError: the model is spread over devices, or is not where it could be trained, or an
@@ -90,15 +90,14 @@ def target_of(
                 "backend= out"
             )
         return Target()
-    _check_options(wanted, here, options)
+    _check_backend(wanted, options)
     queues = open_queues(wanted)
     if here is not None and here.type != "cpu" and here != queues.device:
         raise ConfigError(
             f"this {type(model).__name__} is on {here}, and device={str(wanted)!r} was asked for: "
             "move the model before the block, or leave device= out"
         )
-    if options.policy not in UNPAGED:
-        check_paging(queues)
+    check_paging(queues)
     host = None if host_budget is None else parse_bytes(host_budget, "host_budget")
     return Target(queues, _CPU if here is None else here, host)
 
@@ -138,20 +137,9 @@ def _place_of(model: nn.Module) -> torch.device | None:
     return next(iter(found), None)
 
 
-def _check_options(wanted: torch.device, here: torch.device | None, options: OffloadConfig) -> None:
+def _check_backend(wanted: torch.device, options: OffloadConfig) -> None:
     if options.backend not in ("auto", ACCELERATOR):
         raise ConfigError(
             f"backend={options.backend!r} pages memory of the CPU, and the model is to be trained "
             f"on {str(wanted)!r}: leave backend= out"
-        )
-    if options.policy == "dtr":
-        if here is None or here.type != wanted.type:
-            raise ConfigError(
-                f"policy='dtr' moves nothing, and the model is to be trained on {str(wanted)!r}: "
-                "move it there before the block, or leave the policy out"
-            )
-    elif options.policy in UNPAGED:
-        raise ConfigError(
-            f"policy={options.policy!r} is a baseline of the CPU, and the model is to be trained "
-            f"on {str(wanted)!r}: leave the policy out, or the model on the CPU"
         )

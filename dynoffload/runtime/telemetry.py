@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT = "dynoffload-runlog"
-VERSION = 4
+VERSION = 5
 MAX_FILE_BYTES = GiB
 """Largest run log, unpacked, that `RunLog.load` reads."""
 
@@ -118,12 +118,7 @@ class StepStats:
         accuracy: block-order accuracy of the prediction, 0 to 1; NaN where there was none.
         peak_fast_bytes: most bytes in the fast tier at any moment of the step. While paging has
             stepped aside: parameters, gradients, optimizer state and buffers as counted at the
-            step's end, and activations as last measured before it stepped aside. Under the policy
-            ``"dtr"`` all tensors that forward and backward made count too; under ``"os-paging"``
-            it is what the kernel charged to the control group.
-        dropped_bytes: bytes of saved activations dropped, to be made again (``"dtr"``).
-        recomputed: operators called again for that.
-        recompute_s: seconds that took.
+            step's end, and activations as last measured before it stepped aside.
         peak_allocated_bytes: most bytes of an accelerator that its own allocator had given at any
             moment of the step, to regions and all else; 0 on the CPU.
     """
@@ -139,9 +134,6 @@ class StepStats:
     wasted_bytes: int
     accuracy: float
     peak_fast_bytes: int
-    dropped_bytes: int = 0
-    recomputed: int = 0
-    recompute_s: float = 0.0
     peak_allocated_bytes: int = 0
 
 
@@ -160,8 +152,7 @@ class RunLog:
 
     Attributes:
         model: class name of the managed model.
-        backend: ``"pager"`` or ``"mapped"``; under the policies that page nothing, ``"recompute"``
-            or ``"swap"``.
+        backend: ``"pager"``, ``"mapped"`` or the accelerator's.
         policy: as `OffloadConfig.policy`.
         budget: bytes, the cap on the fast tier.
         headroom: bytes that the ledger cannot count (operator temporaries), as measured.
@@ -321,9 +312,6 @@ _TABLES: dict[str, tuple[type[Any], dict[str, _Check]]] = {
             "wasted_bytes": _count,
             "accuracy": _share,
             "peak_fast_bytes": _count,
-            "dropped_bytes": _count,
-            "recomputed": _count,
-            "recompute_s": _seconds,
             "peak_allocated_bytes": _count,
         },
     ),
@@ -401,7 +389,8 @@ def _read_document(path: Path) -> Mapping[str, Any]:
     if document.get("version") != VERSION:
         raise TraceError(
             f"{path}: run log of version {document.get('version')!r}, this release reads version "
-            f"{VERSION}; make the report with the release that wrote it"
+            f"{VERSION}; write a new one with 'dynoffload run --report', or make the report with "
+            "the release that wrote this one"
         )
     return document
 

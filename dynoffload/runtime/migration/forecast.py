@@ -37,7 +37,6 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.sample import Features, Sample, describe_sample
 from dynoffload.runtime.adoption.units import Unit
-from dynoffload.runtime.migration.replay import Replay, Trust
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.trial import Trial
 from dynoffload.runtime.migration.worth import Worth
@@ -71,7 +70,7 @@ class Forecast:
 
     Args:
         model: the root.
-        policy: ``"pilot"``, ``"repeat"``, ``"replay"`` or ``"on-demand"``.
+        policy: ``"pilot"``, ``"repeat"`` or ``"on-demand"``.
         pilot: a trained predictor; ``"auto"``: learn one; None: repeat the last order.
         features: the user's featurizer, or None.
 
@@ -81,7 +80,6 @@ class Forecast:
         actual: the order that ran.
         accuracy: of the one against the other; NaN without a prediction.
         source: what steers: ``"the pilot"`` or ``"the last order"``.
-        replay: whether the last order is kept to the letter; None where nobody asks.
         asks: whether a decider is being asked: the modules that it calls are none of the forward's.
     """
 
@@ -107,7 +105,6 @@ class Forecast:
             else:
                 self._predictor = pilot
         self._repeats = policy != "on-demand"
-        self.replay = Replay() if policy == "replay" else None
         self._units: dict[str, Unit] = {}
         self._thread: threading.Thread | None = None
         self._steady = 0
@@ -173,8 +170,7 @@ class Forecast:
         """A sample begins: return the order of units it will probably visit, or None."""
         self._order, self._inside = [], []
         self._sample, following = None, None
-        follows = self._repeats if self.replay is None else self.replay.begin()
-        self.predicted, self.source = self._last if follows else None, "the last order"
+        self.predicted, self.source = self._last if self._repeats else None, "the last order"
         blocks: list[int] = []
         confidence = None
         predictor = self._learner if self._learner is not None else self._predictor
@@ -296,14 +292,12 @@ class Forecast:
 
     @property
     def pays(self) -> bool:
-        """Whether to prefetch by what steers the sample; see `Trial`, and `Replay`."""
-        if self.replay is not None:
-            return self.replay.trust is Trust.FOLLOWING
+        """Whether to prefetch by what steers the sample; see `Trial`."""
         return self._repeats and self._trial(self.source).prefetch
 
     def judge(self, step: StepStats) -> None:
         """Take note of what the step cost that this order steered."""
-        if self._repeats and self.replay is None:
+        if self._repeats:
             self._trial(self.source).observe(step)
 
     def _trial(self, source: str) -> Trial:

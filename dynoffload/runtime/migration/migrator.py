@@ -21,7 +21,6 @@ from dynoffload.planning.reference import Reference, Saved, Visit, completing, v
 from dynoffload.planning.schedule import NextUse, Policy, Schedule
 from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit
-from dynoffload.runtime.migration.replay import Replay
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.updates.updates import Updates
@@ -46,7 +45,6 @@ class Migrator:
         updates: knows which updates are pending, or None without an optimizer.
         activations: knows the chunks.
         reserve_bytes: part of the pool that plans leave free.
-        replay: ends the prefetch of a sample at its first visit out of order; None: never.
     """
 
     def __init__(
@@ -56,15 +54,11 @@ class Migrator:
         activations: Activations,
         *,
         reserve_bytes: int,
-        replay: Replay | None = None,
     ) -> None:
         self._device = device
         self._updates = updates
         self._activations = activations
         self._reserve = reserve_bytes
-        self._replay = replay
-        if replay is not None:
-            replay.forget()  # regions and units have new numbers
         self.policy: Policy = LookAhead()
         self.prefetch = False  # until `set_prefetch`: every use is on demand
         self.phase = Phase.IDLE
@@ -120,7 +114,6 @@ class Migrator:
         if self.phase is Phase.FORWARD:
             self._close_visit()
             self._visits.append((unit, []))
-            self._keep_to_record(unit.index, unit.path)
             self._anchor(self._reference.forward.get(unit.index))
 
     def open_chunk(self, chunk: Chunk) -> None:
@@ -145,7 +138,6 @@ class Migrator:
         if self.phase is Phase.FORWARD:
             return False  # a backward inside forward: a gradient penalty
         begins = self.phase is not Phase.BACKWARD
-        self._keep_to_record(-1 - region, self._device.names.get(region, ""))
         if begins:
             self._begin_backward()
         self._anchor(self._reference.backward.get(region))
@@ -167,18 +159,12 @@ class Migrator:
         self._follow(Reference())
         self.last_order, self._visits = [], []
         self._saved.forget()
-        if self._replay is not None:
-            self._replay.forget()
 
     def set_prefetch(self, prefetch: bool) -> None:
         """From now on plan ahead, or have every use on demand."""
         if self.prefetch and not prefetch:
             self._follow(Reference())
         self.prefetch = prefetch
-
-    def _keep_to_record(self, key: int, name: str) -> None:
-        if self._replay is not None and self._replay.visit(key, name):
-            self.set_prefetch(False)
 
     # Plans
 

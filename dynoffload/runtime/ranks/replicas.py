@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.memory.device import Device
 from dynoffload.optim.optimizer import HostOptimizer
@@ -46,13 +45,12 @@ def replicas_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
 def check_replicas(
     replicas: tuple[DistributedDataParallel, ...],
     optimizer: object,
-    options: OffloadConfig,
     target: Target,
 ) -> None:
     """Refuse what cannot be right, or was never tried.
 
     Raises:
-        ConfigError: the place, the policy, the optimizer or an option of the reducer does not suit.
+        ConfigError: the place, the optimizer or an option of the reducer does not suit.
     """
     for one in replicas:
         name = type(one.module).__name__
@@ -61,11 +59,6 @@ def check_replicas(
                 f"this {name} is replicated by DistributedDataParallel and is to be trained on an "
                 "accelerator, where nobody is told before the reducer writes a gradient that is "
                 "not there: train it on the CPU, or in one process without DistributedDataParallel"
-            )
-        if options.policy == "dtr":
-            raise ConfigError(
-                "policy='dtr' watches one process, and this "
-                f"{name} is replicated by DistributedDataParallel: choose another policy"
             )
         if isinstance(optimizer, HostOptimizer):
             raise ConfigError(
@@ -109,19 +102,6 @@ def rows_of_experts(model: nn.Module) -> Iterator[Rows]:
     for module in model.modules():
         if getattr(module, "has_part_of_experts", False):
             yield from module.rows_of_experts()  # type: ignore[operator]
-
-
-def check_experts(model: nn.Module, options: OffloadConfig) -> None:
-    """Refuse a policy under which one rank may leave a step that the others are in.
-
-    Raises:
-        ConfigError: it is that.
-    """
-    if options.policy == "dtr" and has_part_of_experts(model):
-        raise ConfigError(
-            f"policy='dtr' watches one process, and experts of this {type(model).__name__} are on "
-            "other ranks: choose another policy"
-        )
 
 
 def bucket_bytes(replicas: tuple[DistributedDataParallel, ...]) -> int:

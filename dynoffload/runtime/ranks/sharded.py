@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynoffload.config import UNPAGED, OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.memory.local import is_spread, local
 from dynoffload.units import format_bytes
@@ -136,7 +135,7 @@ def said_of(groups: Sequence[Group]) -> str:
     )
 
 
-def check(model: nn.Module, options: OffloadConfig, *, accelerator: bool) -> None:
+def check(model: nn.Module, *, accelerator: bool) -> None:
     """Refuse what cannot be served of tensors that are spread over processes.
 
     Raises:
@@ -155,11 +154,6 @@ def check(model: nn.Module, options: OffloadConfig, *, accelerator: bool) -> Non
         raise ConfigError(
             f"this {type(model).__name__} is sharded by fully_shard: its shards are paged on the "
             "CPU, and not on an accelerator; pass a mesh of the CPU, or train without offload()"
-        )
-    if options.policy in UNPAGED:
-        raise ConfigError(
-            f"policy={options.policy!r} does not know the shards of fully_shard: use 'pilot', "
-            "'repeat' or 'on-demand'"
         )
 
 

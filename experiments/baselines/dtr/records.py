@@ -1,19 +1,15 @@
-"""What recomputation knows of a step: bytes, the operators that made them, and who still asks.
+"""What is known of a step: storages, the operators that made them, and the bytes that are live.
 
-What it is: `Record`, one content of one storage; `Operator`, one executed ATen call, with all that
-it takes to call it again; `Handle`, what autograd holds in place of a saved tensor. What it is not:
-a decision about any of them. The names are those of DTR's simulator (Kirisame et al., ICLR 2021):
-storage, operator, and tensors, which are views.
+The names are those of DTR's simulator: storage, operator, and tensors, which are views.
 
 [Note: contents]  A storage that an operator writes into has another content afterwards, so it gets
-another record: what was made from the content before is made again from that. A view is no more
-than numbers: its operators are not recorded. What no recorded operator has made (parameters,
-buffers, inputs, results of operators that cannot be followed) is a *root*; whoever is made from it
-keeps it, and it is never dropped.
+another record: what was made from the content before is made again from that. Views are numbers:
+their operators are not recorded. What no recorded operator has made (parameters, inputs, results of
+operators that cannot be followed) is a *root*; what is made from a root keeps it, and it is never
+dropped.
 
 [Note: who holds what]  Autograd's handles hold a `Saved`, which holds the storage, or nothing once
-it was dropped. An operator holds the records of its inputs, which hold no storage but roots'. So
-what nobody needs any more ends by itself, and no code of ours runs as it ends.
+that was dropped. An operator holds the records of its inputs, which hold no storage but roots'.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from typing import Any
 import torch
 
 from dynoffload.runtime.adoption.store import offset_of
-from dynoffload.runtime.passes.saved import _check, witness_of
+from dynoffload.runtime.passes.endings import Endings
 
 
 class Saved:
@@ -49,19 +45,10 @@ class Record:
         saved: what autograd's handles hold.
         users: the operators that read it.
         used_at: when it was last made or used, by `time.perf_counter`.
-        checksum: of its bytes as they were dropped, in debug mode.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_storage",
-        "checksum",
-        "kept",
-        "nbytes",
-        "operator",
-        "saved",
-        "used_at",
-        "users",
+        *("__weakref__", "_storage", "kept", "nbytes", "operator", "saved", "used_at", "users"),
     )
 
     def __init__(self, storage: torch.UntypedStorage, operator: Operator | None) -> None:
@@ -72,7 +59,6 @@ class Record:
         self.saved: weakref.ref[Saved] | None = None
         self.users: list[weakref.ref[Operator]] = []
         self.used_at = 0.0
-        self.checksum: int | None = None
 
     def here(self) -> torch.UntypedStorage | None:
         """Return the storage that has this content, if anybody holds it."""
@@ -122,6 +108,13 @@ class Record:
             users[:] = [user for user in users if user() is not None]
         users.append(weakref.ref(operator))
 
+    def results(self) -> Iterator[Record]:
+        """Yield what was made from it and somebody still refers to."""
+        for reference in self.users:
+            user = reference()
+            if user is not None:
+                yield from user.made()
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -154,12 +147,11 @@ class Operator:
         kwargs: those by name.
         inputs: the records it reads, each once.
         written: those of them that it writes into: it is given copies of them.
+        state: generator and its state before, for what draws random numbers.
+        need: bytes of what it makes.
+        seconds: it took.
         outputs: by the number of the flattened result, what it made anew.
         contents: by the record it wrote into, the record of the content after that.
-        state: generator and its state before, for what draws random numbers.
-        seconds: it took.
-        need: bytes of what it makes.
-        site: path of the module in or after which it ran.
     """
 
     func: Any
@@ -168,9 +160,8 @@ class Operator:
     inputs: tuple[Record, ...]
     written: tuple[Record, ...]
     state: tuple[torch.Generator, torch.Tensor] | None
-    seconds: float
     need: int
-    site: str
+    seconds: float = 0.0
     outputs: dict[int, weakref.ref[Record]] = field(default_factory=dict)
     contents: dict[Record, weakref.ref[Record]] = field(default_factory=dict)
 
@@ -182,17 +173,88 @@ class Operator:
                 yield record
 
 
-class Handle:
-    """What autograd holds in place of a saved tensor."""
+class Known:
+    """One live storage: its bytes as counted, and the record of its content if anybody asked.
 
-    __slots__ = ("saved", "version", "view", "witness")
+    Until the end of a forward it holds the record; from then on whoever may need that does, so that
+    a result which outlives its graph keeps nothing of it.
+    """
 
-    def __init__(self, tensor: torch.Tensor, record: Record) -> None:
-        self.saved = record.save(tensor.untyped_storage())
-        self.view = View.of(tensor, record)
-        self.version = tensor._version
-        self.witness = witness_of(tensor)
+    __slots__ = ("_record", "held", "nbytes")
 
-    def check(self) -> None:
-        """Raise what autograd raises if the tensor was modified since it was saved."""
-        _check(self.version, self.witness._version, self.view.size, self.view.dtype)
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.held: Record | None = None
+        self._record: weakref.ref[Record] | None = None
+
+    @property
+    def record(self) -> Record | None:
+        """The record of what it holds now."""
+        return None if self._record is None else self._record()
+
+    def holds(self, record: Record) -> None:
+        """From now on it holds this content."""
+        self._record = weakref.ref(record)
+
+
+class Ledger:
+    """Counts the storages that are known and live.
+
+    Attributes:
+        live: their bytes.
+        peak: most of them since `take_peak`.
+    """
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self._known: dict[int, Known] = {}  # by address of the storage's own structure
+        self._endings: Endings[int] = Endings()
+        self._recent: list[Known] = []  # whose records are held
+
+    def settle(self) -> None:
+        """Count off what has ended. Addresses are used again, so this comes before each look."""
+        if self._endings:
+            for address in self._endings.take():
+                self.live -= self._known.pop(address).nbytes
+
+    def find(self, storage: torch.UntypedStorage) -> Known | None:
+        """Return what is known of ``storage``, or None."""
+        self.settle()
+        return self._known.get(storage._cdata)
+
+    def know(self, storage: torch.UntypedStorage) -> Known:
+        """Return what is known of ``storage``, which is not counted yet if that is nothing."""
+        known = self.find(storage)
+        if known is None:
+            known = self._known[storage._cdata] = Known()
+            self._endings.watch(storage, storage._cdata)
+        return known
+
+    def count(self, storage: torch.UntypedStorage) -> Known:
+        """Count ``storage`` from now on, by its size now, and return what is known of it."""
+        known, nbytes = self.know(storage), storage.nbytes()
+        if known.nbytes != nbytes:
+            self.live += nbytes - known.nbytes
+            known.nbytes = nbytes
+            self.peak = max(self.peak, self.live)
+        return known
+
+    def holds(self, storage: torch.UntypedStorage, record: Record) -> Record:
+        """Note that the content of ``storage`` is ``record`` from now on, and return that."""
+        known = self.know(storage)
+        known.holds(record)
+        known.held = record
+        self._recent.append(known)
+        return record
+
+    def end_forward(self) -> None:
+        """What is not needed for a backward needs no record any more."""
+        for known in self._recent:
+            known.held = None
+        self._recent.clear()
+
+    def take_peak(self) -> int:
+        """Return the most bytes since the last call."""
+        self.settle()
+        peak, self.peak = self.peak, self.live
+        return peak

@@ -1,40 +1,39 @@
 """Room, and what was dropped to have it: dropping saved tensors, and making them again.
 
-What it is: the budget's keeper, and the way back, by calling operators again, the ones they need
-first. What it is not: the choice of what to drop (`heuristic`), nor a record of what ran (`mode`).
+[Note: h-DTR]  The published heuristic, with the exact neighbourhood. The score of a tensor is
+c / (m · s): seconds c to make it again with all its dropped neighbourhood e* (dropped ancestors
+that would have to be made first, and dropped descendants that would need it); its bytes m; seconds
+s since it was last used. The lowest leaves first.
 
 [Note: the same bits]  An operator is called with what it was called with: the same overload below
 autograd and autocast, tensors of the same bits, strides and alignment, and the generator in the
-state in which it was, which is put back as it was found afterwards. What it wrote into is copied
-first, unless it was made for it alone. PyTorch's CPU kernels give the same bits then, and those of
-an accelerator where its algorithms are deterministic. In debug mode
-that is checked.
+state in which it was. What it wrote into is copied first, unless it was made for it alone.
 
 [Note: chains]  What is made only on the way to something else is let go of as soon as that is made,
-and may even be dropped before, where room is scarce. A chain may be as long as the network is deep,
-so it is walked without recursion.
+and may be dropped before. A chain may be as long as the network is deep, so it is walked without
+recursion.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import time
 import weakref
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from dynoffload.errors import BudgetError, CorruptionError
+from dynoffload.errors import BudgetError
+from dynoffload.experiments.baselines.dtr.records import Ledger, Operator, Record, Saved, View
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.store import bytes_of
-from dynoffload.runtime.recompute.heuristic import in_order
-from dynoffload.runtime.recompute.ledger import Ledger
-from dynoffload.runtime.recompute.operators import replaced, tensors_of
-from dynoffload.runtime.recompute.records import Operator, Record, Saved, View
+from dynoffload.runtime.operators import replaced, tensors_of
 from dynoffload.units import format_bytes
+
+_AT_LEAST_S = 1e-9
 
 
 @dataclass(eq=False)
@@ -52,57 +51,41 @@ class Making:
     Args:
         ledger: counts what is live.
         budget: bytes that it may count.
-        debug: compare checksums.
         kind: of the device on which operators run.
 
     Attributes:
         savers: what autograd's handles hold; the candidates.
-        dropped_bytes, operators, seconds: dropped, called again, and spent on that so far.
+        operators: called again so far.
     """
 
-    def __init__(self, ledger: Ledger, budget: int, *, debug: bool, kind: str = "cpu") -> None:
-        self._ledger, self._budget, self._debug, self._kind = ledger, budget, debug, kind
+    def __init__(self, ledger: Ledger, budget: int, kind: str) -> None:
+        self._ledger, self._budget, self._kind = ledger, budget, kind
         self.savers: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._locked: Counter[Record] = Counter()
-        self.capped = True
-        self.dropped_bytes = self.operators = 0
-        self.seconds = 0.0
+        self.operators = 0
 
     # Room
 
-    def room(self, need: int | None, what: str, site: str) -> None:
-        """Drop saved tensors until ``need`` more bytes fit; all that can be for None, unknown.
+    def room(self, need: int) -> None:
+        """Drop saved tensors until ``need`` more bytes fit.
 
         Raises:
-            BudgetError: what is left cannot be dropped; says what ``what`` in or after ``site``
-                needs.
+            BudgetError: what is left cannot be dropped.
         """
         ledger = self._ledger
         ledger.settle()
-        if need is None and self.capped:
-            for saved in list(self.savers):
-                if self._may_go(saved):
-                    self._drop(saved.record)
-            return
-        need = need or 0
-        if ledger.live + need <= self._budget or not self.capped:
+        if ledger.live + need <= self._budget:
             return
         candidates = [saved.record for saved in list(self.savers) if self._may_go(saved)]
-        for record in in_order(candidates, time.perf_counter()):
-            self._drop(record)
+        for record in _in_order(candidates, time.perf_counter()):
+            record.leave()
             ledger.settle()
             if ledger.live + need <= self._budget:
                 return
-        lacking = ledger.live + need - self._budget
-        error = BudgetError(
-            f"{what} in or after module {site!r} makes {format_bytes(need)}, beside "
-            f"{format_bytes(ledger.live)} that somebody holds (parameters, gradients, optimizer "
-            "state, what the module works with, and what cannot be made again), and the budget is "
-            f"{format_bytes(self._budget)}: raise it by {format_bytes(lacking)} or more, take a "
-            "smaller sample, or use policy='pilot', which pages all of that"
+        raise BudgetError(
+            f"dtr: an operator makes {format_bytes(need)}, beside {format_bytes(ledger.live)} that "
+            f"cannot be dropped, and the budget is {format_bytes(self._budget)}: raise it"
         )
-        error.lacking = lacking
-        raise error
 
     def _may_go(self, saved: Saved) -> bool:
         storage, record = saved.storage, saved.record
@@ -114,16 +97,6 @@ class Making:
             and users_of(storage) == 1  # no tensor but our handles
         )
 
-    def _drop(self, record: Record) -> None:
-        storage = record.here()
-        if storage is None:
-            return
-        if self._debug:
-            record.checksum = _checksum(storage)
-        self.dropped_bytes += record.nbytes
-        del storage
-        record.leave()
-
     # The way back
 
     def bring(self, wanted: Record) -> torch.UntypedStorage:
@@ -131,17 +104,20 @@ class Making:
 
         Raises:
             BudgetError: what it takes to make it does not fit.
-            CorruptionError: it came out otherwise than it was (debug mode).
         """
         wanted.used_at = time.perf_counter()
         storage = wanted.here()
         if storage is not None:
             return storage
-        began = time.perf_counter()
-        with _as_it_was(self._kind), torch.no_grad():
-            storage = self._make(wanted)
-        self.seconds += time.perf_counter() - began
-        return storage
+        with torch.autocast(self._kind, enabled=False), torch.no_grad():
+            return self._make(wanted)
+
+    def secure(self, record: Record) -> None:
+        """``record`` is about to be written: have what was made from it stay."""
+        for made in tuple(record.results()):
+            if made.operator is not None:
+                made.root(self.bring(made))
+        record.users.clear()
 
     def _make(self, wanted: Record) -> torch.UntypedStorage:
         frames = [self._frame(wanted)]
@@ -198,19 +174,17 @@ class Making:
         """Call the operator of ``frame`` again, and return the storage of its record."""
         operator, ledger = frame.operator, self._ledger
         copied = [record for record in operator.written if not self._is_ours(record)]
-        need = operator.need + sum(record.nbytes for record in copied)
-        self.room(need, f"making {operator.func} again", operator.site)
+        self.room(operator.need + sum(record.nbytes for record in copied))
         storages = dict(frame.held)
         for record in operator.written:
             if record in copied:
-                storages[record] = _copy_of(storages[record])
+                storages[record] = bytes_of(storages[record]).clone().untyped_storage()
                 ledger.count(storages[record])
             else:
                 record.leave()  # its storage is what will be written
         now = time.perf_counter()
         for record in operator.inputs:
             record.used_at = now
-
         with _state_of(operator):
             results = _called(operator, storages)
         self.operators += 1
@@ -223,9 +197,11 @@ class Making:
             made += [(one, storages[before]) for one in (reference(),) if one is not None]
         for record, storage in made:
             if record.here() is None:
-                self._came(record, storage, now)
+                record.place(storage)
+                record.used_at = now
+                ledger.count(storage).holds(record)
         storage = next(storage for record, storage in made if record is frame.record)
-        self.room(0, f"making {operator.func} again", operator.site)
+        self.room(0)
         return storage
 
     def _is_ours(self, record: Record) -> bool:
@@ -239,34 +215,6 @@ class Making:
             and users_of(storage) == 1
         )
 
-    def _came(self, record: Record, storage: torch.UntypedStorage, now: float) -> None:
-        if self._debug and record.checksum is not None and record.checksum != _checksum(storage):
-            operator = record.operator
-            raise CorruptionError(
-                f"what {operator and operator.func} in or after module "
-                f"{operator and operator.site!r} made came out otherwise when it was made again: "
-                "something has written past PyTorch into what it was made from, such as a numpy "
-                "view; use policy='pilot', or clone what is written"
-            )
-        record.place(storage)
-        record.used_at = now
-        known = self._ledger.count(storage)
-        known.holds(record)
-        known.let_go()
-
-    def secure(self, record: Record) -> None:
-        """What was made from ``record`` cannot be made from it any more: have it stay.
-
-        Raises:
-            BudgetError: that does not fit.
-        """
-        for reference in record.users:
-            user = reference()
-            for made in () if user is None else tuple(user.made()):
-                if made.operator is not None:
-                    made.root(self.bring(made))
-        record.users.clear()
-
 
 def _called(
     operator: Operator, storages: Mapping[Record, torch.UntypedStorage]
@@ -278,27 +226,6 @@ def _called(
 
     args, kwargs = (replaced(given, view, View) for given in (operator.args, operator.kwargs))
     return list(tensors_of(operator.func(*args, **kwargs)))
-
-
-def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    return bytes_of(storage).clone().untyped_storage()
-
-
-def _checksum(storage: torch.UntypedStorage) -> int:
-    return zlib.crc32(bytes_of(storage).cpu().numpy().data)
-
-
-@contextlib.contextmanager
-def _as_it_was(kind: str) -> Iterator[None]:
-    """Call operators as they were recorded: below autocast, on the CPU and on ``kind``."""
-    before = {each: torch.is_autocast_enabled(each) for each in ("cpu", kind)}
-    for each in before:
-        torch.set_autocast_enabled(each, False)
-    try:
-        yield
-    finally:
-        for each, on in before.items():
-            torch.set_autocast_enabled(each, on)
 
 
 @contextlib.contextmanager
@@ -314,3 +241,47 @@ def _state_of(operator: Operator) -> Iterator[None]:
         yield
     finally:
         generator.set_state(now)
+
+
+# The choice, see [Note: h-DTR]
+
+
+def _in_order(records: Iterable[Record], now: float) -> Iterator[Record]:
+    """Yield ``records`` as they should be dropped, each time the lowest score.
+
+    The caller drops what it is given before it asks for the next. By that the scores of the others
+    can only rise, so one that is lowest still when it is reckoned anew is the lowest of all.
+    """
+    heap = [(_score(record, now), number, record) for number, record in enumerate(records)]
+    heapq.heapify(heap)
+    while heap:
+        _, number, record = heap[0]
+        score = _score(record, now)
+        if len(heap) > 1 and score > min(heap[1:3])[0]:
+            heapq.heapreplace(heap, (score, number, record))
+            continue
+        heapq.heappop(heap)
+        yield record
+
+
+def _score(record: Record, now: float) -> float:
+    return _cost(record) / (record.nbytes * max(now - record.used_at, _AT_LEAST_S))
+
+
+def _cost(record: Record) -> float:
+    """Return the seconds to make ``record`` and its dropped neighbourhood again."""
+    assert record.operator is not None, "roots are never dropped"
+    seen: set[Operator] = {record.operator}
+    for neighbours in (_sources, Record.results):
+        ahead = list(neighbours(record))
+        while ahead:
+            other = ahead.pop()
+            if other.operator is None or other.operator in seen or other.here() is not None:
+                continue
+            seen.add(other.operator)
+            ahead += neighbours(other)
+    return sum(one.seconds for one in seen)
+
+
+def _sources(record: Record) -> Iterable[Record]:
+    return () if record.operator is None else record.operator.inputs

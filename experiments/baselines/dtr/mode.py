@@ -1,46 +1,43 @@
 """Watching operators: what each reads, writes and makes, as it runs, and room for it before.
 
-What it is: the dispatch mode that sees every ATen call of its thread below autograd and autocast,
-and the pair of hooks that stand between autograd and what it saves. What it is not: the session,
-which says when calls are recorded and when there is a cap. It has to see all calls while it is on:
-a write that it misses would be missing when what was made from there is made again.
+The dispatch mode sees every ATen call of its thread below autograd and autocast; `pack` and
+`unpack` stand between autograd and what it saves.
 
 [Note: writes]  A write into what a recorded operator has made begins another content (see [Note:
-contents] in ``records``), and handles ask for that from then on: either autograd has counted the
-write, and raises, or it has not (through ``.data``), and backward reads what is written. A root has
-one record for good. So before one is written, what was made from it is made to stay. An operator
-that itself writes into a small root, as batch normalization into its statistics, gets a copy of it
-to be called with again. A write that goes past PyTorch, through a numpy view into what forward has
-made, is not seen at all: debug mode finds it if that was dropped.
+contents] in ``records``). A root has one record for good: before it is written, what was made from
+it is made to stay, and an operator that writes into one is not recorded.
+
+[Note: sizes]  An operator's own meta kernel says what it will make, once for each set of shapes.
+Where shapes depend on values, the bytes of the first argument are taken. What has no meta kernel is
+known from its first call on. What comes out larger has room made after it.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import functools
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynoffload.below_modes import call_below
-from dynoffload.runtime.adoption.store import bytes_of
-from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.passes.saved import Kept, is_of_a_subclass, is_plain, memory_of
-from dynoffload.runtime.recompute.ledger import Ledger
-from dynoffload.runtime.recompute.making import Making
-from dynoffload.runtime.recompute.operators import (
-    Effects,
-    Sizes,
-    counting_writes,
-    effects_of,
-    replaced,
-    tensors_of,
-)
-from dynoffload.runtime.recompute.records import Handle, Operator, Record, View
+from dynoffload.experiments.baselines.dtr.making import Making
+from dynoffload.experiments.baselines.dtr.records import Ledger, Operator, Record, Saved, View
+from dynoffload.runtime.operators import effects_of, replaced, tensors_of
+from dynoffload.runtime.passes.saved import is_of_a_subclass, is_plain, memory_of
 
-_COPIED = 16  # a root is copied for an operator that makes so many times its bytes
+_MOST_SHAPES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What autograd holds in place of a saved tensor."""
+
+    saved: Saved
+    view: View
 
 
 class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -52,24 +49,17 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind: of the device whose memory is counted; what lies elsewhere is not dropped.
 
     Attributes:
-        records: whether what runs may be made again: inside a forward of the managed model.
-        counts: whether what runs is counted: not inside ``step()``, see the session.
-        site: path of the module that ran last, for errors.
+        records: whether what runs may be made again: inside a forward of the model.
+        counts: whether what runs is counted: not inside ``step()``.
     """
 
-    def __init__(self, ledger: Ledger, making: Making, kind: str = "cpu") -> None:
+    def __init__(self, ledger: Ledger, making: Making, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger, self._making, self._sizes = ledger, making, Sizes()
-        self._kind = kind
+        self._ledger, self._making, self._kind = ledger, making, kind
+        self._sizes: dict[Any, int] = {}
         self.records = False
         self.counts = True
-        self.site = ""
         self._ours = False  # what runs now was called by us
-        self._process = os.getpid()
-
-    def retire(self) -> None:
-        """Do nothing any more, where another mode is in the way of leaving."""
-        self._ours = True
 
     def end_forward(self) -> None:
         """What runs from now on is not recorded."""
@@ -81,96 +71,85 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        if self._ours or os.getpid() != self._process:  # a loader's worker is a copy of this
-            return call_below(func, args, kwargs)
+        if self._ours:
+            return func(*args, **kwargs)
         self._ours = True
         try:
-            with counting_writes(func, args, kwargs):
-                return self._run(func, args, kwargs)
+            return self._run(func, args, kwargs)
         finally:
             self._ours = False
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        effects = effects_of(func)
+        written = _written(func, args, kwargs)
         if not self.counts:
-            if effects.written:
-                self._before_write(_written(effects, args, kwargs))
-            return call_below(func, args, kwargs)
-        told = self._sizes.of(func, effects, args, kwargs)
-        self._making.room(told, str(func), self.site)
-        need = told or 0
-        operator = self._begin(func, effects, args, kwargs, need) if self.records else None
-        written = _written(effects, args, kwargs) if effects.written else []
-        if written:
             self._before_write(written)
+            return func(*args, **kwargs)
+        makes, key = _makes(func), _key(func, args, kwargs)
+        need = self._need(func, args, kwargs, key) if makes else 0
+        self._making.room(need)
+        operator = None
+        if self.records and (makes or written):
+            operator = self._begin(func, args, kwargs, written, need)
+        self._before_write(written)
         began = time.perf_counter()
         try:
-            result = (
-                func(*args, **kwargs) if operator is not None else call_below(func, args, kwargs)
-            )
+            result = func(*args, **kwargs)
         except BaseException:
             self._forget_contents(written)  # half of it may be written
             raise
         ended = time.perf_counter()
-        if operator is not None:
+        if operator is None:
+            self._forget_contents(written)
+        else:
             operator.seconds = ended - began
             self._record_writes(operator, written, ended)
-        elif written:
-            self._forget_contents(written)
-        made = self._count(result, operator, ended) if effects.makes or written else 0
-        if told is None:
-            self._sizes.learn(func, effects, args, kwargs, made)
+        made = self._count(result, operator, ended) if makes or written else 0
+        if made > need:
+            self._sizes[key] = made
             if operator is not None:
                 operator.need = made
         del args, kwargs
-        self._making.room(0, str(func), self.site)
+        self._making.room(0)
         return result
 
     # Before a call
 
+    def _need(self, func: Any, args: Any, kwargs: Any, key: Any) -> int:
+        """Return the bytes that a call will make; see [Note: sizes]."""
+        if torch.Tag.dynamic_output_shape in func.tags or func is torch.ops.aten.index.Tensor:
+            return int(args[0].nbytes)
+        if key not in self._sizes:
+            if len(self._sizes) >= _MOST_SHAPES:
+                self._sizes.clear()
+            self._sizes[key] = _asked(func, args, kwargs)
+        return self._sizes[key]
+
     def _begin(
         self,
         func: Any,
-        effects: Effects,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        written: list[torch.Tensor],
         need: int,
     ) -> Operator | None:
-        """Return the record of a call, None if it cannot be followed or makes nothing."""
-        if not effects.known or not (effects.makes or effects.written):
+        """Return the record of a call, None if it cannot be followed."""
+        effects = effects_of(func)
+        tensors = [*tensors_of(args), *tensors_of(kwargs)]
+        if not effects.known or not all(_is_simple(one, self._kind) for one in tensors):
+            return None
+        overwritten = tuple(dict.fromkeys(self._record_of(tensor) for tensor in written))
+        if any(record.operator is None for record in overwritten):
             return None
         inputs: dict[Record, None] = {}
-        tensors = [*tensors_of(args), *tensors_of(kwargs)]
-        if not all(_is_simple(tensor, self._kind) for tensor in tensors):
-            return None
-        written = dict.fromkeys(self._record_of(t) for t in _written(effects, args, kwargs))
-        copies: dict[Record, Record] = {}
-        for record in written:
-            if record.operator is None:
-                copy = self._copy_for(record, need)
-                if copy is None:
-                    return None
-                copies[record] = copy
 
         def view(tensor: torch.Tensor) -> View:
             record = self._record_of(tensor)
-            record = copies.get(record, record)
             inputs.setdefault(record)
             return View.of(tensor, record)
 
         state = _state_before(kwargs, args) if effects.draws else None
         args, kwargs = (replaced(given, view, torch.Tensor) for given in (args, kwargs))
-        operator = Operator(
-            func=func,
-            args=args,
-            kwargs=kwargs,
-            inputs=tuple(inputs),
-            written=tuple(copies.get(record, record) for record in written),
-            state=state,
-            seconds=0.0,
-            need=need,
-            site=self.site,
-        )
+        operator = Operator(func, args, kwargs, tuple(inputs), overwritten, state, need)
         now = time.perf_counter()
         for record in inputs:
             record.used_at = now
@@ -179,43 +158,30 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 record.kept = record.here()
         return operator
 
-    def _copy_for(self, record: Record, need: int) -> Record | None:
-        """Return a copy of a root that is about to be written, if it is small beside ``need``."""
-        storage = record.here()
-        if storage is None or record.nbytes * _COPIED > need:
-            return None
-        copied = bytes_of(storage).clone().untyped_storage()
-        self._ledger.count(copied)
-        copy = self._ledger.holds(copied, Record(copied, None))
-        copy.kept = copied
-        return copy
-
     def _record_of(self, tensor: torch.Tensor) -> Record:
         """Return the record of what a tensor's storage holds now."""
         storage = tensor.untyped_storage()
         record = self._ledger.know(storage).record
         return self._ledger.holds(storage, Record(storage, None)) if record is None else record
 
+    def _known(self, tensor: torch.Tensor) -> Record | None:
+        known = self._ledger.find(tensor.untyped_storage())
+        return None if known is None else known.record
+
     def _before_write(self, written: list[torch.Tensor]) -> None:
         """See [Note: writes]."""
         for tensor in written:
-            if not is_plain(tensor, self._kind):
-                continue
-            known = self._ledger.find(tensor.untyped_storage())
-            record = None if known is None else known.record
-            if record is not None and record.operator is None and record.users:
-                self._making.secure(record)
+            if is_plain(tensor, self._kind):
+                record = self._known(tensor)
+                if record is not None and record.operator is None and record.users:
+                    self._making.secure(record)
 
     # After it
 
     def _record_writes(self, operator: Operator, written: list[torch.Tensor], now: float) -> None:
         for tensor in written:
-            storage = tensor.untyped_storage()
-            known = self._ledger.find(storage)
-            before = None if known is None else known.record
-            if known is None or before is None or before.operator is None:
-                continue  # a root has one record for good
-            if before in operator.contents or before not in operator.inputs:
+            storage, before = tensor.untyped_storage(), self._known(tensor)
+            if before is None or before in operator.contents or before not in operator.inputs:
                 continue  # two arguments that lie in one storage
             resized = storage.nbytes() != before.nbytes
             after = self._ledger.holds(storage, Record(storage, None if resized else operator))
@@ -228,9 +194,8 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What a call that is not recorded has written is a root from now on."""
         for tensor in written:
             if is_plain(tensor, self._kind):
-                known = self._ledger.find(tensor.untyped_storage())
-                if known is not None and known.record is not None and known.record.operator:
-                    before, storage = known.record, tensor.untyped_storage()
+                before, storage = self._known(tensor), tensor.untyped_storage()
+                if before is not None and before.operator is not None:
                     before.become(self._ledger.holds(storage, Record(storage, None)))
 
     def _count(self, result: Any, operator: Operator | None, now: float) -> int:
@@ -257,41 +222,45 @@ class Recompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # What autograd saves
 
-    @uninterrupted
-    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        """Take over a tensor that autograd saves."""
+    def pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
+        """Take over a tensor that autograd saves; one that cannot be followed stays."""
         ours, self._ours = self._ours, True
         try:
             if not _is_simple(tensor, self._kind) or is_of_a_subclass(tensor):
-                return Kept(tensor)
-            handle = Handle(tensor, self._record_of(tensor))
+                return tensor.detach()
+            record = self._record_of(tensor)
+            handle = Handle(record.save(tensor.untyped_storage()), View.of(tensor, record))
             self._making.savers.add(handle.saved)
             return handle
         finally:
             self._ours = ours
 
-    @uninterrupted
-    def unpack(self, handle: Handle | Kept) -> torch.Tensor:
+    def unpack(self, handle: Handle | torch.Tensor) -> torch.Tensor:
         """Give a saved tensor back to backward, made again if it was dropped.
 
         Raises:
-            RuntimeError: it was modified in place since it was saved, as autograd raises.
             BudgetError: what it takes to make it again does not fit.
         """
+        if isinstance(handle, torch.Tensor):
+            return handle
         ours, self._ours = self._ours, True
         try:
-            handle.check()
-            if isinstance(handle, Kept):
-                return handle.tensor
             return handle.view.over(self._making.bring(handle.saved.record))
         finally:
             self._ours = ours
 
 
-def _written(effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+@functools.cache
+def _makes(func: Any) -> bool:
+    """Return whether an overload can return memory of its own."""
+    returns = [one for one in func._schema.returns if "Tensor" in str(one.type)]
+    return any(one.alias_info is None for one in returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call writes into."""
     found: list[torch.Tensor] = []
-    for name, place in effects.written:
+    for name, place in effects_of(func).written:
         found += tensors_of(args[place] if place < len(args) else kwargs.get(name))
     return found
 
@@ -299,6 +268,45 @@ def _written(effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _is_simple(tensor: torch.Tensor, kind: str) -> bool:
     """Return whether a tensor is said by its storage and how it lies there, and by no more."""
     return is_plain(tensor, kind) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (func, _described(args), _described(tuple(kwargs.items())))
+
+
+def _described(values: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append((value.dtype, value.size(), value.stride()))
+        elif isinstance(value, list | tuple):
+            found.append(_described(value))
+        else:
+            found.append((type(value), str(value)))
+    return tuple(found)
+
+
+def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the bytes that the meta kernel makes, 0 if there is none."""
+    given: set[int] = set()
+
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        twin = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        given.add(twin.untyped_storage()._cdata)
+        return twin
+
+    with contextlib.suppress(Exception), torch.no_grad():
+        args, kwargs = (replaced(one, meta, torch.Tensor) for one in (args, kwargs))
+        args, kwargs = (
+            replaced(one, lambda _: torch.device("meta"), torch.device) for one in (args, kwargs)
+        )
+        args, kwargs = (replaced(one, lambda _: None, torch.Generator) for one in (args, kwargs))
+        made = list(tensors_of(func(*args, **kwargs)))
+        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in made}
+        return sum(one.nbytes() for address, one in storages.items() if address not in given)
+    return 0
 
 
 def _state_before(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dynoffload.memory import cgroup
-from dynoffload.memory.cgroup import (
+from dynoffload.experiments.baselines import cgroup
+from dynoffload.experiments.baselines.cgroup import (
     LimitError,
     MemoryGroup,
     memory_group,
@@ -109,7 +109,7 @@ def swapping_child(directory: Path) -> subprocess.Popen[str]:
     """Return a process that has a swap file of its own switched on, and waits."""
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from dynoffload.memory.cgroup import swap_file\n"
+        "from dynoffload.experiments.baselines.cgroup import swap_file\n"
         f"with swap_file(Path({str(directory)!r}), {4 * MiB}):\n"
         "    print('on', flush=True); time.sleep(60)"
     )

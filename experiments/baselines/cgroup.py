@@ -2,13 +2,11 @@
 
 What it is: `memory_group` makes a cgroup (version 1 or 2) with a hard limit and reads what the
 kernel counted in it, `swap_file` adds swap for as long as it is needed, `run_limited` runs one
-command under both, `MemoryGroup.joined` this process. What it is not: a simulation of a small
-machine by other means; where the system does not let a process do this, `why_unavailable` says why,
-and nothing is measured.
+command under both. Where the system does not let a process do this, `why_unavailable` says why, and
+nothing is measured.
 
-How it fits: experiments start their workers in such groups, and ``policy="os-paging"`` trains in
-one. Groups and swap files carry the number
-of the process that made them, so that what a killed one left is cleared away by the next.
+Experiments start their workers in such groups. Groups and swap files carry the number of the
+process that made them, so that what a killed one left is cleared away by the next.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynoffload.errors import DynOffloadError
-from dynoffload.memory.limits import cgroup_directories
 from dynoffload.termination import ended_by_signal
 from dynoffload.units import MiB, format_bytes
 
@@ -38,6 +35,7 @@ _SWAP = ".dynoffload-swap-"
 _SWAP_TOOLS = ("mkswap", "swapon", "swapoff")
 _REMOVAL_S = 10.0  # a group stays busy for a moment after its last process has died
 _SWAPS = Path("/proc/swaps")
+_VMSTAT = Path("/proc/vmstat")
 _ROOTS = {1: Path("/sys/fs/cgroup/memory"), 2: Path("/sys/fs/cgroup")}
 
 
@@ -50,7 +48,6 @@ class _Files:
     """The names of one version's files; "" where it has no such file."""
 
     limit: str
-    usage: str
     peak: str
     swap: str
     swappiness: str
@@ -59,12 +56,11 @@ class _Files:
 _FILES = {
     1: _Files(
         "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
         "memory.max_usage_in_bytes",
         "memory.memsw.limit_in_bytes",
         "memory.swappiness",
     ),
-    2: _Files("memory.max", "memory.current", "memory.peak", "memory.swap.max", ""),
+    2: _Files("memory.max", "memory.peak", "memory.swap.max", ""),
 }
 
 
@@ -94,7 +90,6 @@ class MemoryGroup:
 
     def __init__(self, path: Path, version: int, limit_bytes: int | None, swap: bool) -> None:
         self.path, self.version, self.limit_bytes = path, version, limit_bytes
-        self._peak: int | None = None  # an open file, in which version 2 counts for each alone
         files = _FILES[version]
         if limit_bytes is not None:
             self._write(files.limit, str(limit_bytes))
@@ -115,11 +110,6 @@ class MemoryGroup:
         script = 'echo $$ > "$0" && exec "$@"'
         return ["/bin/sh", "-c", script, str(self.path / "cgroup.procs"), *command]
 
-    @property
-    def usage_bytes(self) -> int:
-        """Bytes charged now."""
-        return int(self._read(_FILES[self.version].usage))
-
     def usage(self) -> Usage:
         """Return what was counted so far.
 
@@ -136,44 +126,6 @@ class MemoryGroup:
     def processes(self) -> list[int]:
         """Return the numbers of the processes in the group."""
         return [int(line) for line in self._read("cgroup.procs").split()]
-
-    @contextlib.contextmanager
-    def joined(self) -> Iterator[None]:
-        """Have this process in the group for the time of the block, with all that it starts there.
-
-        What it was charged with before stays where it is: the group counts what is touched first in
-        it. At the end all go where this process was.
-
-        Raises:
-            LimitError: the kernel refuses it.
-        """
-        home = next((path for path, *_ in cgroup_directories()), None)
-        if home is None:
-            raise LimitError("this process's own memory cgroup is not to be seen from here")
-        self._write("cgroup.procs", str(os.getpid()))
-        try:
-            yield
-        finally:
-            for number in self.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    (home / "cgroup.procs").write_text(str(number), encoding="ascii")
-
-    def take_peak(self) -> int:
-        """Return the most bytes charged since the last call, or, where the kernel cannot begin to
-        count anew (version 2 before Linux 6.12), since the group was made."""
-        name = _FILES[self.version].peak
-        if self._peak is None:
-            try:
-                self._peak = os.open(self.path / name, os.O_RDWR)
-            except OSError as error:
-                raise LimitError(
-                    f"cannot read {self.path / name}: {error.strerror}; version 2 of cgroups "
-                    "has it from Linux 5.19 on"
-                ) from error
-        peak = int(os.pread(self._peak, 32, 0))
-        with contextlib.suppress(OSError):
-            os.write(self._peak, b"0")
-        return peak
 
     def _counters(self, name: str) -> dict[str, int]:
         pairs = [line.split() for line in self._read(name).splitlines()]
@@ -195,16 +147,7 @@ class MemoryGroup:
 
     def remove(self) -> None:
         """Kill what is left in the group and remove it."""
-        if self._peak is not None:
-            os.close(self._peak)
-            self._peak = None
-        left = self.processes()
-        if os.getpid() in left:
-            raise LimitError(
-                f"this process is still in {self.path} and cannot leave it: it stays, and so does "
-                "its limit"
-            )
-        for number in left:
+        for number in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         until = time.monotonic() + _REMOVAL_S
@@ -250,15 +193,12 @@ def why_unavailable(*, swap: bool = False) -> str:
 
 
 @contextlib.contextmanager
-def memory_group(
-    limit_bytes: int | None, *, swap: bool = False, inside: Path | None = None
-) -> Iterator[MemoryGroup]:
+def memory_group(limit_bytes: int | None, *, swap: bool = False) -> Iterator[MemoryGroup]:
     """Yield a new group; what is still running in it is killed at the end.
 
     Args:
         limit_bytes: its hard limit; None only counts.
         swap: whether its memory may be swapped out. Without, pages that are not of a file stay.
-        inside: the group that it is part of, whose limit holds too; by default the root.
 
     Raises:
         LimitError: the system does not allow it; says why.
@@ -267,7 +207,7 @@ def memory_group(
     found = version()
     if reason or found is None:
         raise LimitError(f"no memory cgroup can be made: {reason}")
-    root = inside or _ROOTS[found]
+    root = _ROOTS[found]
     _remove_stale_groups(root)
     path = Path(tempfile.mkdtemp(prefix=f"{_GROUP}{os.getpid()}-", dir=root))
     try:
@@ -360,6 +300,13 @@ def run_limited(
         return Limited(done.returncode, group.usage())
 
 
+def swapped_bytes() -> tuple[int, int]:
+    """Return the bytes that the system has read from swap and written to it, for all processes."""
+    counts = dict(line.split() for line in _VMSTAT.read_text(encoding="ascii").splitlines())
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(counts["pswpin"]) * page, int(counts["pswpout"]) * page
+
+
 def _tool(name: str, path: str) -> None:
     done = subprocess.run([name, path], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -369,20 +316,6 @@ def _tool(name: str, path: str) -> None:
 def _maker_is_gone(name: str, prefix: str) -> bool:
     number = name.removeprefix(prefix).partition("-")[0]
     return number.isdigit() and not Path("/proc", number).exists()
-
-
-def remove_left(directory: Path) -> None:
-    """Remove what killed processes have left: groups, and swap files in ``directory``.
-
-    Raises:
-        LimitError: a swap file cannot be switched off.
-    """
-    roots = [path for path, *_ in cgroup_directories()[:1]]
-    if (found := version()) is not None:
-        roots.append(_ROOTS[found])
-    for root in roots:
-        _remove_stale_groups(root)
-    _remove_stale_swap(directory)
 
 
 def _remove_stale_groups(root: Path) -> None:

@@ -1,1 +1,0 @@
-"""Recomputation in place of paging: `policy="dtr"`."""

@@ -1,0 +1,460 @@
+"""The baseline DTR: the bits of plain PyTorch under budgets that drop activations.
+
+Budgets lie between what a step holds at least (parameters, gradients, optimizer state) and what it
+takes if nothing is dropped, as the baseline's own ledger counts it in a run with room for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from exactness import Loop, Twin, assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+from dynoffload.errors import BudgetError
+from dynoffload.experiments import zoo
+from dynoffload.experiments.baselines import DTR, baseline
+from dynoffload.experiments.baselines.dtr.making import Making, _in_order
+from dynoffload.experiments.baselines.dtr.mode import Recompute, _generator_of, _place_of
+from dynoffload.experiments.baselines.dtr.records import Ledger, Operator, Record
+from dynoffload.runtime.counting import whole_bytes
+
+SGD_ = partial(SGD, lr=1e-2, momentum=0.9)
+SHAPES: dict[str, dict[str, int]] = {
+    "moe": {"rows": 2, "length": 96},
+    "tree": {"min_nodes": 24, "max_nodes": 64},
+    zoo.TRUNK: {"rows": 1, "min_length": 16, "max_length": 24, "min_depth": 4, "max_depth": 8},
+}
+
+
+def zoo_loss(model: nn.Module, sample: Any) -> Tensor:
+    """Return the loss of one sample."""
+    loss: Tensor = model(*sample.args).loss
+    return loss
+
+
+class Pictures(nn.Module):
+    """Convolutions with batch normalization, in-place ReLU, in-place sums, and a checkpoint."""
+
+    def __init__(self, width: int = 16, layers: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+                nn.Dropout2d(0.1),
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[rows, 10]`` for ``[rows, 3, height, width]``."""
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            y = checkpoint(block, x, use_reentrant=False) if number == 1 else block(x)
+            y += x
+            x = F.relu(y, inplace=True)
+        return self.head(x.mean((2, 3)))
+
+
+def pictures_loss(model: nn.Module, seed: int) -> Tensor:
+    """Return the loss of random pictures."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, 3, 12 + seed % 5, 12, generator=generator)
+    return F.cross_entropy(model(x), torch.randint(0, 10, (4,), generator=generator))
+
+
+class Layers(nn.Module):
+    """Layers over ``[64, 64]``, with something done between them."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor], count: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(count))
+        self.scale = nn.Parameter(torch.ones(64))
+        self.register_buffer("count", torch.ones(64))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[64, 64]`` for the same."""
+        for layer in self.layers:
+            x = self.between(self, torch.sigmoid(layer(x)))
+        return x
+
+
+class Case:
+    """A network, its samples, and its peak with room for all."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        loss_of: Callable[[nn.Module, Any], Tensor],
+        samples: Sequence[Any],
+        optimizer: Any = SGD_,
+    ) -> None:
+        self.build, self.loss_of, self.samples = build, loss_of, samples
+        self.optimizer = optimizer
+        self.least, self.peak = 0, 0
+
+    def run(self, budget: int, loop: Loop) -> Any:
+        """Train under ``budget`` and without, and compare every bit; return the session."""
+        torch.manual_seed(1)
+        twin = Twin(self.build(), self.optimizer)
+        self.least = whole_bytes(twin.model, twin.optimizer)
+        torch.manual_seed(0)
+        expected = loop.run(twin.reference, twin.its, self.samples, self.loss_of)
+        drawn = torch.get_rng_state()
+        torch.manual_seed(0)
+        with baseline(DTR, twin.model, twin.optimizer, budget=budget) as session:
+            losses = loop.run(twin.model, twin.optimizer, self.samples, self.loss_of)
+            assert_same(torch.get_rng_state(), drawn, "state of the random numbers")
+        assert_same(losses, expected, "losses")
+        twin.assert_same()
+        assert len(session.log.steps) == loop.steps
+        assert max(step.peak_fast_bytes for step in session.log.steps) <= budget
+        return session
+
+    def budget(self, share: float) -> int:
+        """Return a budget so far between the least and what is taken with room for all."""
+        if not self.peak:
+            session = self.run(1 << 40, Loop(steps=len(self.samples)))
+            assert session.making.operators == 0
+            self.peak = max(step.peak_fast_bytes for step in session.log.steps)
+        return int(self.least + share * (self.peak - self.least))
+
+
+def of_zoo(network: str, optimizer: Any = SGD_) -> Case:
+    """Return samples of real data whose activations outweigh a tiny network."""
+    stream = zoo.samples(network, seed=3, **SHAPES[network])
+    samples = [sample for sample, _ in zip(stream, range(3), strict=False)]
+    return Case(lambda: zoo.build(network, "tiny"), zoo_loss, samples, optimizer)
+
+
+CASES = {
+    "moe": of_zoo("moe", partial(AdamW, lr=1e-3, fused=True)),
+    "tree": of_zoo("tree", partial(AdamW, lr=1e-3, foreach=True)),
+    zoo.TRUNK: of_zoo(zoo.TRUNK),
+    "pictures": Case(Pictures, pictures_loss, range(4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("network", "share"),
+    [
+        ("moe", 0.3),
+        ("tree", 0.7),
+        (zoo.TRUNK, 0.5),
+        ("pictures", 0.5),
+        *(pytest.param(network, 0.8, marks=pytest.mark.slow) for network in CASES),
+    ],
+)
+def test_the_bits_are_those_of_plain_training(network: str, share: float) -> None:
+    """Losses, gradients, weights, state, buffers and the stream of random numbers; the peak stays
+    within the budget."""
+    case = CASES[network]
+    session = case.run(case.budget(share), Loop(steps=3))
+    assert session.making.operators > 0, "nothing was made again"
+
+
+def test_a_budget_that_is_too_small_is_refused() -> None:
+    """Before anything is touched, or where an operator makes more than there is room for."""
+    model = Pictures()
+    optimizer = AdamW(model.parameters())
+    need = whole_bytes(model, optimizer)
+    with pytest.raises(BudgetError, match="dtr moves nothing"):
+        baseline(DTR, model, optimizer, budget=need - 1).__enter__()
+    assert not optimizer.state
+    with (
+        pytest.raises(BudgetError, match="cannot be dropped"),
+        baseline(DTR, model, optimizer, budget=need + 250_000),
+    ):
+        model(torch.zeros(64, 3, 32, 32))
+
+
+def test_nothing_is_counted_or_kept_beyond_its_life() -> None:
+    """After each step only the model's tensors are counted, though the results are kept."""
+    torch.manual_seed(0)
+    model = Layers(lambda model, x: torch.tanh(x))
+    optimizer = SGD_(model.parameters())
+    kept = []
+    with baseline(DTR, model, optimizer, budget=whole_bytes(model, optimizer) + 120_000) as session:
+        for _ in range(4):
+            out = model(torch.linspace(-1, 1, 4096).reshape(64, 64))
+            out.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(out.detach())
+            del out
+            session.ledger.settle()
+            held = sum(one.nbytes for one in kept)
+            states = sum(p.nbytes for p in model.parameters())
+            momenta = sum(s["momentum_buffer"].nbytes for s in optimizer.state.values())
+            buffers = sum(b.nbytes for b in model.buffers())
+            assert session.ledger.live == states + momenta + buffers + held
+            assert not list(session.making.savers)
+    assert session.making.operators > 0
+
+
+# Small graphs that a careless recomputation would get wrong
+
+
+def _written_views(model: nn.Module, x: Tensor) -> Tensor:
+    x = torch.tanh(x) * 3 + 1
+    y = x.exp()  # saves its result
+    x[::2] *= 2  # what y was made from
+    x[:, 1:].copy_(x[:, :-1].clone())
+    return (y * x.t()).t()
+
+
+def _written_buffer(model: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(model.count, Tensor)
+    y = torch.tanh(x + model.count)  # to be made again with the buffer as it was
+    with torch.no_grad():
+        model.count.add_(0.01)
+    return y * model.count.clone()
+
+
+def _drawn(model: nn.Module, x: Tensor) -> Tensor:
+    x = F.dropout(x, 0.3)
+    x = x + torch.randn_like(x) * 0.1
+    noise = torch.empty_like(x).uniform_(generator=torch.Generator().manual_seed(3))
+    return F.rrelu(x * noise, training=True) + torch.bernoulli(x.detach().abs().clamp(0, 1))
+
+
+def _indexed(model: nn.Module, x: Tensor) -> Tensor:
+    rows = (x[:, 0] > x[:, 0].median()).nonzero()[:, 0]
+    out = torch.zeros_like(x).index_add_(0, rows, torch.tanh(x[rows]))
+    parts = torch.stack([part.sin() for part in out.chunk(4, dim=1)]).unbind()
+    return torch.cat(parts, dim=1) + x[x > 0].mean()
+
+
+def _hidden_write(model: nn.Module, x: Tensor) -> Tensor:
+    y = torch.tanh(x)  # saves its result
+    z = y * 3 + 1
+    y.data.mul_(0.5)  # of which z was made; backward reads it
+    z.data.mul_(0.5)
+    return torch.tanh(z)
+
+
+def _cast(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ x.t()
+        with torch.autocast("cpu", enabled=False):
+            y = torch.tanh(y.float() @ x)
+    return y * model.scale
+
+
+def _plain(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.tanh(x * model.scale)
+
+
+def once(model: nn.Module) -> Any:
+    """Return a loss, after its backward."""
+    loss: Tensor = model(torch.linspace(-1, 1, 4096).reshape(64, 64)).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def twice(model: nn.Module) -> Any:
+    """A gradient penalty and the same graph twice, while another graph waits for its backward."""
+    x = torch.linspace(-1, 1, 4096).reshape(64, 64).requires_grad_()
+    waiting = model(x * 2).sum()
+    out = model(x).sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    out.backward(retain_graph=True)
+    (slope.square().sum() + out).backward()
+    waiting.backward()
+    assert x.grad is not None
+    return [slope.detach(), x.grad]
+
+
+BETWEEN = [_written_views, _written_buffer, _drawn, _indexed, _hidden_write, _cast]
+
+
+@pytest.mark.parametrize(
+    ("between", "run"),
+    [*((between, once) for between in BETWEEN), (_plain, twice)],
+    ids=lambda function: function.__name__,
+)
+def test_graphs(between: Callable[..., Tensor], run: Callable[[nn.Module], Any]) -> None:
+    """Writes, through views too; random numbers of any generator; parts of one storage; several
+    backwards. Under each of some budgets, of which one at least drops something."""
+    torch.manual_seed(0)
+    model = Layers(between)
+    reference = copy.deepcopy(model)
+    torch.manual_seed(0)
+    expected = run(reference)
+    drawn = torch.get_rng_state()
+    least = whole_bytes(model, SGD(model.parameters()))
+    peak, operators = 1 << 40, 0
+    for share in (1.0, 0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.1):
+        ours = copy.deepcopy(model)
+        budget = int(least + share * (peak - least))
+        torch.manual_seed(0)
+        try:
+            with baseline(DTR, ours, SGD(ours.parameters()), budget=budget) as session:
+                found = run(ours)
+        except BudgetError:
+            break
+        assert_same(found, expected, f"results at {share}")
+        assert_same(torch.get_rng_state(), drawn, f"random numbers at {share}")
+        for (name, p), q in zip(ours.named_parameters(), reference.parameters(), strict=True):
+            assert_same(p.grad, q.grad, f"{name} at {share}")
+        operators += session.making.operators
+        peak = min(peak, session.ledger.peak)
+    assert operators > 0, "nothing was made again"
+
+
+def test_a_graph_from_before_a_step_is_made_from_the_weights_that_it_had() -> None:
+    """Its backward stops before the weights, which the step has changed meanwhile."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            middle = self.layer(x)
+            late = middle
+            for _ in range(8):
+                late = torch.tanh(late) + torch.sigmoid(late)
+            return middle, late
+
+    torch.manual_seed(0)
+    twin = Twin(Late(), SGD_)
+    budget = whole_bytes(twin.model, twin.optimizer) + 16_384 * 12
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        slopes = []
+        for _ in range(3):
+            middle, late = model(torch.linspace(-1, 1, 4096).reshape(64, 64))
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1)
+            optimizer.step()
+            (slope,) = torch.autograd.grad(late.sum(), middle)
+            slopes.append(slope)
+        return slopes
+
+    expected = run(twin.reference, twin.its)
+    with baseline(DTR, twin.model, twin.optimizer, budget=budget) as session:
+        found = run(twin.model, twin.optimizer)
+        assert session.making.operators > 0
+    assert_same(found, expected, "slopes")
+    twin.assert_same()
+
+
+# The choice of what is dropped
+
+
+def _graph(sizes: Sequence[int], edges: Sequence[Sequence[int]], seconds: Sequence[float]) -> Any:
+    """Return the storages and records of a made-up graph: each is made from those before it that
+    ``edges`` names."""
+    storages: list[torch.UntypedStorage] = []
+    records: list[Record] = []
+    for size, sources, cost in zip(sizes, edges, seconds, strict=True):
+        storage = torch.empty(size, dtype=torch.uint8).untyped_storage()
+        inputs = tuple(dict.fromkeys(records[s % len(records)] for s in sources if records))
+        operator = Operator(None, (), {}, inputs, (), None, size, cost)
+        record = Record(storage, operator)
+        operator.outputs[0] = weakref.ref(record)
+        for source in inputs:
+            source.add_user(operator)
+        storages.append(storage)
+        records.append(record)
+    return storages, records
+
+
+@given(st.data())
+def test_the_lowest_score_leaves_first(data: st.DataObject) -> None:
+    """c(e*) / (m s), reckoned anew for all before each choice, by a search of the whole graph."""
+    count = data.draw(st.integers(2, 9))
+    sizes = data.draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
+    edges = data.draw(
+        st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=count, max_size=count)
+    )
+    seconds = data.draw(st.lists(st.floats(0.1, 9), min_size=count, max_size=count))
+    used = data.draw(st.lists(st.floats(0, 9), min_size=count, max_size=count))
+    storages, records = _graph(sizes, edges, seconds)
+    for record, at in zip(records, used, strict=True):
+        record.used_at = at
+
+    def reached(start: Record, step: Callable[[Record], list[Record]]) -> set[Record]:
+        found: set[Record] = set()
+        ahead = step(start)
+        while ahead:
+            one = ahead.pop()
+            if one not in found and one.here() is None:
+                found.add(one)
+                ahead += step(one)
+        return found
+
+    def parents(record: Record) -> list[Record]:
+        assert record.operator is not None
+        return list(record.operator.inputs)
+
+    def children(record: Record) -> list[Record]:
+        return [one for one in records if record in parents(one)]
+
+    def score(record: Record) -> float:
+        near = reached(record, parents) | reached(record, children) | {record}
+        total = sum(one.operator.seconds for one in near if one.operator)
+        return total / (record.nbytes * (10.0 - record.used_at))
+
+    left = list(records)
+    for record in _in_order(records, 10.0):
+        assert score(record) == pytest.approx(min(map(score, left)))
+        left.remove(record)
+        record.leave()
+    assert not left
+    del storages
+
+
+# Other devices, as far as that shows without one
+
+
+def test_random_numbers_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a call names, else by where its tensors are."""
+    x, cuda = torch.zeros(2), torch.device("cuda", 0)
+    assert _place_of({}, (x, 0.5)).type == "cpu"
+    assert _place_of({}, ([x], 0.5)).type == "cpu"
+    assert _place_of({"device": cuda}, ([2],)) == cuda
+    assert _place_of({"device": None}, ([2],)).type == "cpu"
+    assert _generator_of(torch.device("cpu")) is torch.default_generator
+    generators = tuple(torch.Generator() for _ in range(2))
+    module = SimpleNamespace(default_generators=generators, current_device=lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert _generator_of(cuda) is generators[0]
+    assert _generator_of(torch.device("cuda")) is generators[1]
+
+
+def test_tensors_of_other_devices_are_neither_counted_nor_dropped() -> None:
+    """Those of a device that the mode is not for; here the CPU's."""
+    counted = {}
+    for kind in ("cpu", "cuda"):
+        ledger = Ledger()
+        mode = Recompute(ledger, Making(ledger, 1 << 20, kind), kind)
+        mode.records = True
+        with mode:
+            made = torch.zeros(1024) + 1
+            with torch.autograd.graph.saved_tensors_hooks(mode.pack, mode.unpack):
+                product = made.requires_grad_() * made
+            counted[kind] = ledger.live
+            product.sum().backward()
+        assert torch.equal(made.grad, 2 * made)  # type: ignore[arg-type]
+    assert counted["cuda"] == 0
+    assert counted["cpu"] >= 8192
