@@ -27,7 +27,6 @@ UNPAGED = ("dtr", "os-paging")
 BASELINES = ("replay", "on-demand", *UNPAGED)
 """Policies to compare with."""
 DEFERRALS = ("auto", "never")
-BINDINGS = ("auto", "off")
 LEAST_PAGE = 4 * KiB
 
 
@@ -98,9 +97,6 @@ class OffloadConfig:
         io_threads: threads that read and write the spill file, 1 to 16.
         gpudirect: on CUDA, read the file that ``host_budget`` leaves bytes for into the
             accelerator past host memory, by GPUDirect Storage; needs the extra of that name.
-        numa: on a host with several memory nodes, ``"auto"`` binds a rank that torchrun started, as
-            long as the block lasts, to the node of its accelerator, or without one to its share of
-            the nodes; never to cores that it did not have. ``"off"`` binds nothing.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
             which the C library is asked to hand its free pages back.
         rank_timeout: of a run of several processes: seconds that a rank may keep the others waiting
@@ -130,7 +126,6 @@ class OffloadConfig:
     step_aside: bool = True
     io_threads: int = 4
     gpudirect: bool = False
-    numa: str = "auto"
     heap_slack_bytes: int = 512 * MiB
     rank_timeout: float | None = None
     features: Callable[..., Any] | None = None
@@ -142,7 +137,6 @@ class OffloadConfig:
             ("backend", BACKENDS),
             ("policy", ("auto", *POLICIES)),
             ("defer_updates", DEFERRALS),
-            ("numa", BINDINGS),
         ):
             value = getattr(self, name)
             if value not in known:

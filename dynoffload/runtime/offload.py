@@ -26,7 +26,6 @@ from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, NotEnteredError, PilotError
 from dynoffload.launch import own_file
-from dynoffload.memory.cores import address_of
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.reused import suspended
 from dynoffload.memory.spill import check_room, default_spill_dir
@@ -40,7 +39,6 @@ from dynoffload.runtime.materialize import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.ranks import sharded
-from dynoffload.runtime.ranks.binding import Binding, binding_for, bound
 from dynoffload.runtime.ranks.replicas import (
     bucket_bytes,
     check_experts,
@@ -393,16 +391,15 @@ def _plan(
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
-    binding = binding_for(address_of(target.device)) if options.numa == "auto" else None
     parts = (model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
-    block = _paged(binding, *parts)
+    block = _paged(*parts)
     return _Planned(block, functools.partial(_report, given))
 
 
 @contextlib.contextmanager
-def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterator[Session]:
-    with bound(binding) as words, suspended():
-        session = _open[id(model)] = Session(model, *arguments, bound=words)
+def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
+    with suspended():
+        session = _open[id(model)] = Session(model, *arguments)
         beside = None
         left_by: BaseException | None = None
         try:

@@ -90,8 +90,6 @@ class Session:
         pilot: Predictor | str | None,
         spill_reason: str = "",
         replicas: tuple[DistributedDataParallel, ...] = (),
-        *,
-        bound: str = "",
     ) -> None:
         self._replicas = replicas
         self._leave_block: Callable[[], None] | None = None  # while it is open
@@ -99,7 +97,7 @@ class Session:
         self._called = False  # the root, to train; or it was warned that it is not
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
-        self._target, self._bound = target, bound
+        self._target = target
         self._homes = Homes(model, optimizer, target, spill_dir)
         # It asks a predictor of the user's.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
@@ -205,7 +203,7 @@ class Session:
             return
         logger.info(
             "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
-            "pages of %s, reserve %s), %s, policy %s%s",
+            "pages of %s, reserve %s), %s, policy %s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
@@ -217,7 +215,6 @@ class Session:
             format_bytes(sizing.reserve_bytes),
             self._beside(spill_reason),
             self._config.policy,
-            self._bound and f", {self._bound}",
         )
 
     def _beside(self, spill_reason: str) -> str:
