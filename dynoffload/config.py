@@ -95,8 +95,6 @@ class OffloadConfig:
         step_aside: leave paging off while the budget holds a step's measured peak and what no step
             has taken yet: what was not touched, and its gradients and optimizer state.
         io_threads: threads that read and write the spill file, 1 to 16.
-        gpudirect: on CUDA, read the file that ``host_budget`` leaves bytes for into the
-            accelerator past host memory, by GPUDirect Storage; needs the extra of that name.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
             which the C library is asked to hand its free pages back.
         rank_timeout: of a run of several processes: seconds that a rank may keep the others waiting
@@ -125,7 +123,6 @@ class OffloadConfig:
     page_activations: bool = True
     step_aside: bool = True
     io_threads: int = 4
-    gpudirect: bool = False
     heap_slack_bytes: int = 512 * MiB
     rank_timeout: float | None = None
     features: Callable[..., Any] | None = None

@@ -29,7 +29,6 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError
-from dynoffload.memory.accelerator.direct import open_reader
 from dynoffload.memory.accelerator.temporaries import Temporaries
 from dynoffload.runtime import opening
 from dynoffload.runtime.adoption.held import is_between_processes
@@ -128,7 +127,6 @@ def test_a_backend_that_lacks_something_is_refused_before_anything_is_touched(
         ({"config": {"backend": "mapped"}}, "backend='mapped' pages memory of the CPU"),
         ({"config": {"policy": "dtr"}}, "policy='dtr' moves nothing"),
         ({"host_budget": "many"}, "many"),
-        ({"config": {"gpudirect": True}}, "gpudirect=True is about the file below host memory"),
     ],
 )
 def test_what_is_not_for_an_accelerator_is_refused(options: dict[str, Any], message: str) -> None:
@@ -147,18 +145,6 @@ def test_a_budget_of_host_memory_is_for_accelerators() -> None:
         dynoffload.offload(small(), budget="1MiB", host_budget="1MiB"),
     ):
         pass
-
-
-def test_reads_past_host_memory_are_for_accelerators_and_need_their_library() -> None:
-    with (
-        pytest.raises(ConfigError, match="gpudirect=True reads the file into an accelerator"),
-        dynoffload.offload(small(), budget="1MiB", config={"gpudirect": True}),
-    ):
-        pass
-    with pytest.raises(BackendError, match="gpudirect=True is for CUDA"):
-        open_reader(torch.device("xpu"), 0)
-    with pytest.raises(BackendError, match=r"pip install 'dynoffload\[gpudirect\]'"):
-        open_reader(torch.device("cuda"), 0)
 
 
 def test_a_model_on_two_devices_is_refused() -> None:
