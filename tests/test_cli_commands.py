@@ -69,7 +69,6 @@ def test_help_names_every_command_and_the_exit_codes(runner: CliRunner) -> None:
         "report",
         "doctor",
         "experiment",
-        "structure",
         "export",
     ):
         assert command in text
@@ -84,7 +83,6 @@ def test_help_names_every_command_and_the_exit_codes(runner: CliRunner) -> None:
         ["report"],
         ["doctor"],
         ["experiment"],
-        ["structure"],
         ["export"],
         ["pilot", "train"],
         ["pilot", "eval"],
