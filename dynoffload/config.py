@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,11 +27,6 @@ BASELINES = ("replay", "on-demand", *UNPAGED)
 """Policies to compare with."""
 DEFERRALS = ("auto", "never")
 LEAST_PAGE = 4 * KiB
-
-
-def _closest(word: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
 
 
 def _check_flag(name: str, value: object) -> None:
@@ -137,7 +131,9 @@ class OffloadConfig:
         ):
             value = getattr(self, name)
             if value not in known:
-                raise ConfigError(f"{name}={value!r} is not an option{_closest(str(value), known)}")
+                raise ConfigError(
+                    f"{name}={value!r} is not an option: known are {', '.join(known)}"
+                )
         for field in dataclasses.fields(self):
             if field.type == "bool":
                 _check_flag(field.name, getattr(self, field.name))
@@ -175,7 +171,7 @@ class OffloadConfig:
         """Return ``options`` as a config; a mapping may hold only known keys.
 
         Raises:
-            ConfigError: naming the unknown key and the nearest known one.
+            ConfigError: naming the unknown key and the known ones.
         """
         if options is None:
             return cls()
@@ -186,7 +182,7 @@ class OffloadConfig:
         known = tuple(field.name for field in dataclasses.fields(cls))
         for key in options:
             if key not in known:
-                raise ConfigError(f"unknown option {key!r} in config{_closest(str(key), known)}")
+                raise ConfigError(f"unknown option {key!r} in config: known are {', '.join(known)}")
         return cls(**options)
 
 
@@ -254,7 +250,7 @@ def set_defaults(
     """
     global _defaults
     if policy is not None and policy not in POLICIES:
-        raise ConfigError(f"policy={policy!r} is not an option{_closest(policy, POLICIES)}")
+        raise ConfigError(f"policy={policy!r} is not an option: known are {', '.join(POLICIES)}")
     _defaults = Defaults(
         budget=None if budget is None else parse_bytes(budget, "--budget"),
         pilot=None if pilot is None else Path(pilot),

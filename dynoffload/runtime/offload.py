@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import functools
-import inspect
 import logging
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -24,7 +22,7 @@ from torch.optim import Optimizer
 
 from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, UNPAGED, Defaults, OffloadConfig, defaults, no_budget
-from dynoffload.errors import ConfigError, NotEnteredError, PilotError
+from dynoffload.errors import ConfigError, PilotError
 from dynoffload.launch import own_file
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.reused import suspended
@@ -61,15 +59,13 @@ logger = logging.getLogger(__name__)
 _open: dict[int, Session] = {}  # id of a managed root -> its session
 _REMEDY = "write 'with dynoffload.offload(...) as session:' around the training loop"
 _OURS = tuple(f"{directory}{os.sep}" for p in (runtime, memory) for directory in p.__path__)
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 class OffloadBlock(contextlib.AbstractContextManager[Session]):
     """What `offload` returns: entered once, by ``with`` or `start`, it yields the session.
 
-    Until then nothing is offloaded. As that is easily overlooked, a block that is used as if it
-    were its session is an error, and one that nobody ever entered is warned of.
+    Until then nothing is offloaded. As that is easily overlooked, a block that nobody ever entered
+    is warned of.
 
     It ends as ``with`` is left, by the session's ``close()``, or as the interpreter exits, which
     must find no tensor in paged memory; the first of these counts.
@@ -163,21 +159,6 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         finally:
             admit()
 
-    if not TYPE_CHECKING:  # a type checker knows by itself that these attributes are the session's
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):  # what Python and consoles ask any object for
-                raise AttributeError(name)
-            self._forgotten.detach()  # this error says it
-            if self._entered:
-                raise NotEnteredError(
-                    f"{name!r} was asked of what offload() returned: the session is what 'with ... "
-                    "as session' gives"
-                )
-            raise NotEnteredError(
-                f"{name!r} was asked of what offload() returns, which is no session yet: {_REMEDY}"
-            )
-
 
 _entered: list[OffloadBlock] = []  # and not left, in order
 
@@ -214,39 +195,6 @@ def _place_of_call() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _names_the_nearest(
-    function: Callable[_Arguments, _Result],
-) -> Callable[_Arguments, _Result]:
-    """Let ``function`` refuse an unknown keyword by naming what was probably meant."""
-    parameters = inspect.signature(function).parameters
-    known = tuple(parameters)
-    by_place = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    by_name = [name for name in known if name not in by_place]
-    options = tuple(field.name for field in fields(OffloadConfig))
-
-    @functools.wraps(function)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, (*known, *options), n=1)
-                if not near:
-                    remedy = f"known are {', '.join(known)}"
-                elif near[0] in known:
-                    remedy = f"did you mean {near[0]!r}?"
-                else:
-                    remedy = f"pass it as an option: config={{{near[0]!r}: ...}}"
-                raise ConfigError(f"{function.__name__}() has no argument {name!r}; {remedy}")
-        if by_name and len(args) > len(by_place):
-            raise ConfigError(
-                f"{function.__name__}() takes only {' and '.join(by_place)} by position: write "
-                f"{by_name[0]}={args[len(by_place)]!r:.80}"
-            )
-        return function(*args, **kwargs)
-
-    return call
-
-
-@_names_the_nearest
 def offload(
     model: nn.Module,
     optimizer: Optimizer | None = None,
