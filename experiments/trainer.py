@@ -117,6 +117,8 @@ class Trainer:
             return
         import dynoffload
 
+        # The order of reset_parameters() is that of construction: the plain network's.
+        torch.manual_seed(self.spec.seed)
         with dynoffload.offload(
             self.model,
             self.optimizer,
@@ -126,10 +128,6 @@ class Trainer:
             spill_dir=self.spec.spill_dir,
         ) as session:
             self.session = session
-            if self.spec.meta:
-                # The order of reset_parameters() is that of construction: the plain network's.
-                torch.manual_seed(self.spec.seed)
-                session.materialize()
             torch.manual_seed(self.spec.seed)
             yield
 

@@ -386,7 +386,6 @@ MEMORY_OF_CASTS = """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     config = {"step_aside": False}
     with dynoffload.offload(model, optimizer, budget="32MiB", pilot=None, config=config):
-        dynoffload.materialize(model)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(torch.randn(8, 1024)).float().square().mean()
             give_back()

@@ -27,7 +27,7 @@ from dynoffload.pilot.progress import Report
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
 from dynoffload.runtime.aside import ASIDE
 from dynoffload.runtime.counting import States, is_trained, whole_bytes
-from dynoffload.runtime.materialize import noted
+from dynoffload.runtime.meta_init import noted
 from dynoffload.runtime.offload import check_parameters, is_managed
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost

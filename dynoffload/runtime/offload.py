@@ -33,7 +33,7 @@ from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.host import within
 from dynoffload.runtime.interrupts import admit, hold
-from dynoffload.runtime.materialize import Init, check_parts, place_of, remember
+from dynoffload.runtime.meta_init import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.ranks import sharded
@@ -419,12 +419,11 @@ def _report(given: Defaults, session: Session) -> None:
 def materialize(model: nn.Module, init: Init = None) -> nn.Module:
     """Give a model built on the meta device its weights, without ever holding it whole.
 
-    Inside an `offload` block of ``model`` this happens now, module by module; outside it is noted,
-    and happens with the first forward under `offload`, or when the block ends. Until then all reads
-    as zeros there; what the user writes meanwhile, as by ``load_state_dict``, stays.
+    Call it before `offload`: it is noted, and happens module by module as the block begins. Where
+    it is not called, each module's ``reset_parameters`` is.
 
     Args:
-        model: the root, or any model that an `offload` block will manage.
+        model: what `offload` will be given.
         init: None for each module's ``reset_parameters``, a function called with each module that
             owns parameters or buffers, the path of a safetensors file, of an index of such files or
             of a directory with either, with the model's own names, or such a path and a function
@@ -436,14 +435,16 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
         ``model``.
 
     Raises:
-        ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a tensor
-            without a value, or the file cannot be read or does not fit: this is said at once.
+        ConfigError: ``init`` is none of these, the file cannot be read or does not fit, or the
+            block has begun. That a module cannot initialise itself, or leaves a tensor without a
+            value, `offload` says.
     """
-    session = _open.get(id(unwrapped(model)))
-    if session is None:
-        remember(unwrapped(model), init)
-    else:
-        session.materialize(init)
+    if id(unwrapped(model)) in _open:
+        raise ConfigError(
+            f"materialize() was called inside the offload() block of this {type(model).__name__}, "
+            "whose weights were given as the block began: call it before offload()"
+        )
+    remember(unwrapped(model), init)
     return model
 
 

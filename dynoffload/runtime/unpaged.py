@@ -1,6 +1,6 @@
 """What all sessions share that page nothing themselves: `Unpaged`, with a session's public names.
 
-What it is: saving, loading, materializing, statistics and reports over ordinary tensors. What it is
+What it is: saving, loading, statistics and reports over ordinary tensors. What it is
 not: a policy; recording traces (``profiled``), recomputation (``recompute``) and paging by the
 system (``swapping``) are its heirs, and what stands here is true of each.
 """
@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dynoffload.runtime.access import InMemory
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.interrupts import interruptible
-from dynoffload.runtime.materialize import Init, give_weights, recipe_of, tensors_on_meta
-from dynoffload.runtime.owed import Owed
+from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.telemetry import RunLog, table_of
 
@@ -54,7 +52,6 @@ class Unpaged:
         self.model, self.optimizer, self.backend = model, optimizer, backend
         nothing = dict.fromkeys(Sizing.__dataclass_fields__, 0)
         self.sizing = Sizing(**{**nothing, "budget": budget})
-        self._empty = tensors_on_meta(model)
         self._leave_block: Callable[[], None] | None = None  # while it is open
         self.log = RunLog(type(model).__name__, backend, policy, budget=budget, headroom=0)
 
@@ -64,12 +61,11 @@ class Unpaged:
         Raises:
             ConfigError: as `materialize`.
         """
-        owed = Owed(self.model, recipe_of(self.model))
+        weights = MetaInit(self.model)
         try:
-            owed.begin()
-            interruptible(owed.give)(InMemory())
+            interruptible(weights.give)()
         except BaseException:
-            owed.revert()
+            weights.undo()
             raise
 
     def __repr__(self) -> str:
@@ -82,14 +78,6 @@ class Unpaged:
 
     def flush(self) -> None:
         """Do nothing: no update is ever put off."""
-
-    def materialize(self, init: Init = None) -> None:
-        """Give a model built on the meta device its weights, in memory; see `Session.materialize`.
-
-        Raises:
-            ConfigError: a module cannot initialise itself, or the file lacks a tensor.
-        """
-        give_weights(self.model, init, self._empty, InMemory())
 
     def save(
         self,
