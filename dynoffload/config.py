@@ -45,18 +45,20 @@ def _flag(name: str) -> bool:
 class OffloadConfig:
     """Options of one session beyond the budget and the pilot.
 
-    Those in bytes are read as ``budget`` is: an int, or a text such as ``"512MiB"``.
+    Those in bytes are read as ``budget`` is: an int, or a text such as ``"512MiB"``. Each says when
+    to change it.
 
     Attributes:
         backend: of models on the CPU: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file)
             or ``"auto"``: the pager where the system has it, else the mapped file; the plan line,
             which is logged at INFO, names the choice. On an accelerator ``"accelerator"``, which
-            ``"auto"`` is there.
+            ``"auto"`` is there. Name one to have a system without it refused.
         policy: ``"auto"`` is what ``dynoffload run --policy`` says, else ``"pilot"``. ``"pilot"``
             prefetches by the pilot's prediction while it does better of late than the last order,
             else by that; ``"repeat"`` by the last order, in which a step finds its place again
             after a visit out of order. Prefetch by these that loses against on-demand
-            goes off by itself, and says so. The others are baselines, which never do.
+            goes off by itself, and says so. The others are baselines to compare with, which never
+            do.
             ``"replay"``: by the last order to the letter, as ZeRO-Infinity's engine: the first
             visit out of order ends the prefetch of its step, and the next runs on demand while it
             is recorded anew. ``"on-demand"``: not at all; what was used longest ago leaves first.
@@ -65,45 +67,50 @@ class OffloadConfig:
             PyTorch in a memory cgroup whose limit is the budget, paged to swap by the system; for
             root alone. The options below are those of paging; these two take ``debug`` at most.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
-            its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
+            its next use where the backend can guard it; ``"never"`` updates inside ``step()``. Pass
+            it where an error says so: a thread that the pager cannot interrupt reads what waits.
         draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward
             already, and count if nothing they depend on changes until ``step()``; where updates are
-            deferred. It spreads the traffic over the phases; 0 makes all in the forward after.
+            deferred. It spreads the traffic over the phases. Pass 0, all in the forward after,
+            where the optimizer has effects of its own that must not happen before ``step()``.
         rollback: undo a step of a `torch.optim` optimizer that is cut off half way, by an error of
             the optimizer or of the disk: parameters and optimizer state are those of the last
             finished step then. What the loop itself has changed is not put back: hyperparameters,
             buffers that forward writes, what schedulers and scalers have counted. What a step
             changes is written once more, to a second file in the spill directory; all updates of a
             step are made before the next step's, those of experts that are not hit too; none is
-            made in backward, and paging does not step aside. Without it a lost step needs a
-            checkpoint. An optimizer that is not one of `torch.optim`, subclasses included, leaves
-            what it leaves in plain training.
+            made in backward, and paging does not step aside. Pass True where a lost step must not
+            need a checkpoint. An optimizer that is not one of `torch.optim`, subclasses included,
+            leaves what it leaves in plain training.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
-            takes the largest that pads the parameters little and leaves the pool 40 pages.
+            takes the largest that pads the parameters little and leaves the pool 40 pages. Pass
+            what a `BudgetError` names.
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
-            of 1 MiB and 1/256 of the budget.
+            of 1 MiB and 1/256 of the budget. Lower it where small parameters alone fill the budget.
         slices: page parameters that hold one matrix for each of several experts by expert, where
-            the optimizer treats every element by itself.
-        page_activations: page what autograd saves in the model's forward; else it stays in memory,
-            uncounted, and no saved-tensor hooks are on, as `torch.func.grad` in forward wants it.
+            the optimizer treats every element by itself. Pass False to measure what that is worth.
+        page_activations: page what autograd saves in the model's forward. Pass False, by which it
+            stays in memory, uncounted, where saved-tensor hooks are refused, as by
+            `torch.func.grad` in forward.
         step_aside: leave paging off while the budget holds a step's measured peak and what no step
-            has taken yet: what was not touched, and its gradients and optimizer state.
-        io_threads: threads that read and write the spill file, 1 to 16.
+            has taken yet: what was not touched, and its gradients and optimizer state. Pass False
+            to measure paging under a budget that needs none.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
-            which the C library is asked to hand its free pages back.
+            which the C library is asked to hand its free pages back. Lower it where the process
+            must not grow as far; that takes time.
         rank_timeout: of a run of several processes: seconds that a rank may keep the others waiting
             before they end with a `RankError`; it is set as the timeout of the process groups for
             the time of the block. A process whose wait no timeout ends, ends itself with code 70.
             ``None``: as long as the groups allow, 30 minutes by default; a longer wait is warned
             of. Set it where a hung run costs more than one that is ended.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
-            ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
+            ``None``: the model's ``sample_features`` if it has one, else shapes and tokens. Pass
+            what a pilot's traces were recorded with.
         debug: checksum all bytes of a region on its way out of fast memory and compare them on its
             way in (the pager always does so with a word of each 512 bytes; on the mapped file what
             was touched meanwhile is not compared), and, on the pager, fill the free pages of its
             pool with NaNs; by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time, and no
-            memory.
-        record_events: keep transfers and stalls of the latest steps for the report.
+            memory. Pass True where wrong values are suspected.
     """
 
     backend: str = "auto"
@@ -116,11 +123,9 @@ class OffloadConfig:
     slices: bool = True
     page_activations: bool = True
     step_aside: bool = True
-    io_threads: int = 4
     heap_slack_bytes: int = 512 * MiB
     rank_timeout: float | None = None
     features: Callable[..., Any] | None = None
-    record_events: bool = True
     debug: bool = dataclasses.field(default_factory=lambda: _flag("DYNOFFLOAD_DEBUG"))
 
     def __post_init__(self) -> None:
@@ -149,9 +154,6 @@ class OffloadConfig:
         share = self.draft_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(f"draft_share={share!r} is not a share between 0 and 1")
-        threads = self.io_threads
-        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 16:
-            raise ConfigError(f"io_threads={threads!r} must be a whole number from 1 to 16")
         wait = self.rank_timeout
         if wait is not None and (
             isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait < 1e6

@@ -31,12 +31,12 @@ from statistics import fmean, median
 from typing import Any
 
 from dynoffload.config import POLICIES as CONFIGURED
-from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError, DynOffloadError
 from dynoffload.experiments import simulation
 from dynoffload.experiments.simulation import Material
 from dynoffload.experiments.simulation_fit import Fit
 from dynoffload.profiler.trace import Phase, Trace
+from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import (
     DTR,
     Capuchin,
@@ -222,7 +222,7 @@ def simulated(
                 fit.machine,
                 fast_bytes=budget,
                 page_bytes=PAGE_BYTES,
-                workers=OffloadConfig().io_threads,
+                workers=IO_THREADS,
             )
             if strategy is UnifiedMemory:
                 link = replace(machine.link, latency_s=0.0, fault_s=FAULT_S)

@@ -152,7 +152,6 @@ def test_each_quantity_is_named_by_its_argument() -> None:
                 ("slices", "false"),
                 ("page_activations", 0),
                 ("step_aside", None),
-                ("record_events", 1),
                 ("debug", 0.5),
             ]
         ),
@@ -166,9 +165,6 @@ def test_each_quantity_is_named_by_its_argument() -> None:
         ("draft_share", "half", "is not a share between 0 and 1"),
         ("draft_share", True, "is not a share between 0 and 1"),
         ("draft_share", float("nan"), "is not a share between 0 and 1"),
-        ("io_threads", 2.5, "must be a whole number from 1 to 16"),
-        ("io_threads", "4", "must be a whole number from 1 to 16"),
-        ("io_threads", 17, "must be a whole number from 1 to 16"),
     ],
 )
 def test_an_option_of_another_kind_is_named(option: str, value: object, text: str) -> None:

@@ -31,7 +31,7 @@ from dynoffload.runtime.counting import parts_of
 from dynoffload.units import MiB
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
-CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "io_threads": 2}
+CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024}
 
 
 class Root(nn.Module):

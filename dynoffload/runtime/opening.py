@@ -18,6 +18,9 @@ from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+IO_THREADS = 4
+"""That read and write the spill file."""
+
 
 def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: Target) -> Device:
     """Return the device that ``target`` and ``config`` ask for, or the best that works here.
@@ -40,8 +43,7 @@ def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: 
         sizing.page_bytes,
         spill_dir,
         need=sizing.spill_bytes,
-        threads=config.io_threads,
-        record=config.record_events,
+        threads=IO_THREADS,
         debug=config.debug,
     )
 
@@ -70,6 +72,5 @@ def _accelerator(
         least=sizing.least_bytes,
         need=sizing.spill_bytes,
         host_budget=target.host_budget,
-        threads=config.io_threads,
-        record=config.record_events,
+        threads=IO_THREADS,
     )

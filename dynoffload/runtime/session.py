@@ -144,7 +144,6 @@ class Session:
             self.log,
             baseline,
             config.heap_slack_bytes,
-            events=config.record_events,
             outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
         )
