@@ -126,8 +126,7 @@ def _file_in(path: Path) -> Path:
         if (path / name).exists():
             return path / name
     raise ConfigError(
-        f"the directory {path} has neither {INDEX} nor {WHOLE}: name the safetensors file itself "
-        "(a checkpoint of dynoffload's own is read by session.load)"
+        f"the directory {path} has neither {INDEX} nor {WHOLE}: name the safetensors file itself"
     )
 
 
