@@ -513,6 +513,11 @@ def test_weights_noted_for_a_part_are_asked_for() -> None:
         dynoffload.offload(model, budget="8MiB"),
     ):
         pytest.fail("the block must not begin")
+    assert inner.to(torch.bfloat16).weight.dtype == torch.bfloat16
+    dynoffload.materialize(model, give)  # as the message says
+    with dynoffload.offload(model, budget="8MiB"):
+        assert torch.equal(inner.bias, torch.full_like(inner.bias, 0.25))
+    assert inner.__dict__.keys().isdisjoint({"to", "cpu"})
 
 
 def test_a_part_of_what_weights_are_noted_for_is_refused() -> None:

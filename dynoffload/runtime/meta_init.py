@@ -53,7 +53,7 @@ class Initialiser(Protocol):
     """Initialises a whole model in an order of its own.
 
     Attributes:
-        name: what it calls of each module, for messages.
+        name: the function it calls for each module, for messages.
     """
 
     name: str
@@ -226,8 +226,9 @@ class MetaInit:
         for module in model.modules():
             for name in (_NOTE, _PLACE):
                 module.__dict__.pop(name, None)
-        for name in ("to", "cpu") if self._noted else ():
-            model.__dict__.pop(name, None)
+            for name in ("to", "cpu"):
+                if getattr(module.__dict__.get(name), "func", None) is _stay:
+                    del module.__dict__[name]
         self._names = tensors_on_meta(model)
         self._parameters = [p for p in model.parameters() if p.is_meta]
         self._buffers = [
@@ -243,7 +244,7 @@ class MetaInit:
         file.
 
         Args:
-            bring: is told of tensors before they are written, to have their memory at hand.
+            bring: called with tensors before they are written, to fetch their memory.
 
         Raises:
             ConfigError: a module cannot initialise itself or leaves a tensor without a value, or a
@@ -268,7 +269,8 @@ class MetaInit:
         stored.copy_to(model, bring)
 
     def undo(self) -> None:
-        """The block has not begun: the model is on the meta device, and what was noted is again."""
+        """Put the model back on the meta device and note again what was noted, as the block has not
+        begun."""
         for module, name, buffer in self._buffers:
             if module._buffers.get(name) is not None:
                 module._buffers[name] = buffer
@@ -382,8 +384,8 @@ class _Filling:
 
     @contextlib.contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
-        """``module`` is initialised: have what it owns at hand, and keep what has its values, of
-        which there is a copy meanwhile."""
+        """``module`` is initialised: fetch what it owns, and afterwards restore what had its values
+        from a copy."""
         path = self._paths[module]
         own = {key: tensor for key, tensor in own_tensors(module).items() if not tensor.is_meta}
         self._bring(own.values())

@@ -624,7 +624,7 @@ class Paging:
         return self.activations.are_held() or self.adoption.is_held()
 
     def bring(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have what is paged of ``tensors`` at hand, as they will be written."""
+        """Fetch what is paged of ``tensors``, which are written next."""
         slots = self.store.slots_of
         self.device.touch([slot.region for tensor in tensors for slot in slots(tensor)])
 

@@ -15,7 +15,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.tiling.modules import Piece, pieces_of
 
 Bring = Callable[[Iterable[torch.Tensor]], None]
-"""Is told of tensors before they are written, to have their memory at hand."""
+"""Called with tensors before they are written, to fetch their memory."""
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """What transformers names the files of a model."""
