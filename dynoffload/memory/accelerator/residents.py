@@ -175,7 +175,7 @@ class Residents(Rows):
             if cell.zero:
                 self._zero(cell)
                 cell.zero = True
-            elif cell.in_host:
+            elif cell.in_host or cell.in_file:
                 self._copy_in(cell, cause)
         except BaseException:  # nobody may take what lies there for the region's
             self._free(cell)
