@@ -49,7 +49,6 @@ _HOMES = {
     "BackendError": "dynoffload.errors",
     "ClientError": "dynoffload.errors",
     "ExchangeError": "dynoffload.errors",
-    "WholeWeightError": "dynoffload.errors",
 }
 
 __all__ = [
@@ -74,7 +73,6 @@ __all__ = [
     "TiledEmbedding",
     "TiledLinear",
     "TraceError",
-    "WholeWeightError",
     "__version__",
     "load_checkpoint",
     "materialize",
@@ -104,7 +102,6 @@ if TYPE_CHECKING:
         StepLostError,
         ThreadError,
         TraceError,
-        WholeWeightError,
     )
     from dynoffload.optim import HostOptimizer
     from dynoffload.pilot import Pilot

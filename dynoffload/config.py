@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,13 +22,7 @@ ACCELERATOR = "accelerator"
 BACKENDS = ("auto", "pager", "mapped", ACCELERATOR)
 POLICIES = ("pilot", "repeat", "on-demand")
 DEFERRALS = ("auto", "never")
-BINDINGS = ("auto", "off")
 LEAST_PAGE = 4 * KiB
-
-
-def _closest(word: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
 
 
 def _check_flag(name: str, value: object) -> None:
@@ -48,13 +41,14 @@ def _flag(name: str) -> bool:
 class OffloadConfig:
     """Options of one session beyond the budget and the pilot.
 
-    Those in bytes are read as ``budget`` is: an int, or a text such as ``"512MiB"``.
+    Those in bytes are read as ``budget`` is: an int, or a text such as ``"512MiB"``. Each says when
+    to change it.
 
     Attributes:
         backend: of models on the CPU: ``"pager"`` (userfaultfd), ``"mapped"`` (mapped spill file)
             or ``"auto"``: the pager where the system has it, else the mapped file; the plan line,
             which is logged at INFO, names the choice. On an accelerator ``"accelerator"``, which
-            ``"auto"`` is there.
+            ``"auto"`` is there. Name one to have a system without it refused.
         policy: ``"auto"`` is what ``dynoffload run --policy`` says, else ``"pilot"``. ``"pilot"``
             prefetches by the pilot's prediction while it does better of late than the last order,
             else by that; ``"repeat"`` by the last order, in which a step finds its place again
@@ -62,50 +56,50 @@ class OffloadConfig:
             by itself, and says so. ``"on-demand"`` does not prefetch; what was used longest ago
             leaves first.
         defer_updates: ``"auto"`` puts each paged parameter's optimizer update off to just before
-            its next use where the backend can guard it; ``"never"`` updates inside ``step()``.
+            its next use where the backend can guard it; ``"never"`` updates inside ``step()``. Pass
+            it where an error says so: a thread that the pager cannot interrupt reads what waits.
         draft_share: share of the parameters' bytes, 0 to 1, whose updates are made in backward
             already, and count if nothing they depend on changes until ``step()``; where updates are
-            deferred. It spreads the traffic over the phases; 0 makes all in the forward after.
+            deferred. It spreads the traffic over the phases. Pass 0, all in the forward after,
+            where the optimizer has effects of its own that must not happen before ``step()``.
         rollback: undo a step of a `torch.optim` optimizer that is cut off half way, by an error of
             the optimizer or of the disk: parameters and optimizer state are those of the last
             finished step then. What the loop itself has changed is not put back: hyperparameters,
             buffers that forward writes, what schedulers and scalers have counted. What a step
             changes is written once more, to a second file in the spill directory; all updates of a
             step are made before the next step's, those of experts that are not hit too; none is
-            made in backward, and paging does not step aside. Without it a lost step needs a
-            checkpoint. An optimizer that is not one of `torch.optim`, subclasses included, leaves
-            what it leaves in plain training.
+            made in backward, and paging does not step aside. Pass True where a lost step must not
+            need a checkpoint. An optimizer that is not one of `torch.optim`, subclasses included,
+            leaves what it leaves in plain training.
         page_bytes: bytes of one page of the pool, a power of two from 4 KiB to 2 MiB; ``None``
-            takes the largest that pads the parameters little and leaves the pool 40 pages.
+            takes the largest that pads the parameters little and leaves the pool 40 pages. Pass
+            what a `BudgetError` names.
         min_paged_bytes: tensors below this stay resident (and are counted); ``None``: the lesser
-            of 1 MiB and 1/256 of the budget.
+            of 1 MiB and 1/256 of the budget. Lower it where small parameters alone fill the budget.
         slices: page parameters that hold one matrix for each of several experts by expert, where
-            the optimizer treats every element by itself.
-        page_activations: page what autograd saves in the model's forward; else it stays in memory,
-            uncounted, and no saved-tensor hooks are on, as `torch.func.grad` in forward wants it.
+            the optimizer treats every element by itself. Pass False to measure what that is worth.
+        page_activations: page what autograd saves in the model's forward. Pass False, by which it
+            stays in memory, uncounted, where saved-tensor hooks are refused, as by
+            `torch.func.grad` in forward.
         step_aside: leave paging off while the budget holds a step's measured peak and what no step
-            has taken yet: what was not touched, and its gradients and optimizer state.
-        io_threads: threads that read and write the spill file, 1 to 16.
-        gpudirect: on CUDA, read the file that ``host_budget`` leaves bytes for into the
-            accelerator past host memory, by GPUDirect Storage; needs the extra of that name.
-        numa: on a host with several memory nodes, ``"auto"`` binds a rank that torchrun started, as
-            long as the block lasts, to the node of its accelerator, or without one to its share of
-            the nodes; never to cores that it did not have. ``"off"`` binds nothing.
+            has taken yet: what was not touched, and its gradients and optimizer state. Pass False
+            to measure paging under a budget that needs none.
         heap_slack_bytes: bytes beyond the budget, such as operators' temporaries and freed heap, at
-            which the C library is asked to hand its free pages back.
+            which the C library is asked to hand its free pages back. Lower it where the process
+            must not grow as far; that takes time.
         rank_timeout: of a run of several processes: seconds that a rank may keep the others waiting
             before they end with a `RankError`; it is set as the timeout of the process groups for
             the time of the block. A process whose wait no timeout ends, ends itself with code 70.
             ``None``: as long as the groups allow, 30 minutes by default; a longer wait is warned
             of. Set it where a hung run costs more than one that is ended.
         features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
-            ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
+            ``None``: the model's ``sample_features`` if it has one, else shapes and tokens. Pass
+            what a pilot's traces were recorded with.
         debug: checksum all bytes of a region on its way out of fast memory and compare them on its
             way in (the pager always does so with a word of each 512 bytes; on the mapped file what
             was touched meanwhile is not compared), and, on the pager, fill the free pages of its
             pool with NaNs; by default if ``DYNOFFLOAD_DEBUG=1`` is set. It costs time, and no
-            memory.
-        record_events: keep transfers and stalls of the latest steps for the report.
+            memory. Pass True where wrong values are suspected.
     """
 
     backend: str = "auto"
@@ -118,13 +112,9 @@ class OffloadConfig:
     slices: bool = True
     page_activations: bool = True
     step_aside: bool = True
-    io_threads: int = 4
-    gpudirect: bool = False
-    numa: str = "auto"
     heap_slack_bytes: int = 512 * MiB
     rank_timeout: float | None = None
     features: Callable[..., Any] | None = None
-    record_events: bool = True
     debug: bool = dataclasses.field(default_factory=lambda: _flag("DYNOFFLOAD_DEBUG"))
 
     def __post_init__(self) -> None:
@@ -132,7 +122,6 @@ class OffloadConfig:
             ("backend", BACKENDS),
             ("policy", ("auto", *POLICIES)),
             ("defer_updates", DEFERRALS),
-            ("numa", BINDINGS),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -154,9 +143,6 @@ class OffloadConfig:
         share = self.draft_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(f"draft_share={share!r} is not a share between 0 and 1")
-        threads = self.io_threads
-        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 16:
-            raise ConfigError(f"io_threads={threads!r} must be a whole number from 1 to 16")
         wait = self.rank_timeout
         if wait is not None and (
             isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait < 1e6
@@ -176,7 +162,7 @@ class OffloadConfig:
         """Return ``options`` as a config; a mapping may hold only known keys.
 
         Raises:
-            ConfigError: naming the unknown key and the nearest known one.
+            ConfigError: naming the unknown key and the known ones.
         """
         if options is None:
             return cls()
@@ -190,7 +176,7 @@ class OffloadConfig:
         known = tuple(field.name for field in dataclasses.fields(cls))
         for key in options:
             if key not in known:
-                raise ConfigError(f"unknown option {key!r} in config{_closest(str(key), known)}")
+                raise ConfigError(f"unknown option {key!r} in config: known are {', '.join(known)}")
         return cls(**options)
 
 

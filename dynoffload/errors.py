@@ -19,14 +19,6 @@ class ConfigError(DynOffloadError, ValueError):
     """An option is unknown, out of range or contradicts another."""
 
 
-class NotEnteredError(ConfigError, AttributeError):
-    """What ``offload()`` returned was used as a session, but no ``with`` has entered it."""
-
-
-class WholeWeightError(ConfigError, AttributeError):
-    """The whole weight of a tiled module was asked for, which exists nowhere."""
-
-
 class BudgetError(DynOffloadError, MemoryError):
     """What must be in fast memory at one moment is larger than the budget.
 

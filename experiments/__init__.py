@@ -11,7 +11,6 @@ writes the returned numbers to ``json_path``, which the function may use for wha
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import json
@@ -59,9 +58,7 @@ def load(name: str) -> Callable[..., dict[str, Any]]:
         ConfigError: if there is none of this name.
     """
     if name not in EXPERIMENTS:
-        near = difflib.get_close_matches(name, EXPERIMENTS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(EXPERIMENTS)}"
-        raise ConfigError(f"no experiment is named {name!r}; {hint}")
+        raise ConfigError(f"no experiment is named {name!r}: there are {', '.join(EXPERIMENTS)}")
     module, _, function = EXPERIMENTS[name].partition(":")
     found: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), function)
     return found

@@ -262,8 +262,6 @@ def _ours(task: Task, device: torch.device) -> Iterator[Ready]:
         spill_dir=task.spill_dir,
         config=task.config,
     ) as session:
-        if task.meta:
-            session.materialize()
         yield Ready(model, _stepping(model, optimizer, contextlib.nullcontext), session)
 
 

@@ -26,6 +26,7 @@ from dynoffload.experiments.comparing import check_page
 from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, Task
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Link, Machine, StepResult
 from dynoffload.simulation.own_work import Division, Phase, Work
 from dynoffload.simulation.recorded import Network, Parameter, Recorded, recorded
@@ -362,7 +363,7 @@ def simulated(
     keys = [key for key in Division.__dataclass_fields__ if key in sizing]
     options = OffloadConfig()
     division = Division(**{key: sizing[key] for key in keys}, draft_share=options.draft_share)
-    machine = replace(machine, workers=options.io_threads)
+    machine = replace(machine, workers=IO_THREADS)
     training = Training(
         material.network, division, machine, prefetch=policy != "on-demand", work=work
     )

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
-from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError, DynOffloadError
 from dynoffload.experiments import simulation
 from dynoffload.experiments.baselines import DTR as DTR_RUN
@@ -38,6 +37,7 @@ from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.simulation import Material
 from dynoffload.experiments.simulation_fit import Fit
 from dynoffload.profiler.trace import Phase, Trace
+from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import (
     DTR,
     Capuchin,
@@ -224,7 +224,7 @@ def simulated(
                 fit.machine,
                 fast_bytes=budget,
                 page_bytes=PAGE_BYTES,
-                workers=OffloadConfig().io_threads,
+                workers=IO_THREADS,
             )
             if strategy is UnifiedMemory:
                 link = replace(machine.link, latency_s=0.0, fault_s=FAULT_S)

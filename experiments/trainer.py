@@ -115,12 +115,9 @@ class Trainer:
             torch.manual_seed(self.spec.seed)  # of what the steps draw
             yield
             return
+        torch.manual_seed(self.spec.seed)  # reset_parameters() comes in the order of construction
         with self._block() as session:
             self.session = session
-            if self.spec.meta:
-                # The order of reset_parameters() is that of construction: the plain network's.
-                torch.manual_seed(self.spec.seed)
-                session.materialize()
             torch.manual_seed(self.spec.seed)
             yield
 

@@ -11,9 +11,7 @@ other modes.
 
 from __future__ import annotations
 
-import errno
 import mmap
-import os
 import queue
 import random
 import threading
@@ -89,32 +87,6 @@ class Seen:
 
     written: tuple[int, int] = (COMPUTE, 0)
     read: dict[int, int] = field(default_factory=dict)
-
-
-class Reading:
-    """A `Reader` that is late.
-
-    Attributes:
-        count: of reads.
-        fails: of the next reads, so many.
-    """
-
-    def __init__(self, descriptor: int, delay_s: float) -> None:
-        self._file, self._delay_s = descriptor, delay_s
-        self.count = self.fails = 0
-
-    def read(self, target: torch.Tensor, offset: int) -> None:
-        time.sleep(self._delay_s)
-        self.count += 1
-        if self.fails:
-            self.fails -= 1
-            raise OSError(errno.EIO, "as planned")
-        pages = mmap.mmap(-1, -(-target.nbytes // 4096) * 4096)  # aligned, for direct I/O
-        assert os.preadv(self._file, [pages], offset) == len(pages)
-        target.copy_(torch.frombuffer(pages, dtype=torch.uint8)[: target.nbytes])
-
-    def close(self) -> None:
-        self._file = -1
 
 
 class Emulated:
@@ -241,10 +213,6 @@ class Emulated:
         with self._moving:
             _bytes_of(storage).fill_(_POISON)
             storage.resize_(0)
-
-    def open_reader(self, descriptor: int) -> Reading:
-        self.reading = Reading(descriptor, self._random.random() * self._delay_s)
-        return self.reading
 
     def host(self, nbytes: int) -> torch.Tensor:
         self.host_bytes += nbytes
@@ -451,7 +419,6 @@ def accelerated(
             mock.patch.object(target, "_place_of", place),
             mock.patch.object(target, "open_queues", return_value=queues),
             mock.patch.object(opening, "Accelerator", opened),
-            mock.patch.object(opening, "open_reader", lambda _, file: queues.open_reader(file)),
             Watcher(queues, owns) if watched else nullcontext() as seen,
         ):
             yield queues

@@ -36,7 +36,7 @@ from dynoffload.units import parse_bytes
 
 needs_pager = pytest.mark.skipif(bool(probe()), reason=f"the pager cannot work here: {probe()}")
 
-SMALL_PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024, "io_threads": 2}
+SMALL_PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 1024}
 """Options that page networks of a few hundred kilobytes."""
 
 

@@ -16,7 +16,7 @@ from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.session import Session
 
-PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 2048, "io_threads": 2}
+PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": 2048}
 
 
 def mixtral(implementation: str = "eager", **changes: Any) -> nn.Module:

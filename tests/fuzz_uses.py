@@ -23,7 +23,6 @@ from dynoffload.pilot.train import encode_example
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import footprint, temporaries
-from dynoffload.planning.structure import Structure
 from dynoffload.profiler.program import Program, resolve
 from dynoffload.profiler.sample import Sample
 from dynoffload.profiler.trace import Trace
@@ -148,10 +147,6 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
     if sizes is not None and min(sizes.total, sizes.activations, temporaries(trace)) < 0:
         raise Malformed("a footprint below zero")
     if learn:
-        structure = Structure([trace])
-        steps = [tuple(step) for step in structure.operators(structure.path_of(trace))]
-        if steps != [(op.name, op.phase, op.site) for op in trace.operators]:
-            raise Malformed("a structure that gives other operators back")
         again = folder / "again.parquet"
         trace.save(again)
         if Trace.load(again).operators != trace.operators:

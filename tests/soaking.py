@@ -59,13 +59,13 @@ def network(
 def soak(name: str, backend: str, steps: int, *, layers: int, **options: Any) -> Iterator[Taken]:
     """Train for ``steps`` steps under a third of the footprint, or the least that will do.
 
-    By default no single records of transfers are kept, as those take more from step to step until
-    there are enough of them; the totals of each step are one object more.
+    By default one single record of transfers is kept (see `main`), as those take more from step to
+    step until there are enough of them; the totals of each step are one object more.
     """
     model, samples, loss_of = network(name, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = {**SMALL_PAGES, "backend": backend, "step_aside": False}
-    config |= {"record_events": False, **options}
+    config |= options
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
         for step in range(1, steps + 1):
@@ -116,8 +116,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     options = {"policy": given.policy} if given.policy else {}
     if given.records:
-        options |= {"record_events": True, "step_aside": True}
-        recording.MOST_RECORDS = given.records
+        options |= {"step_aside": True}
+    recording.MOST_RECORDS = given.records or 1
     for row in soak(given.network, given.backend, given.steps, layers=given.layers, **options):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()

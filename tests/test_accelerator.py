@@ -11,7 +11,6 @@ import pickle
 import random
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -349,73 +348,6 @@ def test_the_peak_never_passes_the_capacity(device: Accelerator, queues: Emulate
 # The end
 
 
-def test_the_file_is_read_past_host_memory(queues: Emulated, tmp_path: Path) -> None:
-    """By need and by plan; what host memory still has is not read."""
-    device = Accelerator(
-        queues, 8 * PAGE, tmp_path, host_budget=8 * PAGE, direct=queues.open_reader
-    )
-    regions = [device.allocate(3 * PAGE) for _ in range(12)]
-    for region in regions:
-        write(device, region, region)
-    copies = queues.copies
-    for region in regions:
-        assert holds(device, region, region)
-    reads = queues.reading.count
-    assert 6 <= reads <= 10, "of twelve, two are on the accelerator and two in host memory"
-    uses = [Use((region,)) for region in regions[:4]]
-    now = device.resident()
-    device.follow(uses, LookAhead().plan(uses, [3 * PAGE] * 12, device.capacity, now, now))
-    for position, use in enumerate(uses):
-        device.advance(position)
-        assert holds(device, use.regions[0], use.regions[0])
-    counters = device.counters()
-    assert queues.reading.count == reads + 4
-    assert counters.prefetched_bytes > 0
-    assert queues.copies - copies <= 6, "what was read is clean, and leaves without a copy"
-    device.close()
-
-
-def test_a_file_that_cannot_be_read_is_told_of_and_read_again(
-    queues: Emulated, tmp_path: Path
-) -> None:
-    device = Accelerator(
-        queues, 8 * PAGE, tmp_path, host_budget=8 * PAGE, direct=queues.open_reader
-    )
-    regions = [device.allocate(3 * PAGE) for _ in range(12)]
-    device.names.update({region: f"weight{region}" for region in regions})
-    for region in regions:
-        write(device, region, region)
-    queues.reading.fails = 1
-    with pytest.raises(SpillError, match=r"cannot read .*weight0.* back from the spill file"):
-        device.use([regions[0]])
-    assert regions[0] not in device.resident()
-    for region in regions:
-        assert holds(device, region, region)
-    assert 0 < device.counters().peak_bytes <= device.capacity
-
-    # By a plan that does not come true: nobody is told, as nobody asked, and all goes on.
-    first = device.resident()[0]
-    device.discard(first)
-    now = device.resident()
-    uses = [Use(()), *(Use((region,)) for region in regions[:3] if region not in now)]
-    queues.reading.fails = 1
-    device.follow(uses, LookAhead().plan(uses, [3 * PAGE] * 12, device.capacity, now, now))
-    device.advance(0)
-    for _ in range(1000):
-        if not queues.reading.fails:
-            break
-        time.sleep(0.001)
-    assert not queues.reading.fails, "nothing was read ahead"
-    device.follow([], schedule())
-    write(device, first, first)
-    for region in now:
-        write(device, region, region)
-    for region in regions:
-        assert holds(device, region, region)
-    device.counters()
-    device.close()
-
-
 # What goes wrong half way
 
 
@@ -665,8 +597,8 @@ class _Run:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32), st.sampled_from([None, 5, 9, 30]), st.booleans())
-def test_bytes_survive_anything(seed: int, host_pages: int | None, direct: bool) -> None:
+@given(st.integers(0, 2**32), st.sampled_from([None, 5, 9, 30]))
+def test_bytes_survive_anything(seed: int, host_pages: int | None) -> None:
     budget = None if host_pages is None else host_pages * PAGE
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -679,7 +611,6 @@ def test_bytes_survive_anything(seed: int, host_pages: int | None, direct: bool)
             need=8 * PAGE,
             host_budget=budget,
             threads=2,
-            direct=queues.open_reader if direct else None,
         )
         run = _Run(device, random.Random(seed))
         with Watcher(queues, lambda storage: device.owner(storage) >= 0) as watcher:

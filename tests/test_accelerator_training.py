@@ -110,22 +110,6 @@ def test_gated_experts(loop: str, host_share: int | None) -> None:
     assert session.stats["bytes_in"].sum() > 0
 
 
-def test_a_file_that_is_read_past_host_memory() -> None:
-    twin = Twin(small(), partial(AdamW, lr=1e-2))
-    with accelerated() as queues:
-        compare_runs(
-            twin,
-            Loop(steps=8),
-            small_samples(8),
-            small_loss,
-            budget_for(twin, 3),
-            device=DEVICE,
-            host_budget=footprint_of(twin.model) // 2,
-            config={**CONFIG, "gpudirect": True},
-        )
-        assert queues.reading.count > 20
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_lies_change_no_bit(seed: int) -> None:
     twin = Twin(small(seed), partial(AdamW, lr=1e-2, foreach=bool(seed % 2)))

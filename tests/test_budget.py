@@ -373,7 +373,6 @@ CHILD = """
     open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
     config = {"backend": backend, "step_aside": False, "heap_slack_bytes": int(sys.argv[3])}
     with dynoffload.offload(model, optimizer, budget=budget, config=config) as session:
-        dynoffload.materialize(model)
         for step in range(4):
             loss = model(sample).square().mean()
             loss.backward()

@@ -167,7 +167,7 @@ def test_from_pretrained_reads_the_model(tmp_path: Path) -> None:
 
 
 def test_a_model_on_meta_gets_its_weights_from_a_checkpoint(tmp_path: Path) -> None:
-    """Without `reset_parameters`, too; buffers that are not saved are made by it."""
+    """Without `reset_parameters`, too; a function makes the buffers that are not saved."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -210,6 +210,7 @@ def test_a_model_on_meta_gets_its_weights_from_a_checkpoint(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"'own' is on the meta device.*to_empty"):
         dynoffload.load_checkpoint(model, optimizer, tmp_path / "run")
     config = {**SMALL_PAGES, "step_aside": False}
+    dynoffload.materialize(model, (tmp_path / "run", Own.reset_parameters))
     with dynoffload.offload(model, optimizer, budget="100kB", config=config) as session:
         session.load(tmp_path / "run")
         train(model, optimizer, 2)

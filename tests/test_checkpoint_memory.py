@@ -45,7 +45,6 @@ for step in ("save", "load"):
     config = {{"backend": sys.argv[1], "step_aside": False}}
     with dynoffload.offload(model, optimizer, budget={BUDGET}, config=config) as session:
         if step == "save":
-            dynoffload.materialize(model)
             for _ in range(2):
                 model(torch.ones(1, {WIDTH})).sum().backward()
                 optimizer.step()

@@ -326,8 +326,8 @@ def test_the_same_in_other_words_is_not_overruled(
         (["--policy", "repeat"], "{'policy': 'on-demand'}", "on-demand"),
         (["--policy", "repeat"], "{'policy': 'pilot'}", "pilot"),
         (["--policy", "repeat"], "dynoffload.OffloadConfig(policy='pilot')", "pilot"),
-        (["--policy", "repeat"], "dynoffload.OffloadConfig(io_threads=2)", "repeat"),
-        (["--policy", "repeat"], "{'io_threads': 2}", "repeat"),
+        (["--policy", "repeat"], "dynoffload.OffloadConfig(draft_share=0)", "repeat"),
+        (["--policy", "repeat"], "{'draft_share': 0}", "repeat"),
         ([], "dynoffload.OffloadConfig()", "pilot"),
     ],
 )

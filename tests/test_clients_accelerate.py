@@ -155,7 +155,7 @@ def test_a_model_on_the_meta_device_is_prepared_and_given_its_weights() -> None:
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
     with dynoffload.offload(model, optimizer, **quarter()):
-        dynoffload.materialize(model, give)
+        pass
     assert_same(dict(model.state_dict()), dict(reference.state_dict()), "weights")
 
 

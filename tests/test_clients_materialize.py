@@ -69,10 +69,7 @@ def train(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("source", ["random", "file"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_stock_mixtral_trains_as_one_built_plainly(
-    source: str, inside: bool, tmp_path: Path
-) -> None:
+def test_a_stock_mixtral_trains_as_one_built_plainly(source: str, tmp_path: Path) -> None:
     """From the same random weights, or a file of them; buffers that are not saved included."""
     reference, path = plain(), None
     if source == "file":
@@ -81,14 +78,11 @@ def test_a_stock_mixtral_trains_as_one_built_plainly(
     model = on_meta()
     optimizer, its = (AdamW(m.parameters(), lr=1e-3) for m in (model, reference))
     torch.manual_seed(SEED)
-    if not inside:
-        assert materialize(model, path) is model
+    assert materialize(model, path) is model
     budget = footprint_of(reference) // 3
     with dynoffload.offload(
         model, optimizer, budget=budget, pilot=None, config=SMALL_PAGES
     ) as session:
-        if inside:
-            materialize(model, path)
         losses = train(model, optimizer)
         assert session.paging
     assert_same(losses, train(reference, its), "losses")
@@ -99,9 +93,10 @@ def test_a_stock_mixtral_trains_as_one_built_plainly(
 def test_a_tied_weight_is_that_of_the_embedding() -> None:
     """As where transformers ties what it has initialised; nothing of this is left on it."""
     model, untied = on_meta(tie_word_embeddings=True), plain()
+    torch.manual_seed(SEED)
+    materialize(model)
     with dynoffload.offload(model, budget=footprint_of(untied), pilot=None, config=SMALL_PAGES):
-        torch.manual_seed(SEED)
-        materialize(model)
+        pass
     embedding = model.get_input_embeddings().weight
     assert model.lm_head.weight is embedding
     assert torch.equal(embedding, untied.get_input_embeddings().weight)
@@ -120,12 +115,11 @@ def test_a_stock_model_without_an_initialiser_is_told_the_call_that_gives_one(no
     optimizer = AdamW(model.parameters())
     if noted:
         dynoffload.materialize(model)
-    tokens = torch.randint(0, 96, (2, 8))
     with (
         pytest.raises(
             ConfigError, match=r"integrations\.transformers\.materialize\(model\)"
         ) as told,
         dynoffload.offload(model, optimizer, budget="16MB"),
     ):
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        pytest.fail("the block must not begin")
     assert "init=" not in str(told.value)

@@ -403,7 +403,6 @@ def test_a_model_on_the_meta_device_resumes_inside_a_block(tmp_path: Path) -> No
     model = on_meta()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with dynoffload.offload(model, optimizer, **quarter(make=llama)):
-        dynoffload.materialize(model, give)
         paged = trainer(model, tmp_path / "paged", optimizers=(optimizer, None), **EVERYTHING)
         paged.train(resume_from_checkpoint=checkpoint)
     for client in (paged, plain):

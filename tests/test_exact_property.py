@@ -95,9 +95,7 @@ configs = st.fixed_dictionaries(
         "page_bytes": st.sampled_from([4096, 8192, 16384]),
         "min_paged_bytes": st.sampled_from([512, 1024, 4096, 5000]),
         "defer_updates": st.sampled_from(["auto", "auto", "never"]),
-        "io_threads": st.sampled_from([1, 3]),
         "step_aside": st.booleans(),
-        "record_events": st.booleans(),
     }
 )
 backends = st.just("mapped") if probe() else st.sampled_from(["pager", "pager", "mapped"])

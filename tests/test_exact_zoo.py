@@ -36,7 +36,7 @@ from dynoffload.runtime.sizing import sizing_of
 
 STEPS = 20
 PRESETS = {"moe": "tiny", "tree": "tiny-untied"}
-PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None, "io_threads": 2}
+PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None}
 SHAPES: dict[str, dict[str, int]] = {
     "moe": {"rows": 1, "length": 24},
     "tree": {"min_nodes": 8, "max_nodes": 48},

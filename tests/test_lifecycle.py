@@ -246,8 +246,11 @@ def test_something_that_is_no_pilot(untouched: Untouched) -> None:
 
 
 def test_an_unknown_option(untouched: Untouched) -> None:
-    """With the nearest known one."""
-    with untouched.stays(), pytest.raises(ConfigError, match="did you mean 'page_bytes'"):
+    """With the known ones."""
+    with (
+        untouched.stays(),
+        pytest.raises(ConfigError, match=r"'page_byte' in config: known are .*page_bytes"),
+    ):
         untouched.offload(config={"page_byte": 4096})
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import dynoffload
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
+from dynoffload.runtime import paging
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,9 +88,9 @@ def given(model: nn.Module, path: Path | None = None, **options: Any) -> nn.Modu
     """Return ``model`` after a block under half of its parameters, in which it got its weights."""
     config = {**SMALL_PAGES, "step_aside": False, **options}
     budget, _ = least_budget(model, None, sum(p.nbytes for p in model.parameters()) // 2, config)
+    materialize(model, path)
+    torch.manual_seed(SEED)
     with dynoffload.offload(model, budget=budget, pilot=None, config=config) as session:
-        torch.manual_seed(SEED)
-        materialize(model, path)
         assert session.paging
     return model
 
@@ -139,15 +140,15 @@ class Watched(transformers.T5ForConditionalGeneration):
     """A T5 that looks how much of it is in memory whenever a module of it was initialised."""
 
     resident: list[int]
-    session: Any
+    watched: Any
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if not self.shared.weight.is_meta:
-            self.resident.append(self.session._paging.device.resident_bytes())
+            self.resident.append(self.watched.resident_bytes())
 
 
-def test_no_more_is_in_memory_than_the_budget() -> None:
+def test_no_more_is_in_memory_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """At any time while modules write into their parts, and those into theirs."""
     with torch.device("meta"):
         model = Watched(transformers.T5Config(**{**T5, "num_layers": 12}))
@@ -155,10 +156,16 @@ def test_no_more_is_in_memory_than_the_budget() -> None:
     config = {**SMALL_PAGES, "step_aside": False}
     whole = sum(p.nbytes for p in model.parameters())
     budget, _ = least_budget(model, None, whole // 4, config)
-    with dynoffload.offload(model, budget=budget, pilot=None, config=config) as session:
-        model.session = session
-        materialize(model)
-    del model.session
+    materialize(model)
+    opened = paging.open_device
+
+    def watched(*arguments: Any) -> Any:
+        model.watched = opened(*arguments)
+        return model.watched
+
+    monkeypatch.setattr(paging, "open_device", watched)
+    with dynoffload.offload(model, budget=budget, pilot=None, config=config):
+        pass
     assert 0 < max(model.resident) <= budget < whole / 2
 
 
@@ -226,19 +233,19 @@ def test_what_has_its_values_keeps_them() -> None:
     assert scaled < 0.75 * values["transformer.h.1.mlp.c_fc.weight"].std()
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_module_that_was_replaced_gets_its_weights_too(inside: bool) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_module_that_was_replaced_gets_its_weights_too(before: bool) -> None:
     """Between `materialize` and the block, or before both."""
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(GPT2)
-    if not inside:
+    if not before:
         materialize(model)
     with torch.device("meta"):
         model.lm_head = nn.Linear(32, 64, bias=False)
+    if before:
+        materialize(model)
     config = {**SMALL_PAGES, "step_aside": False}
     with dynoffload.offload(model, budget="1MiB", pilot=None, config=config):
-        if inside:
-            materialize(model)
         model(input_ids=torch.arange(5)[None])
     assert 0.015 < model.lm_head.weight.std() < 0.025
 

@@ -41,7 +41,7 @@ from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.trial import Trial
 from dynoffload.runtime.migration.worth import SHOWN, Worth
 
-PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None, "io_threads": 2}
+PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None}
 SHAPE = {"rows": 1, "length": 6}
 
 

@@ -31,7 +31,7 @@ from dynoffload.runtime.counting import parts_of
 from dynoffload.units import MiB
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
-CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024, "io_threads": 2}
+CONFIG = {"page_bytes": 4096, "min_paged_bytes": 1024}
 
 
 class Root(nn.Module):
@@ -386,7 +386,6 @@ MEMORY_OF_CASTS = """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     config = {"step_aside": False}
     with dynoffload.offload(model, optimizer, budget="32MiB", pilot=None, config=config):
-        dynoffload.materialize(model)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(torch.randn(8, 1024)).float().square().mean()
             give_back()

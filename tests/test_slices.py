@@ -999,8 +999,8 @@ def test_weights_from_the_meta_device() -> None:
             )
 
     optimizer = AdamW(model.parameters(), lr=1e-2)
+    dynoffload.materialize(model, init)
     with dynoffload.offload(model, optimizer, budget="256KiB", config=PAGES) as session:
-        dynoffload.materialize(model, init)
         assert fused_of(session)
         assert_same(chosen_step(model, 0), chosen_step(expected, 0), "loss")
     assert_same(dict(model.named_parameters()), dict(expected.named_parameters()), "weights")

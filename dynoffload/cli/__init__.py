@@ -7,7 +7,7 @@ needs it, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
-from dynoffload.cli import doctor, estimate, experiment, export, pilot, report, structure, training
+from dynoffload.cli import doctor, estimate, experiment, export, pilot, report, training
 from dynoffload.cli.app import app
 
 __all__ = [
@@ -18,6 +18,5 @@ __all__ = [
     "export",
     "pilot",
     "report",
-    "structure",
     "training",
 ]

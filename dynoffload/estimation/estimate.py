@@ -27,8 +27,9 @@ from dynoffload.pilot.progress import Report
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
 from dynoffload.runtime.aside import ASIDE
 from dynoffload.runtime.counting import States, is_trained, whole_bytes
-from dynoffload.runtime.materialize import noted
+from dynoffload.runtime.meta_init import noted
 from dynoffload.runtime.offload import check_parameters, is_managed
+from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation import Machine
@@ -375,7 +376,7 @@ def _simulated(
         training = Training(
             measured.network,
             division,
-            replace(machine, workers=options.io_threads),
+            replace(machine, workers=IO_THREADS),
             prefetch=options.policy != "on-demand",
             work=calibration.work,
         )

@@ -23,9 +23,15 @@ import torch
 from torch import nn
 
 from dynoffload.errors import BackendError, ConfigError
-from dynoffload.runtime.access import InMemory
-from dynoffload.runtime.filling import Give, Initialiser, fill, own_tensors
-from dynoffload.runtime.materialize import Init, tensors_on_meta, zero_buffers
+from dynoffload.runtime.meta_init import (
+    Give,
+    Init,
+    Initialiser,
+    fill,
+    own_tensors,
+    tensors_on_meta,
+    zero_buffers,
+)
 from dynoffload.units import KiB, MiB
 
 _CONTENT = 16 * MiB  # of the file for one dtype
@@ -113,7 +119,7 @@ def _fill(model: nn.Module, init: Init, names: Collection[str]) -> None:
     """Initialise ``names``, while all else is on the meta device, where writing does nothing."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            fill(model, _give_of(model, init), names, (), InMemory())
+            fill(model, _give_of(model, init), names, ())
     except ConfigError:
         raise
     except Exception as error:

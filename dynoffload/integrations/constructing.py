@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
 
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.imports import importing
-from dynoffload.runtime.filling import Around, join, own_tensors
+from dynoffload.runtime.meta_init import Around, join, own_tensors
 
 with importing("transformers", extra="transformers"):
     from transformers import PreTrainedModel

@@ -1,8 +1,7 @@
 """Memory nodes and their cores, and which of them a process updates parameters on: its share.
 
-What it is: a reader of Linux's /sys, torchrun's variables and the process's affinity. What it is
-not: threads; `dynoffload.optim.crew` makes those, and `dynoffload.runtime.ranks.binding` binds
-others.
+Read from Linux's /sys, torchrun's variables and the process's affinity;
+`dynoffload.optim.crew` makes and binds the threads.
 
 An accelerator hangs on one memory node (NUMA), and host memory of another node is slower to reach
 for it and for the cores here. Ranks of one machine that have accelerators on one node share its
@@ -48,17 +47,6 @@ def cores_of_list(text: str) -> set[int]:
         if part:
             found.update(range(int(first), int(last if dash else first) + 1))
     return found
-
-
-def list_of_cores(cores: Collection[int]) -> str:
-    """Return ``cores`` as the kernel lists them."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and core == runs[-1][1] + 1:
-            runs[-1][1] = core
-        else:
-            runs.append([core, core])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def node_of(address: str | None, root: Path = Path("/")) -> int:

@@ -7,7 +7,6 @@ has them.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -88,10 +87,9 @@ class Rule:
         known = [name for name in inspect.signature(kind).parameters if name != "params"]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, (*known, *_OWN), n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
                 raise ConfigError(
-                    f"HostOptimizer of {kind.__name__} has no option {name!r}; {hint}"
+                    f"HostOptimizer of {kind.__name__} has no option {name!r}: known are "
+                    f"{', '.join((*known, *_OWN))}"
                 )
         self.kind = kind
         given = {name: value for name, value in options.items() if name not in _OURS}

@@ -1,7 +1,4 @@
-"""What moves when: blocks of a network, schedules of a reference string, the bound on both.
-
-And what a network can do at all: the one control flow of its samples (`Structure`).
-"""
+"""What moves when: blocks of a network, schedules of a reference string, the bound on both."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from dynoffload.planning.schedule import (
     Schedule,
     Use,
 )
-from dynoffload.planning.structure import Path, Size, Step, Structure
 
 __all__ = [
     "UNSEEN",
@@ -30,13 +26,9 @@ __all__ = [
     "LookAhead",
     "NextUse",
     "OnDemand",
-    "Path",
     "PhaseBound",
     "Policy",
     "Schedule",
-    "Size",
-    "Step",
-    "Structure",
     "Use",
     "Vocabulary",
     "WorkingSet",

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import functools
-import inspect
 import logging
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -24,9 +22,8 @@ from torch.optim import Optimizer
 
 from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, Defaults, OffloadConfig, defaults, no_budget
-from dynoffload.errors import ConfigError, NotEnteredError, PilotError
+from dynoffload.errors import ConfigError, PilotError
 from dynoffload.launch import own_file
-from dynoffload.memory.cores import address_of
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.reused import suspended
 from dynoffload.memory.spill import check_room, default_spill_dir
@@ -36,11 +33,10 @@ from dynoffload.runtime.counting import images_bytes
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.host import within
 from dynoffload.runtime.interrupts import admit, hold
-from dynoffload.runtime.materialize import Init, check_parts, place_of, remember
+from dynoffload.runtime.meta_init import Init, check_parts, place_of, remember
 from dynoffload.runtime.migration.forecast import Predictor
 from dynoffload.runtime.profiled import profiled
 from dynoffload.runtime.ranks import sharded
-from dynoffload.runtime.ranks.binding import Binding, binding_for, bound
 from dynoffload.runtime.ranks.replicas import (
     bucket_bytes,
     check_replicas,
@@ -59,15 +55,13 @@ logger = logging.getLogger(__name__)
 _open: dict[int, Session] = {}  # id of a managed root -> its session
 _REMEDY = "write 'with dynoffload.offload(...) as session:' around the training loop"
 _OURS = tuple(f"{directory}{os.sep}" for p in (runtime, memory) for directory in p.__path__)
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 class OffloadBlock(contextlib.AbstractContextManager[Session]):
     """What `offload` returns: entered once, by ``with`` or `start`, it yields the session.
 
-    Until then nothing is offloaded. As that is easily overlooked, a block that is used as if it
-    were its session is an error, and one that nobody ever entered is warned of.
+    Until then nothing is offloaded. As that is easily overlooked, a block that nobody ever entered
+    is warned of.
 
     It ends as ``with`` is left, by the session's ``close()``, or as the interpreter exits, which
     must find no tensor in paged memory; the first of these counts.
@@ -161,21 +155,6 @@ class OffloadBlock(contextlib.AbstractContextManager[Session]):
         finally:
             admit()
 
-    if not TYPE_CHECKING:  # a type checker knows by itself that these attributes are the session's
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):  # what Python and consoles ask any object for
-                raise AttributeError(name)
-            self._forgotten.detach()  # this error says it
-            if self._entered:
-                raise NotEnteredError(
-                    f"{name!r} was asked of what offload() returned: the session is what 'with ... "
-                    "as session' gives"
-                )
-            raise NotEnteredError(
-                f"{name!r} was asked of what offload() returns, which is no session yet: {_REMEDY}"
-            )
-
 
 _entered: list[OffloadBlock] = []  # and not left, in order
 
@@ -212,39 +191,6 @@ def _place_of_call() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _names_the_nearest(
-    function: Callable[_Arguments, _Result],
-) -> Callable[_Arguments, _Result]:
-    """Let ``function`` refuse an unknown keyword by naming what was probably meant."""
-    parameters = inspect.signature(function).parameters
-    known = tuple(parameters)
-    by_place = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    by_name = [name for name in known if name not in by_place]
-    options = tuple(field.name for field in fields(OffloadConfig))
-
-    @functools.wraps(function)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, (*known, *options), n=1)
-                if not near:
-                    remedy = f"known are {', '.join(known)}"
-                elif near[0] in known:
-                    remedy = f"did you mean {near[0]!r}?"
-                else:
-                    remedy = f"pass it as an option: config={{{near[0]!r}: ...}}"
-                raise ConfigError(f"{function.__name__}() has no argument {name!r}; {remedy}")
-        if by_name and len(args) > len(by_place):
-            raise ConfigError(
-                f"{function.__name__}() takes only {' and '.join(by_place)} by position: write "
-                f"{by_name[0]}={args[len(by_place)]!r:.80}"
-            )
-        return function(*args, **kwargs)
-
-    return call
-
-
-@_names_the_nearest
 def offload(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -379,16 +325,15 @@ def _plan(
     if options.rollback and optimizer is not None and can_split(optimizer):
         images = images_bytes(model, optimizer)
         check_room(directory, {"training": sizing.spill_bytes, "rollback": images})
-    binding = binding_for(address_of(target.device)) if options.numa == "auto" else None
     parts = (model, optimizer, sizing, options, directory, target, predictor, reason, replicas)
-    block = _paged(binding, *parts)
+    block = _paged(*parts)
     return _Planned(block, functools.partial(_report, given))
 
 
 @contextlib.contextmanager
-def _paged(binding: Binding | None, model: nn.Module, *arguments: Any) -> Iterator[Session]:
-    with bound(binding) as words, suspended():
-        session = _open[id(model)] = Session(model, *arguments, bound=words)
+def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
+    with suspended():
+        session = _open[id(model)] = Session(model, *arguments)
         beside = None
         left_by: BaseException | None = None
         try:
@@ -434,12 +379,11 @@ def _report(given: Defaults, session: Session) -> None:
 def materialize(model: nn.Module, init: Init = None) -> nn.Module:
     """Give a model built on the meta device its weights, without ever holding it whole.
 
-    Inside an `offload` block of ``model`` this happens now, module by module; outside it is noted,
-    and happens with the first forward under `offload`, or when the block ends. Until then all reads
-    as zeros there; what the user writes meanwhile, as by ``load_state_dict``, stays.
+    Call it before `offload`: it is noted, and happens module by module as the block begins. Where
+    it is not called, each module's ``reset_parameters`` is.
 
     Args:
-        model: the root, or any model that an `offload` block will manage.
+        model: what `offload` will be given.
         init: None for each module's ``reset_parameters``, a function called with each module that
             owns parameters or buffers, the path of a safetensors file, of an index of such files or
             of a directory with either, with the model's own names, or such a path and a function
@@ -451,14 +395,16 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
         ``model``.
 
     Raises:
-        ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a tensor
-            without a value, or the file cannot be read or does not fit: this is said at once.
+        ConfigError: ``init`` is none of these, the file cannot be read or does not fit, or the
+            block has begun. That a module cannot initialise itself, or leaves a tensor without a
+            value, `offload` says.
     """
-    session = _open.get(id(unwrapped(model)))
-    if session is None:
-        remember(unwrapped(model), init)
-    else:
-        session.materialize(init)
+    if id(unwrapped(model)) in _open:
+        raise ConfigError(
+            f"materialize() was called inside the offload() block of this {type(model).__name__}, "
+            "whose weights were given as the block began: call it before offload()"
+        )
+    remember(unwrapped(model), init)
     return model
 
 

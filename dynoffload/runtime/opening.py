@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 
 from dynoffload.config import OffloadConfig
-from dynoffload.errors import BackendError, BudgetError, ConfigError
+from dynoffload.errors import BackendError, BudgetError
 from dynoffload.memory.accelerator.accelerator import Accelerator
-from dynoffload.memory.accelerator.direct import open_reader
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import available_bytes
 from dynoffload.memory.mapped import MappedFile
@@ -20,6 +18,9 @@ from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+IO_THREADS = 4
+"""That read and write the spill file."""
+
 
 def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: Target) -> Device:
     """Return the device that ``target`` and ``config`` ask for, or the best that works here.
@@ -27,7 +28,6 @@ def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: 
     Raises:
         BackendError: the pager was asked for by name and is refused.
         BudgetError: the host has no room for what is not on the accelerator.
-        ConfigError: GPUDirect Storage was asked for, and there is no file.
         SpillError: the spill directory cannot be used.
     """
     if target.queues is not None:
@@ -43,8 +43,7 @@ def open_device(sizing: Sizing, config: OffloadConfig, spill_dir: Path, target: 
         sizing.page_bytes,
         spill_dir,
         need=sizing.spill_bytes,
-        threads=config.io_threads,
-        record=config.record_events,
+        threads=IO_THREADS,
         debug=config.debug,
     )
 
@@ -57,11 +56,6 @@ def _accelerator(
         logger.warning("debug compares nothing on an accelerator: what moves is not checksummed")
     host = sizing.spill_bytes if target.host_budget is None else target.host_budget
     have = available_bytes()
-    if config.gpudirect and target.host_budget is None:
-        raise ConfigError(
-            "gpudirect=True is about the file below host memory, and there is none: pass "
-            "host_budget= too, or leave it out"
-        )
     if host > have:
         asked = "takes" if target.host_budget is None else "was asked for and is"
         raise BudgetError(
@@ -78,7 +72,5 @@ def _accelerator(
         least=sizing.least_bytes,
         need=sizing.spill_bytes,
         host_budget=target.host_budget,
-        threads=config.io_threads,
-        direct=partial(open_reader, target.queues.device) if config.gpudirect else None,
-        record=config.record_events,
+        threads=IO_THREADS,
     )

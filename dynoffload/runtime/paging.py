@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -622,11 +622,14 @@ class Paging:
         self.flush()  # what waits for an update is held by it
         return self.activations.are_held() or self.adoption.is_held()
 
-    def revert(self, kept: Collection[int] = ()) -> None:
-        """Nobody has used it: what was on the meta device will be there again, but for the tensors
-        whose ids are ``kept``."""
+    def bring(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Fetch what is paged of ``tensors``, which are written next."""
+        slots = self.store.slots_of
+        self.device.touch([slot.region for tensor in tensors for slot in slots(tensor)])
+
+    def revert(self) -> None:
+        """Nobody has used it: what was on the meta device will be there again."""
         self._undoes = True
-        self._meta = [parameter for parameter in self._meta if id(parameter) not in kept]
 
     def meta_is_held(self) -> bool:
         """Return whether somebody has views of what was on the meta device, and so keeps it."""

@@ -1,7 +1,7 @@
 """What ``offload()`` does under ``dynoffload profile``: it records traces, and pages nothing.
 
 The script that is profiled was written for a session and may use one: to save and load, to
-materialize, to ask for statistics. It gets all of these over ordinary tensors.
+ask for statistics. It gets all of these over ordinary tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from torch.optim import Optimizer
 
 from dynoffload.config import Defaults, OffloadConfig
 from dynoffload.errors import ProfilingDone
-from dynoffload.runtime.access import InMemory
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.interrupts import interruptible
-from dynoffload.runtime.materialize import Init, give_weights, recipe_of, tensors_on_meta
-from dynoffload.runtime.owed import Owed
+from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.telemetry import RunLog, table_of
 
@@ -58,7 +56,6 @@ class ProfiledSession:
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, policy: str) -> None:
         self.model, self.optimizer = model, optimizer
         self.sizing = Sizing(**dict.fromkeys(Sizing.__dataclass_fields__, 0))
-        self._empty = tensors_on_meta(model)
         self._leave_block: Callable[[], None] | None = None  # while it is open
         self.log = RunLog(type(model).__name__, self.backend, policy, budget=0, headroom=0)
 
@@ -68,12 +65,11 @@ class ProfiledSession:
         Raises:
             ConfigError: as `materialize`.
         """
-        owed = Owed(self.model, recipe_of(self.model))
+        weights = MetaInit(self.model)
         try:
-            owed.begin()
-            interruptible(owed.give)(InMemory())
+            interruptible(weights.give)()
         except BaseException:
-            owed.revert()
+            weights.undo()
             raise
 
     def __repr__(self) -> str:
@@ -86,14 +82,6 @@ class ProfiledSession:
 
     def flush(self) -> None:
         """Do nothing: no update is ever put off."""
-
-    def materialize(self, init: Init = None) -> None:
-        """Give a model built on the meta device its weights, in memory; see `Session.materialize`.
-
-        Raises:
-            ConfigError: a module cannot initialise itself, or the file lacks a tensor.
-        """
-        give_weights(self.model, init, self._empty, InMemory())
 
     def save(
         self,

@@ -61,7 +61,6 @@ class Recording:
         baseline: bytes the process would take without what is managed: its resident set when the
             session began, less the tensors that are paged.
         slack: bytes beyond what is counted above which freed heap is handed back.
-        events: keep transfers, stalls and memory samples too.
         outside: returns the bytes of the model's tensors that lie outside of a device, all of them
             for None; called once in a step.
         allocated: returns the most bytes that an accelerator's allocator had given since the last
@@ -74,14 +73,12 @@ class Recording:
         baseline: int,
         slack: int,
         *,
-        events: bool,
         outside: Callable[[Device | None], int] = _nothing,
         allocated: Callable[[], int] | None = None,
     ) -> None:
         self.log = log
         self._slack = slack
         self._baseline = baseline
-        self._events = events
         self._count_outside = outside
         self._allocated, self._of_process = allocated, allocated is None
         self._outside: int | None = None  # as last counted
@@ -112,7 +109,7 @@ class Recording:
         now = self.now()
         if self._phase is not None and self._phase[0] == name:
             return
-        if self._phase is not None and self._events:
+        if self._phase is not None:
             before, start = self._phase
             self._add(self.log.phases, PhaseSpan(start, now, len(self.log.steps), before))
         self._phase = (name, now)
@@ -151,8 +148,7 @@ class Recording:
     def _look(self, fast: int, taken: int) -> None:
         now = self._sampled = self.now()
         beyond = self._taken_beyond(taken)
-        if self._events:
-            self._add(self.log.memory, MemorySample(now, fast, self._baseline + taken + beyond))
+        self._add(self.log.memory, MemorySample(now, fast, self._baseline + taken + beyond))
 
     def _taken_beyond(self, taken: int) -> int:
         """Return the bytes that the process takes beyond ``taken``, when freed heap is back."""
@@ -237,14 +233,13 @@ class Recording:
         )
         self._step_began = now
         self.log.steps.append(stats)
-        if self._events:
-            if actual:
-                self._add(self.log.blocks, StepBlocks(number, predicted, actual))
-                self._open += (len(predicted or ()) + len(actual)) // _NAMES_OF_A_RECORD
-            if device is not None and store is not None:
-                self._drain(device, store)
-            self.log.dropped += counters.events_lost - last.events_lost
-            self._end_detail()
+        if actual:
+            self._add(self.log.blocks, StepBlocks(number, predicted, actual))
+            self._open += (len(predicted or ()) + len(actual)) // _NAMES_OF_A_RECORD
+        if device is not None and store is not None:
+            self._drain(device, store)
+        self.log.dropped += counters.events_lost - last.events_lost
+        self._end_detail()
         return stats
 
     def _peak(self, device: Device | None, small: int, counters: Counters, *, still: bool) -> int:

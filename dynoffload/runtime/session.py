@@ -23,7 +23,6 @@ from dynoffload.config import OffloadConfig
 from dynoffload.launch import launched_rank
 from dynoffload.memory.device import Device
 from dynoffload.memory.limits import resident_bytes
-from dynoffload.runtime.access import Access, InMemory, Paged
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.aside import ASIDE, Whole
@@ -36,10 +35,9 @@ from dynoffload.runtime.forked import refusal
 from dynoffload.runtime.frames import clear_frames
 from dynoffload.runtime.growth import Growth
 from dynoffload.runtime.interrupts import interruptible, uninterrupted
-from dynoffload.runtime.materialize import Init, blank, recipe_of
+from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.migration.forecast import Forecast, Predictor
 from dynoffload.runtime.overrun import largest_outside
-from dynoffload.runtime.owed import Owed
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
@@ -90,8 +88,6 @@ class Session:
         pilot: Predictor | str | None,
         spill_reason: str = "",
         replicas: tuple[DistributedDataParallel, ...] = (),
-        *,
-        bound: str = "",
     ) -> None:
         self._replicas = replicas
         self._leave_block: Callable[[], None] | None = None  # while it is open
@@ -99,14 +95,14 @@ class Session:
         self._called = False  # the root, to train; or it was warned that it is not
         self.model, self.optimizer, self.sizing = model, optimizer, sizing
         self._config, self.spill_dir = config, spill_dir
-        self._target, self._bound = target, bound
+        self._target = target
         self._homes = Homes(model, optimizer, target, spill_dir)
         # It asks a predictor of the user's.
         self._forecast = interruptible(Forecast)(model, config.policy, pilot, config.features)
         self._paging: Paging | None = None
         self._handles: list[Handle] = []
         self._aside_handle: RemovableHandle | None = None
-        self._owed = Owed(model, recipe_of(model), target.device)
+        self._meta_init = MetaInit(model, target.device)
         try:
             self._begin(spill_reason)
         except BaseException as error:
@@ -120,7 +116,7 @@ class Session:
             handle.remove()
         paging, self._paging = self._paging, None
         with contextlib.ExitStack() as undo:  # the last first, though one of them raises
-            undo.callback(self._owed.undo)
+            undo.callback(self._meta_init.undo)
             undo.callback(self._homes.leave)
             if paging is not None:
                 undo.callback(paging.close)
@@ -148,7 +144,6 @@ class Session:
             self.log,
             baseline,
             config.heap_slack_bytes,
-            events=config.record_events,
             outside=self._outside_bytes,
             allocated=None if target.queues is None else target.queues.peak_bytes,
         )
@@ -172,9 +167,8 @@ class Session:
         queues = target.queues
         self._growth = Growth(model, None if queues is None else queues.given_bytes)
         self._say_plan(spill_reason)
-        self._owed.begin()
         paging.begun()
-        interruptible(self._owed.give_said)(self._access_to(paging))
+        interruptible(self._meta_init.give)(paging.bring)
         paging.count_anew()
 
     def _outside_bytes(self, device: Device | None) -> int:
@@ -205,7 +199,7 @@ class Session:
             return
         logger.info(
             "%s: %s of parameters, gradients%s%s under %s on the %s (pool %s in "
-            "pages of %s, reserve %s), %s, policy %s%s",
+            "pages of %s, reserve %s), %s, policy %s",
             type(self.model).__name__,
             format_bytes(sizing.states_bytes),
             "" if self.optimizer is None else " and optimizer state",
@@ -217,7 +211,6 @@ class Session:
             format_bytes(sizing.reserve_bytes),
             self._beside(spill_reason),
             self._config.policy,
-            self._bound and f", {self._bound}",
         )
 
     def _beside(self, spill_reason: str) -> str:
@@ -271,7 +264,6 @@ class Session:
         if self._paging is not None:
             self._paging.hear()
             self._paging.loss.check()
-        self._give_owed()
         if self._leaves and not _is_transformed():
             self._step_aside()
         if torch.is_grad_enabled():
@@ -481,34 +473,6 @@ class Session:
         if self._paging is not None:
             self._paging.settle()
 
-    def materialize(self, init: Init = None) -> None:
-        """Give a model built on the meta device its weights, module by module.
-
-        Args:
-            init: see `dynoffload.materialize`. What was not on the meta device, or was written in
-                the block before all had values, keeps its values, except by a file.
-
-        Raises:
-            ConfigError: ``init`` is none of these, a module cannot initialise itself or leaves a
-                tensor without a value, or the file lacks a tensor.
-        """
-        self.flush()
-        self._owed.give_by(init, self._access_to(self._paging))
-        if self._paging is not None:
-            self._paging.count_anew()
-
-    def _give_owed(self) -> None:
-        if self._owed.init is not None:
-            self.flush()
-            self._owed.give(self._access_to(self._paging))
-            if self._paging is not None:
-                self._paging.count_anew()
-
-    def _access_to(self, paging: Paging | None) -> Access:
-        if paging is None:
-            return InMemory()
-        return Paged(paging.adoption, paging.device, self.spill_dir)
-
     def save(
         self,
         directory: str | Path,
@@ -539,8 +503,7 @@ class Session:
     def load(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Load a checkpoint, saved under whatever budget or none; see `load_checkpoint`.
 
-        A model on the meta device gets its weights by it. Gradients, updates that were put off and
-        a lost step are gone afterwards.
+        Gradients, updates that were put off and a lost step are gone afterwards.
 
         Raises:
             CheckpointError: there is none, it is damaged, foreign or of a newer version, or it is
@@ -556,7 +519,6 @@ class Session:
         max_shard_size: int | str,
     ) -> None:
         def settle() -> None:
-            self._give_owed()
             self._settle()
             Aftermath.check(self.model, optimizer)
 
@@ -583,8 +545,6 @@ class Session:
         def prepare() -> None:
             nonlocal touched
             touched = True
-            if (owed := self._owed.init) is not None:
-                self.materialize(blank if owed[0] is None else owed[0])
             if self._paging is None:
                 return
             if optimizer is None:
@@ -639,7 +599,7 @@ class Session:
                 ends.callback(self._say_where, places)
                 ends.callback(lambda: places.append(self._homes.leave()))
                 if paging is not None:
-                    ends.callback(self._end_paging, paging, places)
+                    ends.callback(lambda: places.append(self._end(paging)))
             for hook in self._hooks:
                 hook.end()
             for handle in self._handles:
@@ -650,17 +610,6 @@ class Session:
                 self._aside_handle.remove()
             if os.getpid() == self._pid:  # what may take long, or is the user's
                 interruptible(self._forecast.close)()
-                if paging is not None:
-                    interruptible(self._owed.give)(self._access_to(paging))
-
-    def _end_paging(self, paging: Paging, places: list[str]) -> None:
-        cut_off = self._owed.init is not None  # before all had values
-        with contextlib.ExitStack() as ends:
-            if cut_off:
-                ends.callback(self._owed.revert)
-            ends.callback(lambda: places.append(self._end(paging)))
-            if cut_off:
-                paging.revert(self._owed.written())
 
     def _say_where(self, places: list[str]) -> None:
         where = ", ".join(place for place in places if place)

@@ -79,11 +79,6 @@ def target_of(
                 "host_budget= is for what lies below an accelerator, and this model is trained on "
                 "the CPU: pass device= the accelerator, or limit fast memory by budget= alone"
             )
-        if options.gpudirect:
-            raise ConfigError(
-                "gpudirect=True reads the file into an accelerator, and this model is trained on "
-                "the CPU: leave it out"
-            )
         if options.backend == ACCELERATOR:
             raise ConfigError(
                 f"backend={ACCELERATOR!r} is for models on one: pass device= its name, or leave "

@@ -372,7 +372,7 @@ def _read_document(path: Path) -> Mapping[str, Any]:
     if len(raw) > MAX_FILE_BYTES:
         raise TraceError(
             f"{path}: the run log unpacks to more than {format_bytes(MAX_FILE_BYTES)}; record "
-            f"fewer steps, or set record_events=False in OffloadConfig"
+            "fewer steps"
         )
     try:
         document = json.loads(raw)

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dynoffload.errors import ConfigError, WholeWeightError
+from dynoffload.errors import ConfigError
 from dynoffload.units import format_bytes, parse_bytes
 
 _ALIGNED = 64  # features of which tiles are multiples where they can be; see [Note: bits]
@@ -134,15 +134,6 @@ class Tiled(nn.Module):
             unexpected_keys,
             error_msgs,
         )
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise WholeWeightError(
-                f"this {type(self).__name__} has no whole weight: take its tiles, call "
-                "dynoffload.untile(model), or leave the module whole with "
-                "dynoffload.tile(model, skip=[its path])"
-            )
-        return super().__getattr__(name)
 
 
 class TiledLinear(Tiled):

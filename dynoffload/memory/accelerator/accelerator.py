@@ -24,7 +24,6 @@ import torch
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.cells import Cell, State
-from dynoffload.memory.accelerator.direct import Reader
 from dynoffload.memory.accelerator.lead import UNKNOWN
 from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.memory.accelerator.residents import Residents
@@ -64,7 +63,6 @@ class Accelerator(Unguarded, Residents):
         host_budget: bytes of host memory for what is not on the accelerator; the rest is in the
             file. None: host memory holds all, and there is no file.
         threads: that read and write the file.
-        direct: opens the file, by its descriptor, to be read past host memory; None: it is not.
         record: keep events.
 
     Raises:
@@ -88,7 +86,6 @@ class Accelerator(Unguarded, Residents):
         need: int = 0,
         host_budget: int | None = None,
         threads: int = 4,
-        direct: Callable[[int], Reader] | None = None,
         record: bool = True,
     ) -> None:
         spill: SpillFile | NoFile = NoFile(spill_dir)
@@ -102,7 +99,6 @@ class Accelerator(Unguarded, Residents):
             host_budget,
             need,
             threads,
-            direct,
             record,
         )
         self._temporaries = Temporaries(self.capacity, least, budget)
@@ -356,7 +352,7 @@ class Accelerator(Unguarded, Residents):
             if cell is not None and not self._carry_out(action.kind, cell):
                 break
             self._plan.done()
-        for region in self._plan.coming(0 if self._direct is not None else _READ_AHEAD):
+        for region in self._plan.coming(_READ_AHEAD):
             cell = self._cells.get(region)
             if cell is not None and cell.in_file and not (cell.in_host or cell.here):
                 self._host.fetch(cell, wait=False)
@@ -519,8 +515,6 @@ class Accelerator(Unguarded, Residents):
             for cell in self._cells.values():
                 self._settle(cell)
                 cell.storage.bring = None
-        if self._direct is not None:
-            self._direct.close()
         self._host.close()
         self._spill.close()
         self._cells.clear()  # and their memory goes, though whoever refers to this lives on

@@ -244,16 +244,6 @@ class Host:
                 self._failed.append(cell)
             self._settled.notify_all()
 
-    def fail_to_read(self, cell: Cell, number: int) -> NoReturn:
-        """Raise that the file could not be read into the accelerator, by an errno.
-
-        Raises:
-            SpillError: always.
-        """
-        cell.error = number
-        self._failed.append(cell)
-        self._fail(cell)
-
     def check(self) -> None:
         """Raise what the file did to a region since it was asked last.
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from dynoffload.errors import BudgetError
 from dynoffload.memory.accelerator.cells import Cell, State
-from dynoffload.memory.accelerator.direct import Read, Reader, Reads, Waited
 from dynoffload.memory.accelerator.host import Host
 from dynoffload.memory.accelerator.lead import Lead
 from dynoffload.memory.accelerator.queues import Lag, Queues
@@ -48,11 +47,9 @@ class Residents(Rows):
         host_budget: bytes of host memory; None: as many as regions take.
         need: bytes that regions will take at least.
         threads: that read and write the file.
-        direct: opens the file to be read past host memory; None: it is not.
         record: keep events.
 
     Raises:
-        BackendError: the accelerator cannot read a file.
         BudgetError: the host has no such memory.
     """
 
@@ -65,7 +62,6 @@ class Residents(Rows):
         host_budget: int | None,
         need: int,
         threads: int,
-        direct: Callable[[int], Reader] | None,
         record: bool,
     ) -> None:
         super().__init__(capacity, page_bytes, spill, 0)
@@ -74,10 +70,7 @@ class Residents(Rows):
         self._mutex = threading.RLock()
         self._cells: dict[int, Cell] = {}
         self._plan = Following()
-        self._direct: Reads | None = None
         try:
-            if direct is not None and isinstance(spill, SpillFile):
-                self._direct = Reads(direct(spill.fd), threads)
             self._host = Host(
                 queues,
                 page_bytes,
@@ -91,8 +84,6 @@ class Residents(Rows):
                 threads,
             )
         except BaseException:
-            if self._direct is not None:
-                self._direct.close()
             spill.close()
             raise
         self._tally = Tally(record)
@@ -117,8 +108,6 @@ class Residents(Rows):
             ready, start = cell.ready, time.perf_counter()
             late = not ready.reached()
             lag = self._arrive(cell)
-            if isinstance(ready, Read) and ready.error:
-                self._host.fail_to_read(cell, ready.error)
             if late:
                 self._telling.waits(lag, cell, start)
 
@@ -140,7 +129,7 @@ class Residents(Rows):
             if self.capacity - self._used < cell.padded:
                 if not self._make_room(cell.padded, must, wanted):
                     return False
-            elif cell.in_file and not (cell.in_host or self._direct is not None):
+            elif cell.in_file and not cell.in_host:
                 if not self._host.fetch(cell, wait=must) and not must:
                     return False
             elif self._fill(cell, must):
@@ -199,13 +188,8 @@ class Residents(Rows):
 
     def _copy_in(self, cell: Cell, cause: Cause) -> None:
         now = self._queues.now()
-        if cell.in_host:
-            content = self._host.content(cell)
-            moment = cell.copied = self._queues.copy_in(cell.storage, content, [now])
-        else:
-            assert self._direct is not None
-            moment = self._direct.begin(_bytes_of(cell.storage), cell.offset, now)
-        cell.ready = moment
+        content = self._host.content(cell)
+        cell.ready = moment = cell.copied = self._queues.copy_in(cell.storage, content, [now])
         cell.here = True
         self._tally.bytes_in += cell.nbytes
         self._telling.copied(moment, EventKind.FETCH, cause, cell)
@@ -216,20 +200,11 @@ class Residents(Rows):
             self._tally.faults += 1
 
     def _arrive(self, cell: Cell) -> Lag:
-        """Let the compute queue go on once a region's bytes are there, or the host, for the file's;
-        where the file could not be read, the region is absent then."""
-        ready = cell.ready
-        assert ready is not None
-        if not isinstance(ready, Read):
-            lag = self._queues.after(ready)
-            cell.ready = None
-            return lag
-        start = time.perf_counter()
-        ready.wait()
+        """Let the compute queue go on once a region's bytes are there."""
+        assert cell.ready is not None
+        lag = self._queues.after(cell.ready)
         cell.ready = None
-        if ready.error:
-            self._free(cell)
-        return Waited(time.perf_counter() - start)
+        return lag
 
     # Out
 
@@ -272,8 +247,6 @@ class Residents(Rows):
         if cell.prefetched:
             cell.prefetched = False
             self._tally.wasted_bytes += cell.nbytes
-        if cell.state is State.ABSENT:
-            return True
         if not cell.is_dirty:
             self._free(cell)
             return True

@@ -1,15 +1,10 @@
-"""Weights in safetensors files: one file, or the shards that an index names.
-
-What it is: `Stored`, which knows the names and shapes of what is on disk, checks them against a
-model before anything is written, and copies one tensor at a time. What it is not: a checkpoint of
-dynoffload's own (`dynoffload.runtime.checkpoints`), nor a conversion of names.
-"""
+"""Weights in safetensors files, one file or the shards of an index, copied tensor by tensor."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +12,10 @@ import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.access import Access
 from dynoffload.tiling.modules import Piece, pieces_of
+
+Bring = Callable[[Iterable[torch.Tensor]], None]
+"""Called with tensors before they are written, to fetch their memory."""
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """What transformers names the files of a model."""
@@ -29,7 +26,7 @@ _FITS = (
 )
 
 
-class Stored:
+class WeightFiles:
     """The tensors of ``path``: a safetensors file, an index of shards, or a directory with either.
 
     Raises:
@@ -64,9 +61,7 @@ class Stored:
             ConfigError: a tensor is lacking or has another shape.
         """
         persistent = set(model.state_dict().keys())
-        pieces = pieces_of(model)
-        for names, tensor in _tensors(model):
-            name, piece = self._find(names, pieces)
+        for names, tensor, name, piece in self._found(model):
             if name is not None:
                 shape = list(tensor.shape if piece is None else piece.shape)
                 if self._shapes[name] != shape:
@@ -85,35 +80,43 @@ class Stored:
 
     def lacks(self, model: nn.Module, empty: Collection[str]) -> frozenset[str]:
         """Return those of the names ``empty`` whose tensors are here under none of their names."""
-        pieces = pieces_of(model)
-        found = (names for names, _ in _tensors(model) if self._find(names, pieces)[0] is None)
+        found = (names for names, _, name, _ in self._found(model) if name is None)
         return frozenset(name for names in found for name in names if name in empty)
 
-    def _find(
-        self, names: Collection[str], pieces: Mapping[str, Piece]
-    ) -> tuple[str | None, Piece | None]:
-        """Return under which name a tensor is here, None if it is not; and which part of that it
-        is, if it is a tile's and what is here is whole."""
-        for name in names:
-            if name in self._files:
-                return name, None
-            if name in pieces and pieces[name].whole in self._files:
-                return pieces[name].whole, pieces[name]
-        return None, None
-
-    def copy_to(self, model: nn.Module, kept: Collection[str], access: Access) -> None:
-        """Copy into the tensors of ``model`` that are here, but for those ``kept``."""
-        wanted: dict[Path, list[tuple[str, Piece | None, Any]]] = {}
-        pieces = pieces_of(model)
-        for names, tensor in _tensors(model):
-            name, piece = self._find(names, pieces)
-            if name is not None and frozenset(names).isdisjoint(kept):
+    def copy_to(self, model: nn.Module, bring: Bring) -> None:
+        """Copy what is here into the tensors of ``model``, file by file."""
+        wanted: dict[Path, list[tuple[str, Piece | None, torch.Tensor]]] = {}
+        for _, tensor, name, piece in self._found(model):
+            if name is not None:
                 wanted.setdefault(self._files[name], []).append((name, piece, tensor))
         for file, tensors in wanted.items():
             with _opened(file) as opened:
                 for name, piece, tensor in tensors:
-                    access.bring([tensor])
+                    bring([tensor])
                     tensor.copy_(_read(opened, file, name, piece))
+
+    def _found(
+        self, model: nn.Module
+    ) -> Iterator[tuple[list[str], torch.Tensor, str | None, Piece | None]]:
+        """Yield each tensor of ``model``: its names, itself, the name under which it is here (None
+        if it is not), and which part of that it is, if it is a tile's and what is here is whole."""
+        pieces = pieces_of(model)
+        names: dict[torch.Tensor, list[str]] = {}
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            names.setdefault(tensor, []).append(name)
+        for tensor, its in names.items():
+            here: tuple[str | None, Piece | None] = (None, None)
+            for name in its:
+                if name in self._files:
+                    here = name, None
+                    break
+                if name in pieces and pieces[name].whole in self._files:
+                    here = pieces[name].whole, pieces[name]
+                    break
+            yield its, tensor, *here
 
 
 def _file_in(path: Path) -> Path:
@@ -123,8 +126,7 @@ def _file_in(path: Path) -> Path:
         if (path / name).exists():
             return path / name
     raise ConfigError(
-        f"the directory {path} has neither {INDEX} nor {WHOLE}: name the safetensors file itself "
-        "(a checkpoint of dynoffload's own is read by session.load)"
+        f"the directory {path} has neither {INDEX} nor {WHOLE}: name the safetensors file itself"
     )
 
 
@@ -150,17 +152,6 @@ def _listed(path: Path) -> dict[Path, list[str] | None]:
             f"{path} is no index of safetensors files (a 'weight_map' of names and files): {error}"
         ) from error
     return files
-
-
-def _tensors(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    """Return the parameters and buffers of ``model``, each with all of its names."""
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(tensor, []).append(name)
-    return [(tuple(found), tensor) for tensor, found in names.items()]
 
 
 @contextlib.contextmanager
