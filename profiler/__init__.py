@@ -16,12 +16,11 @@ from dynoffload.profiler.profiling import profile
 from dynoffload.profiler.program import Program, Visit, resolve
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features, Sample, describe_sample
-from dynoffload.profiler.storage import SCHEMA_VERSION, load_traces
+from dynoffload.profiler.storage import load_traces, trace_files
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
 from dynoffload.profiler.work import Kind, Work
 
 __all__ = [
-    "SCHEMA_VERSION",
     "CostModel",
     "Decider",
     "Features",
@@ -48,4 +47,5 @@ __all__ = [
     "resolve",
     "rule_of",
     "shape_key",
+    "trace_files",
 ]

@@ -55,7 +55,9 @@ class Columns:
             np.fromiter((_CODES[op.phase] for op in operators), np.int64, count),
             np.fromiter((op.call for op in operators), np.int64, count),
             np.fromiter((op.seconds for op in operators), np.float64, count),
-            np.array([op.idioms for op in operators], np.int64).reshape(count, len(Idioms._fields)),
+            np.fromiter(chain.from_iterable(op.idioms for op in operators), np.int64).reshape(
+                count, len(Idioms._fields)
+            ),
             np.fromiter(chain.from_iterable(used), np.int64),
             np.cumsum([0, *map(len, used)], dtype=np.int64),
         )

@@ -21,12 +21,13 @@ from dynoffload.errors import TraceError
 from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features
+from dynoffload.profiler.storage import SUFFIX
 from dynoffload.profiler.trace import Trace
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 2.0  # Seconds before a progress bar appears.
-_NAME = re.compile(r"step-(\d{6,})\.parquet")
+_NAME = re.compile(rf"step-(\d{{6,}}){re.escape(SUFFIX)}")
 
 
 def profile(
@@ -84,8 +85,8 @@ def profile(
     current: Any = None
 
     def write(trace: Trace) -> None:
-        path = folder / f"step-{number + len(paths):06d}.parquet"
         trace.step = number + len(paths)
+        path = file_of_step(folder, trace.step)
         trace.save(path)
         paths.append(path)
 
@@ -184,6 +185,11 @@ def of_another(folder: Path, model: torch.nn.Module) -> Path | None:
     if last is None or Trace.load(last).network == fingerprint(model):
         return None
     return last
+
+
+def file_of_step(folder: Path, number: int) -> Path:
+    """Return where the trace of a step stands in a directory of traces."""
+    return folder / f"step-{number:06d}{SUFFIX}"
 
 
 def next_number(folder: Path) -> int:

@@ -151,7 +151,7 @@ class Trace:
     hints: list[Hint] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write the trace to ``path`` as Parquet, by way of a temporary file beside it.
+        """Write the trace to ``path``, by way of a temporary file beside it.
 
         Raises:
             TraceError: if the directory is missing or cannot be written.

@@ -152,7 +152,7 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         steps = [tuple(step) for step in structure.operators(structure.path_of(trace))]
         if steps != [(op.name, op.phase, op.site) for op in trace.operators]:
             raise Malformed("a structure that gives other operators back")
-        again = folder / "again.parquet"
+        again = folder / "again.trace"
         trace.save(again)
         if Trace.load(again).operators != trace.operators:
             raise Malformed("a trace that does not come back")

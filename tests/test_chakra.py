@@ -303,7 +303,7 @@ def test_without_protobuf_the_remedy_is_said(
 
 
 def test_the_command_exports_a_recorded_trace(trace: Trace, classes: Any, tmp_path: Path) -> None:
-    source, target = tmp_path / "step.parquet", tmp_path / "step.et"
+    source, target = tmp_path / "step.trace", tmp_path / "step.et"
     trace.save(source)
     done = CliRunner().invoke(app, ["export", str(source), "--chakra", str(target)])
     assert done.exit_code == 0, done.output

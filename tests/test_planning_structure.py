@@ -387,7 +387,7 @@ def test_any_bodies_are_given_back(bodies: list[str]) -> None:
 def test_the_command_merges_a_directory_of_traces(tmp_path: pathlib.Path) -> None:
     traces = _mixtures(Mixture(), (0, 1), (2,), (3, 1))
     for number, trace in enumerate(traces):
-        trace.save(tmp_path / f"step-{number:06d}.parquet")
+        trace.save(tmp_path / f"step-{number:06d}.trace")
     done = CliRunner().invoke(app, ["structure", str(tmp_path), "--json"])
     assert done.exit_code == 0, done.output
     size = Structure(traces).size
@@ -398,10 +398,10 @@ def test_the_command_merges_a_directory_of_traces(tmp_path: pathlib.Path) -> Non
     (other,) = profile(
         nn.Linear(4, 1), [torch.ones(2, 4)], out=tmp_path / "other", loss=lambda out, _: out.sum()
     )
-    other.rename(tmp_path / "zzz.parquet")
+    other.rename(tmp_path / "zzz.trace")
     mixed = CliRunner().invoke(app, ["structure", str(tmp_path)])
     assert mixed.exit_code == 1
-    assert "zzz.parquet of" in mixed.stderr
+    assert "zzz.trace of" in mixed.stderr
     assert "keep the traces of each network in their own directory" in mixed.stderr
     empty = CliRunner().invoke(app, ["structure", str(tmp_path / "..")])
     assert empty.exit_code == 1

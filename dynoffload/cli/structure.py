@@ -44,11 +44,9 @@ def structure(
     ```
     """
     from dynoffload.planning import Structure
-    from dynoffload.profiler import Trace, load_traces
+    from dynoffload.profiler import Trace, load_traces, trace_files
 
-    files = sorted(traces.glob("*.parquet"))
-    if not files:
-        raise TraceError(f"{traces}: there is no trace in it; name what 'profile' wrote")
+    files = trace_files(traces)
     merged = Structure(load_traces(files))
     decisions = 0
     for file in files:  # Loaded once more: all at once may not fit in memory.
