@@ -42,15 +42,17 @@ from typing import NamedTuple
 import torch
 
 from dynoffload.profiler.idiom_rows import (
+    METADATA,
     NOTHING,
     REDUCTION,
+    RESHAPING,
     ROWS,
+    SHARING,
     STREAM,
     SYNONYMS,
     TRANSPOSE,
     Row,
 )
-from dynoffload.profiler.idiom_silent import METADATA, RESHAPING, SHARING
 
 NAMESPACES = frozenset(("aten", "prims", "mkldnn", "profiler"))
 """The namespaces in which a base name means the operator that the table means by it."""
