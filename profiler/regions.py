@@ -47,10 +47,6 @@ class RegionTable:
         self._died: list[int] = []
         self._bury = self._on_death  # One bound method for all weak references.
 
-    def __len__(self) -> int:
-        """Return how many regions the step has touched."""
-        return len(self._names)
-
     def label(self, tensor: torch.Tensor, name: str, kind: str) -> None:
         """Say what the storage of ``tensor`` is; the first name given to it stays (tied weights).
 
@@ -94,14 +90,6 @@ class RegionTable:
                 index = self._add(part, name, "activation", self.clock)
             indices.append(index)
         return indices
-
-    def kind(self, index: int) -> str:
-        """Return the kind of a region."""
-        return self._kinds[index]
-
-    def name(self, index: int) -> str:
-        """Return the name of a region."""
-        return self._names[index]
 
     def infos(self) -> list[RegionInfo]:
         """Return all regions of the step, by index."""

@@ -64,8 +64,7 @@ def owner_of(region: RegionInfo) -> str | None:
     return region.name.partition(":")[0].rpartition(".")[0]
 
 
-@dataclass(frozen=True)
-class Operator:
+class Operator(NamedTuple):
     """One executed ATen call.
 
     A view or a question about metadata touches no data: it has no bytes, FLOPs, reads and writes.

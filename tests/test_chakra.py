@@ -164,7 +164,7 @@ def test_attributes_have_the_types_that_the_feeder_reads(
     told = [_attributes(node)["num_ops"] for node in nodes[: len(trace.operators)]]
     assert told == [one.flops for one in trace.operators]
     assert any(told)
-    unknown = tuple(replace(one, flops=None) for one in trace.operators)
+    unknown = tuple(one._replace(flops=None) for one in trace.operators)
     _, nodes = _read(write_chakra(replace(trace, operators=unknown), tmp_path / "c.et"), classes)
     assert "num_ops" not in _attributes(nodes[0])  # What is not known is not said.
 

@@ -171,7 +171,7 @@ def test_a_machine_computes_as_its_data_sheet_says(
     planned = found["tiers"]["link"]["budgets"][0]["planned"]["seconds"]
     assert planned == pytest.approx(wanted / 2, rel=0.01)
     assert planned > 1e-3 * 0.9 * len(traces[1].operators)
-    lacking = [replace(op, flops=None) for op in traces[0].operators]
+    lacking = [op._replace(flops=None) for op in traces[0].operators]
     with pytest.raises(TraceError, match=r"step 0 of .*: FLOPs of .* are not known"):
         workload([replace(traces[0], operators=lacking)], costs)
 

@@ -235,7 +235,7 @@ def test_what_a_recorder_writes_keeps_within_the_limits(
     many = replace(trace, operators=trace.operators[:1] * 50_000)
     many.save(tmp_path / "many.trace")
     assert len(Trace.load(tmp_path / "many.trace").operators) == 50_000
-    wide = replace(trace.operators[0], reads=(0,) * 400_000)
+    wide = trace.operators[0]._replace(reads=(0,) * 400_000)
     with pytest.raises(TraceError, match="use regions 20000"):
         replace(trace, operators=[wide] * 50).save(tmp_path / "wide.trace")
     deep = [ModuleCall("a", "", index - 1, 0, 1) for index in range(3000)]

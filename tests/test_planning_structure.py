@@ -155,7 +155,7 @@ def test_an_operator_that_never_ran_is_named() -> None:
     structure = Structure(traces)
     strange = list(traces[0].operators)
     place = next(i for i, op in enumerate(strange) if op.site == "experts.1")
-    strange[place] = replace(strange[place], name="aten.sin.default")
+    strange[place] = strange[place]._replace(name="aten.sin.default")
     with pytest.raises(TraceError, match=rf"operator {place}, aten\.sin.*'experts\.1'.*forward"):
         structure.path_of(replace(traces[0], operators=strange))
     with pytest.raises(TraceError, match=r"at the end.*which no merged sample did"):
@@ -374,7 +374,7 @@ def test_any_bodies_are_given_back(bodies: list[str]) -> None:
     (trace,) = _record(nn.Linear(1, 1), [(torch.ones(1, 1),)], steps=False)
     root = next(op for op in trace.operators if op.call == 0)
     traces = [
-        replace(trace, operators=[replace(root, name=letter) for letter in body]) for body in bodies
+        replace(trace, operators=[root._replace(name=letter) for letter in body]) for body in bodies
     ]
     structure = Structure(traces)
     for made in traces:
