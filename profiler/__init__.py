@@ -1,9 +1,7 @@
 """What a training step did: operators, idioms, regions and costs.
 
-What it is: the wing that observes. `Recorder` (or `profile`, for who has no loop) makes a `Trace`
-of each step; `resolve` makes a `Program` of a trace, and a `CostModel` tells what either takes on a
-machine. What it is not: a judge of what was observed; planning and pilot are built on it and it
-knows neither.
+`Recorder` (or `profile`, without a loop of one's own) makes a `Trace` of each step; `resolve` makes
+a `Program` of a trace, and a `CostModel` tells what either takes on a machine.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Which memory-access idioms an ATen operator shows.
 
-What it is: `Idioms`, six counts; `idioms_of`, which gives them for any operator; `rule_of`, which
-names the row or the rule they came from. What it is not: a cost; how many bytes an operator moves
-and how long it takes is recorded per call (see `dynoffload.profiler.trace`).
-
-How it fits: the encoding (Ren et al., HPCA 2024) gives the pilot one alphabet for all operators, so
-that it can read a network it has not seen. The table is `dynoffload.profiler.idiom_rows`; an
-operator without a row is covered by the first rule of [Note: rules] that applies.
+The encoding (Ren et al., HPCA 2024) gives the pilot one alphabet for all operators, so that it can
+read a network it has not seen. The table is `dynoffload.profiler.idiom_rows`; an operator without a
+row is covered by the first rule of [Note: rules] that applies.
 
 [Note: rules]
 1. ``view``: the schema says that the result aliases an argument which is not written, or torch tags

@@ -1,8 +1,6 @@
-"""Regions of one step, told apart by storage.
+"""Regions of one step, told apart by storage: number, name, kind, and the bytes alive.
 
-What it is: `RegionTable`, which gives every storage that a step touches a number, a name and a
-kind, and counts the bytes alive. What it is not: a memory manager; it holds no tensor alive, and
-learns of a storage's end by a weak reference.
+No tensor is held alive; a weak reference tells when a storage ends.
 
 [Note: a storage's Python object lives as long as the storage]
 torch keeps one Python object per storage and revives it when only C++ holds the storage, so a weak

@@ -1,8 +1,4 @@
-"""One step while it is being recorded.
-
-What it is: `StepLog`, the growing lists of calls and operators of one step and the map from graph
-nodes to the module calls that made them; `finish` makes a `Trace` of it. What it is not: the part
-that listens to torch (see `dynoffload.profiler.recorder`), nor that decides when a step begins.
+"""One step while it is being recorded: its calls and operators, of which `finish` makes a trace.
 
 [Note: a node's sequence number finds its module call]
 Autograd numbers the nodes of one thread as forward makes them. Noting the next number whenever a

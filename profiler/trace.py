@@ -1,12 +1,4 @@
-"""The trace: what one training step executed, and on which bytes.
-
-What it is: the plain data of a recorded step (`Operator`, `ModuleCall`, `RegionInfo`, `Trace`).
-What it is not: a recorder (see `dynoffload.profiler.recorder`), nor a file format (see
-`dynoffload.profiler.storage`, which `Trace.save` and `Trace.load` call).
-
-How it fits: the recorder makes traces, `dynoffload.profiler.program` resolves them into programs,
-and everything above (planning, pilot) reads programs.
-"""
+"""The trace: what one training step executed, and on which bytes."""
 
 from __future__ import annotations
 
