@@ -17,8 +17,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ _MAX_WIDTH = 1024  # of a sample's elements
 _UNKNOWN = -1  # FLOPs
 _KINDS = ("parameter", "gradient", "state", "activation", "buffer", "input")
 _SIZES = ("bytes_read", "bytes_written", "memory", "flops")
+_TABLES = {"operators": "phase", "calls": "path", "regions": "name"}  # with a column of each
 _DTYPES = {"I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
 
 _Ints = npt.NDArray[np.int64]
@@ -73,23 +74,21 @@ def save_trace(trace: Trace, path: Path) -> None:
     Raises:
         TraceError: if the directory is missing or cannot be written, or the trace is too large.
     """
-    rows = max(len(trace.operators), len(trace.regions), len(trace.calls))
-    depths = _nesting(trace.calls)
-    if rows > MAX_ROWS or depths > most_nesting(len(trace.calls)):
-        raise TraceError(
-            f"{path}: a trace holds at most {MAX_ROWS} operators, regions or module calls, and"
-            f" calls whose depths add up to {most_nesting(len(trace.calls))}; this step has {rows}"
-            f" and {depths}: record a smaller batch"
-        )
+    calls = len(trace.calls)
     uses = sum(len(op.reads) + len(op.writes) for op in trace.operators)
-    data = b"" if uses > MAX_USES else _file_of(trace)
-    header = int.from_bytes(data[:8], "little")
-    if uses > MAX_USES or len(data) > MAX_FILE_BYTES or header > MAX_HEADER_BYTES:
-        raise TraceError(
-            f"{path}: this step takes {len(data)} bytes with a header of {header}, and its"
-            f" operators use regions {uses} times; a trace holds {MAX_FILE_BYTES}, "
-            f"{MAX_HEADER_BYTES} and {MAX_USES}: record a smaller batch"
-        )
+    _limit(
+        path,
+        "operators, regions or calls",
+        MAX_ROWS,
+        len(trace.operators),
+        len(trace.regions),
+        calls,
+    )
+    _limit(path, "uses of regions", MAX_USES, uses)
+    _limit(path, "depths of calls together", most_nesting(calls), _nesting(trace.calls))
+    data = _file_of(trace)
+    _limit(path, "bytes", MAX_FILE_BYTES, len(data))
+    _limit(path, "bytes of header", MAX_HEADER_BYTES, int.from_bytes(data[:8], "little"))
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         partial.write_bytes(data)
@@ -177,6 +176,14 @@ def seal(data: bytes, found: str = _BLANK) -> bytes:
     return blank.replace(_BLANK.encode(), digest.encode(), 1)
 
 
+def _limit(path: Path, what: str, most: int, *found: int) -> None:
+    if max(found) > most:
+        raise TraceError(
+            f"{path}: this step has {max(found)} {what}, a trace at most {most}: record a smaller"
+            " batch"
+        )
+
+
 def _file_of(trace: Trace) -> bytes:
     """Return the bytes of a trace's file."""
     from safetensors.numpy import save
@@ -259,7 +266,7 @@ def _read(path: Path, data: bytes) -> Trace:
     header = memoryview(data)[8 : 8 + int.from_bytes(data[:8], "little")].tobytes()
     _require(len(header) <= MAX_HEADER_BYTES, "its header is too long")
     _require(header.count(b"[") + header.count(b"{") <= _MAX_CONTAINERS, "it is too intricate")
-    stored = {
+    arrays = {
         name: np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in deserialize(data)  # type: ignore[no-untyped-call]
     }
@@ -275,124 +282,115 @@ def _read(path: Path, data: bytes) -> Trace:
     found = _text(document["sha256"])
     _require(len(found) == len(_BLANK), "it has no digest")
     _require(seal(data, found) == data, "its bytes are not those that were written")
-    for table in ("operators.phase", "regions.kind", "calls.path"):
-        if len(stored[table]) > MAX_ROWS:
-            raise TraceError(
-                f"{path}: claims {len(stored[table])} rows of {table}; a trace has at most"
-                f" {MAX_ROWS}"
-            )
-    arrays = _Arrays(stored)
-    texts: list[str] = document["texts"]
+    texts = document["texts"]
     _require(isinstance(texts, list) and set(map(type, texts)) <= {str}, "a name is not text")
     _text("".join(texts))
-    sizes = arrays.column("sizes", _UNKNOWN, _LARGEST)
-    count = len(stored["operators.phase"])
-    regions = _regions(arrays, texts, sizes, count)
-    calls = _calls(arrays, texts, count)
-    trace = Trace(
+    columns = _checked(path, arrays, len(texts))
+    sizes = columns["sizes"]
+
+    def named(column: str) -> list[str]:
+        return [texts[code] for code in columns[column].tolist()]
+
+    regions = list(
+        map(
+            RegionInfo,
+            named("regions.name"),
+            [_KINDS[code] for code in columns["regions.kind"].tolist()],
+            sizes[columns["regions.nbytes"]].tolist(),
+            columns["regions.born"].tolist(),
+            columns["regions.died"].tolist(),
+        )
+    )
+    total = sum(region.nbytes for region in regions)
+    low = min((region.nbytes for region in regions), default=0)
+    _require(low >= 0 and total < _LARGEST, "regions of an impossible size")
+    parents, starts, stops = (columns[f"calls.{name}"] for name in ModuleCall._fields[2:])
+    _require(bool((parents < np.arange(len(parents))).all()), "a module call encloses itself")
+    _require(bool((starts <= stops).all()), "a module call ends before it begins")
+    numbers = (parents.tolist(), starts.tolist(), stops.tolist())
+    calls = list(map(ModuleCall, named("calls.path"), named("calls.shape_key"), *numbers))
+    _require(_nesting(calls) <= most_nesting(len(calls)), "module calls nested too deeply")
+    return Trace(
         network=_text(document["network"]),
         model=_text(document["model"]),
         step=_integer(document["step"]),
         source=_text(document["source"]),
-        sample=_sample(document["values"], stored.pop("elements")),
+        sample=_sample(document["values"], arrays["elements"]),
         regions=regions,
         calls=calls,
-        operators=_operators(arrays, texts, sizes, len(regions), len(calls)),
+        operators=_operators(columns, arrays["operators.seconds"], arrays["idioms"], named),
         hints=_hints(document, len(calls)),
     )
-    _require(not stored, "it holds arrays that no trace has")
-    return trace
 
 
-class _Arrays:
-    """Arrays of a file, each taken out and checked once."""
-
-    def __init__(self, stored: dict[str, npt.NDArray[Any]]) -> None:
-        self._stored = stored
-
-    def column(self, name: str, low: int, stop: int, rows: int | None = None) -> _Ints:
-        """Return a column of whole numbers from ``low`` to below ``stop``."""
-        array = self._stored.pop(name)
+def _checked(path: Path, arrays: Mapping[str, npt.NDArray[Any]], texts: int) -> dict[str, _Ints]:
+    """Return the columns of whole numbers, each in its range and as long as its table."""
+    size = {table: len(arrays[f"{table}.{first}"]) for table, first in _TABLES.items()}
+    for table, rows in size.items():
+        if rows > MAX_ROWS:
+            raise TraceError(f"{path}: claims {rows} {table}; a trace has at most {MAX_ROWS}")
+    operators, calls, regions = size.values()
+    code, wide, place = (0, texts), (0, len(arrays["sizes"])), (-1, operators + 1)
+    bounds = {
+        "sizes": (_UNKNOWN, _LARGEST),
+        **dict.fromkeys(("operators.name", "operators.dtype", "operators.site"), code),
+        "operators.phase": (0, len(PHASES)),
+        "operators.call": (-1, calls),
+        "operators.idiom": (0, len(arrays["idioms"])),
+        **dict.fromkeys((f"operators.{name}" for name in _SIZES), wide),
+        **dict.fromkeys(("operators.reads", "operators.writes"), (0, MAX_USES)),
+        "operators.used": (0, regions),
+        **dict.fromkeys(("calls.path", "calls.shape_key"), code),
+        "calls.parent": (-1, calls),
+        **dict.fromkeys(("calls.start", "calls.stop"), (0, operators + 1)),
+        "regions.name": code,
+        "regions.kind": (0, len(_KINDS)),
+        "regions.nbytes": wide,
+        **dict.fromkeys(("regions.born", "regions.died"), place),
+    }
+    others = {"idioms", "elements", "operators.seconds"}
+    _require(arrays.keys() == bounds.keys() | others, "its arrays are not those of a trace")
+    columns = {}
+    for name, (low, stop) in bounds.items():
+        array = arrays[name]
         _require(array.ndim == 1 and array.dtype.kind == "i", f"{name} is no column of numbers")
-        _require(rows is None or len(array) == rows, f"{name} has another number of rows")
-        _require(len(array) <= MAX_USES, f"{name} has too many rows")
+        free = name in ("sizes", "operators.used")
+        rows = MAX_USES if free else size[name.partition(".")[0]]
+        fits = len(array) <= rows if free else len(array) == rows
+        _require(fits, f"{name} has {len(array)} rows, which are not {rows}")
         inside = not len(array) or (array.min() >= low and array.max() < stop)
         _require(bool(inside), f"{name} is out of range")
-        return array.astype(np.int64)
-
-    def table(self, name: str, width: int, stop: int) -> _Ints:
-        """Return a table of counts below ``stop``."""
-        array = self._stored.pop(name)
-        _require(array.ndim == 2 and array.shape[1] == width, f"{name} has another shape")
-        flat = self._stored[name] = array.reshape(-1)
-        return self.column(name, 0, stop, flat.size).reshape(-1, width)
-
-    def seconds(self, name: str, rows: int) -> npt.NDArray[np.float64]:
-        """Return a column of times."""
-        array = self._stored.pop(name)
-        _require(
-            array.shape == (rows,) and array.dtype.kind == "f", f"{name} is no column of times"
-        )
-        _require(bool(((array >= 0) & (array < _LONGEST_S)).all()), "a time is not a time")
-        return array.astype(np.float64)
-
-
-def _regions(arrays: _Arrays, texts: list[str], sizes: _Ints, operators: int) -> list[RegionInfo]:
-    """Return the regions of a step of so many operators."""
-    names = arrays.column("regions.name", 0, len(texts))
-    count = len(names)
-    kinds = arrays.column("regions.kind", 0, len(_KINDS), count)
-    size = sizes[arrays.column("regions.nbytes", 0, len(sizes), count)].tolist()
-    _require(min(size, default=0) >= 0 and sum(size) < _LARGEST, "regions of an impossible size")
-    born = arrays.column("regions.born", -1, operators + 1, count)
-    died = arrays.column("regions.died", -1, operators + 1, count)
-    named = [texts[code] for code in names.tolist()]
-    kind = [_KINDS[code] for code in kinds.tolist()]
-    return list(map(RegionInfo, named, kind, size, born.tolist(), died.tolist()))
-
-
-def _calls(arrays: _Arrays, texts: list[str], operators: int) -> list[ModuleCall]:
-    """Return the module calls of a step of so many operators."""
-    paths = arrays.column("calls.path", 0, len(texts))
-    count = len(paths)
-    keys = arrays.column("calls.shape_key", 0, len(texts), count)
-    parents = arrays.column("calls.parent", -1, count, count)
-    starts = arrays.column("calls.start", 0, operators + 1, count)
-    stops = arrays.column("calls.stop", 0, operators + 1, count)
-    _require(bool((parents < np.arange(count)).all()), "a module call encloses itself")
-    _require(bool((starts <= stops).all()), "a module call ends before it begins")
-    path = [texts[code] for code in paths.tolist()]
-    key = [texts[code] for code in keys.tolist()]
-    calls = list(map(ModuleCall, path, key, parents.tolist(), starts.tolist(), stops.tolist()))
-    _require(_nesting(calls) <= most_nesting(count), "module calls nested too deeply")
-    return calls
+        columns[name] = array.astype(np.int64)
+    return columns
 
 
 def _operators(
-    arrays: _Arrays, texts: list[str], sizes: _Ints, regions: int, calls: int
+    columns: Mapping[str, _Ints],
+    seconds: npt.NDArray[Any],
+    idioms: npt.NDArray[Any],
+    named: Callable[[str], list[str]],
 ) -> Operators:
     """Return the operators: checked now, made when they are asked for."""
-    phase = arrays.column("operators.phase", 0, len(PHASES))
-    count = len(phase)
-    names, dtypes, sites = (
-        arrays.column(f"operators.{name}", 0, len(texts), count)
-        for name in ("name", "dtype", "site")
+    phase, call, idiom, reads, writes, used = (
+        columns[f"operators.{name}"]
+        for name in ("phase", "call", "idiom", "reads", "writes", "used")
     )
-    reads = arrays.column("operators.reads", 0, MAX_USES, count)
-    writes = arrays.column("operators.writes", 0, MAX_USES, count)
-    used = arrays.column("operators.used", 0, regions)
+    _require(seconds.shape == phase.shape and seconds.dtype.kind == "f", "it has no times")
+    inside = bool(((seconds >= 0) & (seconds < _LONGEST_S)).all())
+    _require(inside, "a time is not a time")
+    width = len(Idioms._fields)
+    _require(idioms.ndim == 2 and idioms.shape[1] == width, "its idioms are not six counts")
+    _require(idioms.dtype.kind == "i" and len(idioms) <= MAX_ROWS, "its idioms are no counts")
+    good = not len(idioms) or (idioms.min() >= 0 and idioms.max() < 2**15)
+    _require(bool(good), "an idiom is counted below zero or too often")
+    vectors = idioms.astype(np.int64)
     stops = np.concatenate((np.zeros(1, np.int64), np.cumsum(reads + writes)))
-    _require(len(used) == stops[-1] <= MAX_USES, "operators use another number of regions")
+    _require(len(used) == stops[-1], "operators use another number of regions")
     read, written, memory, flops = (
-        sizes[arrays.column(f"operators.{name}", 0, len(sizes), count)] for name in _SIZES
+        columns["sizes"][columns[f"operators.{name}"]] for name in _SIZES
     )
-    for column in (read, written, memory):
-        _require(not count or bool(column.min() >= 0), "an operator moves less than nothing")
-    vectors = arrays.table("idioms", len(Idioms._fields), 2**15)
-    idiom = arrays.column("operators.idiom", 0, len(vectors), count)
-    call = arrays.column("operators.call", -1, calls, count)
-    seconds = arrays.seconds("operators.seconds", count)
-    columns = Columns(phase, call, seconds, vectors[idiom], used, stops)
+    below = any(column.min(initial=0) < 0 for column in (read, written, memory))
+    _require(not below, "an operator moves less than nothing")
 
     def make() -> list[Operator]:
         shared = [Idioms(*row) for row in vectors.tolist()]
@@ -400,9 +398,9 @@ def _operators(
         both = zip(reads.tolist(), writes.tolist(), strict=True)
         uses = [(tuple(islice(flat, first)), tuple(islice(flat, then))) for first, then in both]
         rows = zip(
-            [texts[code] for code in names.tolist()],
+            named("operators.name"),
             [PHASES[code] for code in phase.tolist()],
-            [texts[code] for code in sites.tolist()],
+            named("operators.site"),
             call.tolist(),
             [shared[code] for code in idiom.tolist()],
             read.tolist(),
@@ -412,12 +410,12 @@ def _operators(
             [then for _, then in uses],
             memory.tolist(),
             [None if number == _UNKNOWN else number for number in flops.tolist()],
-            [texts[code] for code in dtypes.tolist()],
+            named("operators.dtype"),
             strict=True,
         )
-        return [Operator(*row) for row in rows]
+        return list(starmap(Operator, rows))
 
-    return Operators(columns, make)
+    return Operators(Columns(phase, call, seconds, vectors[idiom], used, stops), make)
 
 
 def _sample(values: Any, elements: npt.NDArray[Any]) -> Sample:
