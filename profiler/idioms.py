@@ -76,17 +76,6 @@ class Idioms(NamedTuple):
     stream: int = 0
     stencil: int = 0
 
-    def plus(self, other: Idioms) -> Idioms:
-        """Return the componentwise sum (``+`` on a tuple would concatenate)."""
-        return Idioms(
-            self[0] + other[0],
-            self[1] + other[1],
-            self[2] + other[2],
-            self[3] + other[3],
-            self[4] + other[4],
-            self[5] + other[5],
-        )
-
 
 def idioms_of(func: torch._ops.OpOverload) -> Idioms:
     """Return the six counts of ``func``; all zero where no rule knows it (see `is_known`)."""

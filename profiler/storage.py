@@ -74,16 +74,9 @@ def save_trace(trace: Trace, path: Path) -> None:
     Raises:
         TraceError: if the directory is missing or cannot be written, or the trace is too large.
     """
-    calls = len(trace.calls)
+    operators, regions, calls = map(len, (trace.operators, trace.regions, trace.calls))
     uses = sum(len(op.reads) + len(op.writes) for op in trace.operators)
-    _limit(
-        path,
-        "operators, regions or calls",
-        MAX_ROWS,
-        len(trace.operators),
-        len(trace.regions),
-        calls,
-    )
+    _limit(path, "operators, regions or calls", MAX_ROWS, operators, regions, calls)
     _limit(path, "uses of regions", MAX_USES, uses)
     _limit(path, "depths of calls together", most_nesting(calls), _nesting(trace.calls))
     data = _file_of(trace)

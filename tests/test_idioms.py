@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -372,9 +371,3 @@ def test_all_of_torch_is_covered() -> None:
     assert len(_registered()) > 3000
     for space in ("aten", "prims", "mkldnn", "profiler"):
         assert [str(func) for func in _registered(space) if not is_known(func)] == [], space
-
-
-def test_plus_adds_componentwise() -> None:
-    one, two = Idioms(1, 2, 3, 4, 5, 6), Idioms(6, 5, 4, 3, 2, 1)
-    assert one.plus(two) == Idioms(7, 7, 7, 7, 7, 7)
-    assert list(itertools.accumulate([one, two], Idioms.plus))[-1] == one.plus(two)
