@@ -159,7 +159,7 @@ def _pilot(
     from dynoffload.experiments.pilot_cases import Case
     from dynoffload.pilot.train import train_pilot
     from dynoffload.planning.footprint import footprint
-    from dynoffload.profiler.trace import Trace
+    from dynoffload.profiler import Trace, trace_files
 
     case = Case("profile", NETWORK, preset, {"length": tokens})
     with recorded(case, profiled, lr, report, keep=folder / "traces") as traces:
@@ -167,7 +167,7 @@ def _pilot(
         trained = train_pilot(traces, progress=False)
         path = folder / "demo.pilot"
         trained.pilot.save(path)
-        paths = sorted(traces.glob("*.parquet"))
+        paths = trace_files(traces)
         total = max(footprint(Trace.load(trace)).total for trace in paths[-8:])
     score = trained.evaluation.pilot.block_order_accuracy
     _say(

@@ -265,8 +265,8 @@ def recorded(name: str) -> Step:
     zoo = name in NETWORKS
     trace = _of_the_zoo(name) if zoo else trained(ARCHITECTURES[name], 2)[-1]
     trace.operators = [
-        replace(
-            operator, seconds=_CALL_S + _BYTE_S * (operator.bytes_read + operator.bytes_written)
+        operator._replace(
+            seconds=_CALL_S + _BYTE_S * (operator.bytes_read + operator.bytes_written)
         )
         for operator in trace.operators
     ]

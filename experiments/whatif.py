@@ -22,10 +22,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from dynoffload.errors import ConfigError, TraceError
+from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import check_page, write_between
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.profiler import Trace, load_traces
+from dynoffload.profiler import Trace, load_traces, trace_files
 from dynoffload.simulation import (
     Clairvoyant,
     Link,
@@ -135,10 +135,7 @@ def write_table(result: Mapping[str, Any], page: Path) -> None:
 
 def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> list[Trace]:
     if directory is not None:
-        paths = sorted(Path(directory).glob("*.parquet"))[-steps:]
-        if not paths:
-            raise TraceError(f"{directory} holds no traces: make some with dynoffload profile")
-        return list(load_traces(paths))
+        return list(load_traces(trace_files(directory)[-steps:]))
     import torch
 
     from dynoffload.experiments import zoo

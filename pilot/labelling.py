@@ -33,6 +33,7 @@ from dynoffload.pilot.labels import (
 )
 from dynoffload.pilot.progress import Report
 from dynoffload.pilot.workers import Workers
+from dynoffload.profiler.storage import trace_files
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +57,6 @@ class Labelled:
     there: int
 
 
-def trace_files(traces: str | Path) -> list[Path]:
-    """Return the traces of a directory in order of name.
-
-    Raises:
-        TraceError: if there is none.
-    """
-    folder = Path(traces)
-    paths = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
-    if not paths:
-        what = "holds no trace (*.parquet)" if folder.is_dir() else "is not a directory"
-        raise TraceError(f"{folder}: {what}; record some with 'dynoffload profile -o {folder}'")
-    return paths
-
-
 def label_traces(
     traces: str | Path,
     workers: Workers,
@@ -81,7 +68,7 @@ def label_traces(
     """Label every trace of a directory.
 
     Args:
-        traces: directory that `dynoffload profile` wrote; its ``*.parquet`` files are read.
+        traces: directory that `dynoffload profile` wrote; its ``*.trace`` files are read.
         workers: who does it. They must find the traces under the same path.
         report: told how far it is.
         budget: bytes to plan each trace under; None for no plan.

@@ -53,14 +53,11 @@ _MAKERS = (
     "planning.recorded",
     "planning.schedule",
     "profiler.columns",
-    "profiler.compact_thrift",
     "profiler.hints",
     "profiler.idioms",
-    "profiler.plain_parquet",
     "profiler.program",
     "profiler.sample",
     "profiler.storage",
-    "profiler.storage_header",
     "profiler.trace",
 )
 

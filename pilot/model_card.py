@@ -24,7 +24,7 @@ from dynoffload.pilot.pilot import RULE
 from dynoffload.pilot.train import TrainResult
 from dynoffload.units import format_bytes, format_seconds
 
-PACKAGES = ("torch", "numpy", "lightgbm", "scikit-learn", "pyarrow")
+PACKAGES = ("torch", "numpy", "lightgbm", "scikit-learn", "safetensors")
 """What results may depend on besides the code itself."""
 MOST_SOURCES = 50
 """Sources that a card names."""

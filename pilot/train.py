@@ -22,7 +22,7 @@ from dynoffload.pilot.baselines import LastOrder
 from dynoffload.pilot.evaluate import Scores, one_ahead, score
 from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.fit import AUTO, fit_pilot
-from dynoffload.pilot.labelling import Labelled, label_traces, trace_files
+from dynoffload.pilot.labelling import Labelled, label_traces
 from dynoffload.pilot.labels import Label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
@@ -34,7 +34,7 @@ from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.recorded import PlannedStep
 from dynoffload.profiler.program import Program, resolve
 from dynoffload.profiler.sample import Sample
-from dynoffload.profiler.storage import load_traces
+from dynoffload.profiler.storage import load_traces, trace_files
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def train_pilot(
     The same traces and seed give the same pilot, byte for byte, whoever the workers are.
 
     Args:
-        traces: directory that `dynoffload profile` wrote; its ``*.parquet`` files are read.
+        traces: directory that `dynoffload profile` wrote; its ``*.trace`` files are read.
         model: one of `dynoffload.pilot.models.KINDS`, or ``"auto"`` for the best of them.
         budget: bytes of fast memory that blocks shall fit in; None to cut by structure alone.
         holdout: share of the samples held out, in whole sources, between 0 and 1.

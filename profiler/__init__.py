@@ -1,9 +1,7 @@
 """What a training step did: operators, idioms, regions and costs.
 
-What it is: the wing that observes. `Recorder` (or `profile`, for who has no loop) makes a `Trace`
-of each step; `resolve` makes a `Program` of a trace, and a `CostModel` tells what either takes on a
-machine. What it is not: a judge of what was observed; planning and pilot are built on it and it
-knows neither.
+`Recorder` (or `profile`, without a loop of one's own) makes a `Trace` of each step; `resolve` makes
+a `Program` of a trace, and a `CostModel` tells what either takes on a machine.
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ from dynoffload.profiler.profiling import profile
 from dynoffload.profiler.program import Program, Visit, resolve
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features, Sample, describe_sample
-from dynoffload.profiler.storage import SCHEMA_VERSION, load_traces
+from dynoffload.profiler.storage import load_traces, trace_files
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
 from dynoffload.profiler.work import Kind, Work
 
 __all__ = [
-    "SCHEMA_VERSION",
     "CostModel",
     "Decider",
     "Features",
@@ -48,4 +45,5 @@ __all__ = [
     "resolve",
     "rule_of",
     "shape_key",
+    "trace_files",
 ]

@@ -1,9 +1,7 @@
-"""Code of the user's that only advises: featurizers and deciders.
+"""Runs featurizers and deciders, code of the user's that only advises.
 
-What it is: `advising`, inside of which such code runs: without gradients, with random numbers that
-are drawn again, and with a look at what it was given, which the network computes with next. What
-it is not: a sandbox. What else it writes into, as weights, buffers, or the generators of Python and
-numpy, nobody sees.
+It runs without gradients, random numbers that it draws are drawn again, and writes into its
+arguments are detected. Writes into weights, buffers, or the generators of Python and numpy are not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The operators of a step as arrays, for whoever computes with all of them at once.
+"""The operators of a step as arrays, for computing with all of them at once.
 
-What it is: `Columns`, and `Operators`, the sequence of a trace that was read from a file: it has
-the columns at once, and makes `Operator` objects when somebody asks for one. What it is not: the
-file's columns, which `dynoffload.profiler.storage` reads and checks.
+`Operators`, the sequence of a trace read from a file, has the columns at once and makes `Operator`
+objects when one is asked for.
 """
 
 from __future__ import annotations
@@ -55,7 +54,9 @@ class Columns:
             np.fromiter((_CODES[op.phase] for op in operators), np.int64, count),
             np.fromiter((op.call for op in operators), np.int64, count),
             np.fromiter((op.seconds for op in operators), np.float64, count),
-            np.array([op.idioms for op in operators], np.int64).reshape(count, len(Idioms._fields)),
+            np.fromiter(chain.from_iterable(op.idioms for op in operators), np.int64).reshape(
+                count, len(Idioms._fields)
+            ),
             np.fromiter(chain.from_iterable(used), np.int64),
             np.cumsum([0, *map(len, used)], dtype=np.int64),
         )

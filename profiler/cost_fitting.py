@@ -1,7 +1,4 @@
-"""Fitting a cost model to traces of the machine at hand.
-
-What it is: `fit`. What it is not: the model (`dynoffload.profiler.costs`), nor a judge of it
-(`dynoffload.profiler.cost_residuals`). scipy is imported when something is fitted.
+"""Fits a cost model to traces of the machine at hand; scipy is imported where it is used.
 
 [Note: how it is fitted]
 Operators of equal work are one observation, the median of their seconds, so that what disturbed

@@ -1,7 +1,4 @@
-"""What a cost model misses on steps that were measured.
-
-What it is: `residual`. What it is not: a fit; give it traces that the model was not fitted to.
-"""
+"""What a cost model misses on measured steps that it was not fitted to."""
 
 from __future__ import annotations
 

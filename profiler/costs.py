@@ -1,9 +1,7 @@
 """The cost model: how many seconds an operator takes on a machine, by a roofline and an overhead.
 
-What it is: `CostModel`, plain data of one machine, and what it makes of the work that a trace or a
-program holds. It is fitted to traces (`dynoffload.profiler.cost_fitting`) or written down from a
-data sheet, and kept as JSON. What it is not: a simulation; operators follow one another, nothing is
-moved between tiers, and what the interpreter does between operators counts nothing.
+It is fitted to traces (`dynoffload.profiler.cost_fitting`) or written down from a data sheet, and
+kept as JSON. Operators follow one another; time between operators is not modelled.
 
 [Note: seconds of an operator]
 By its `Kind`:

@@ -1,13 +1,8 @@
 """Floating-point operations of one executed call, from the shapes of its arguments.
 
-What it is: `counter_of`, which finds the formula of an overload once, for matrix products,
-convolutions, attention and recurrent layers. What it is not: a count of all arithmetic. An operator
-without a formula counts none: elementwise ones, reductions and copies are bound by the bytes they
-move, which are recorded beside. Neither have formulas: factorisations, Fourier transforms and
-distances.
-
-How it fits: `dynoffload.profiler.signatures` keeps the formula beside what else an overload's
-schema says; the recorder's log applies it to each call.
+Matrix products, convolutions, attention and recurrent layers have formulas. Elementwise operators,
+reductions and copies count none: they are bound by the bytes they move. Factorisations, Fourier
+transforms and distances have no formula.
 
 [Note: which formula]
 Torch's own registry (`torch.utils.flop_counter`) answers for what has no formula here; ours differ:

@@ -1,14 +1,10 @@
 """Hints: what a network can tell of its coming decisions while it runs.
 
-What it is: `Decider`, a place where a network decides which blocks run, as the network itself
-describes it, and `hints_of`, what one would decide by what a module is given. As a decider's module
-is called, it is asked itself, and so is the one after it: a router applied to what it is given says
-which experts run before the first of them does, and the next layer's, applied to the hidden state
-of this one, is mostly right; each costs one small product. What it is not: a prediction; how far
-hints are to be believed the pilot learns.
-
-How it fits: a network that has a method ``deciders()`` gives hints; the recorder stores them in
-traces (`Trace.hints`), from which pilots learn how far to believe them.
+A network that has a method ``deciders()`` gives hints. As a decider's module is called, it is asked
+itself, and so is the decider after it. A router applied to what it is given says which experts run
+before the first of them does; the next layer's, applied to the hidden state of this one, is mostly
+right. Each costs one small product. The recorder stores hints in traces (`Trace.hints`), from which
+pilots learn how far to believe them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The rows of the idiom table: operators whose counts are written down one by one.
+"""Data of the idiom table: counts of operators by name, second names, and those that touch no data.
 
-What it is: data. What it is not: the rules that cover every operator without a row; those are in
-`dynoffload.profiler.idioms`, which reads this file. The rows printed in the paper that introduced
-the encoding, and where ours depart from them, stand in `dynoffload.profiler.idiom_published`.
+The rules that cover every operator without a row are in `dynoffload.profiler.idioms`.
 
 A row is ``(transpose, gather, scatter, reduction, stream, stencil)``, keyed by the operator's base
 name: without namespace, overload and the trailing underscore of in-place variants.
@@ -13,10 +11,10 @@ reads or writes: ``stream`` A[i]=f(A[i],B[i]); ``transpose`` A[i][j]=B[j][i]; ``
 A[i]=B[C[i]]; ``scatter`` A[C[i]]=B[i]; ``reduction`` s+=A[i]; ``stencil`` A[i]=f(A[i-1..i+1]). A
 matrix product is one reduction (the inner dimension) and one stream (its output); a bias or a
 scaled addend is one stream more. Scatter with accumulation is one scatter and one reduction. A copy
-that keeps type and order counts nothing, as in the published table (its bytes are recorded beside
-it). An algorithm that repeats its passes, as a factorisation does column by column, counts each of
-them once. A row is for dense tensors in row-major order. Where a published row exists it is kept,
-unless `idiom_published.DIFFERENCES` says why not.
+that keeps type and order counts nothing (its bytes are recorded beside it). An algorithm that
+repeats its passes, as a factorisation does column by column, counts each of them once. A row is for
+dense tensors in row-major order. The rows that Ren et al. (HPCA 2024) print are kept, but for
+``transpose``, ``relu_`` and ``add_``: a view touches no data, and a stream in place is a stream.
 """
 
 from __future__ import annotations
@@ -93,7 +91,6 @@ ROWS: Final[dict[str, Row]] = {
     **_rows((2, 2, 0, 6, 4, 8), "_convolution_double_backward"),
     **_rows((0, 1, 0, 0, 0, 1), "im2col"),
     **_rows((0, 0, 1, 1, 0, 1), "col2im unfold_backward"),
-    **_rows((1, 0, 0, 1, 1, 1), "col2im_backward im2col_backward"),
     # Attention: two products, the row maximum and the row sum; backward has five products.
     **_rows(_ATTENTION, "scaled_dot_product_attention _scaled_dot_product_attention_math"),
     **_rows(_ATTENTION, "_scaled_dot_product_flash_attention _flash_attention_forward"),
@@ -168,7 +165,6 @@ ROWS: Final[dict[str, Row]] = {
     # Losses.
     **_rows(GATHER, "nll_loss_backward nll_loss2d_backward"),
     **_rows((0, 1, 1, 1, 1, 0), "mse_loss_backward"),
-    **_rows((0, 1, 1, 1, 0, 0), "l1_loss_backward"),
     **_rows(_PRODUCT, "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss"),
     **_rows(
         _PRODUCT, "poisson_nll_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
@@ -180,7 +176,7 @@ ROWS: Final[dict[str, Row]] = {
     **_rows(STREAM, "binary_cross_entropy_backward"),
     **_rows(SCATTER, "multi_margin_loss_backward multilabel_margin_loss_backward"),
     # Activations whose gradients have published rows.
-    **_rows(_PRODUCT, "gelu_backward silu_backward prelu_backward _prelu_kernel_backward"),
+    **_rows(_PRODUCT, "gelu_backward silu_backward _prelu_kernel_backward"),
     **_rows(_PRODUCT, "sigmoid_backward tanh_backward glu_backward"),
     **_rows(STREAM, "prelu _prelu_kernel glu native_dropout dropout alpha_dropout"),
     **_rows(STREAM, "native_dropout_backward feature_dropout rrelu rrelu_with_noise"),
@@ -424,3 +420,45 @@ SYNONYMS: Final[dict[str, str]] = {
     "special_multigammaln": "mvlgamma", "special_psi": "digamma",
 }  # fmt: skip
 """Second names that torch has for an operator; what is ``special_x`` to ``x`` is not listed."""
+
+SHARING: Final = frozenset(
+    "_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk lift broadcast_tensors meshgrid"
+    " atleast_1d atleast_2d atleast_3d unflatten_dense_tensors _add_batch_dim _remove_batch_dim"
+    " _reshape_from_tensor as_strided".split()
+)
+"""Operators whose results share an argument's memory although their schemas do not say so."""
+
+RESHAPING: Final = frozenset(
+    "set resize resize_as _resize_output _coalesced sparse_resize sparse_resize_and_clear"
+    " resize_as_sparse".split()
+)
+"""Operators that in place change only metadata; their other variants do that to a copy."""
+
+METADATA: Final = frozenset(
+    "empty empty_like new_empty empty_strided new_empty_strided empty_permuted empty_quantized"
+    " _empty_affine_quantized _empty_per_channel_affine_quantized _efficientzerotensor _lazy_clone"
+    " from_file get_gradients _make_dep_token _make_token _sink_tokens"
+    " requires_grad retain_grad retains_grad _version _backward data set_data output_nr is_leaf"
+    " is_same_size is_set_to is_complex is_floating_point is_inference is_neg is_signed is_conj"
+    " is_distributed is_pinned is_coalesced is_contiguous _is_zerotensor get_device result_type"
+    " size stride numel dim storage_offset sym_size sym_stride sym_numel sym_storage_offset"
+    " sym_is_contiguous _shape_as_tensor sparse_dim dense_dim _dimI _dimV _nnz data_ptr _nbytes"
+    " _get_mkldnn_serialized_md _propagate_xla_data record_stream _debug_has_internal_overlap"
+    " _has_same_storage_numel _has_compatible_shallow_copy_type _print"
+    " _assert_tensor_metadata _assert_scalar _functional_assert_scalar"
+    " sym_constrain_range sym_constrain_range_for_size _functional_sym_constrain_range"
+    " _functional_sym_constrain_range_for_size"
+    " qscheme q_scale q_zero_point q_per_channel_scales q_per_channel_zero_points"
+    " q_per_channel_axis _fused_sdp_choice _use_cudnn_ctc_loss _use_miopen_ctc_loss"
+    " _use_cudnn_rnn_flatten_weight cudnn_is_acceptable _cslt_sparse_mm_search"
+    " _record_function_enter _record_function_enter_new _record_function_exit"
+    " sparse_coo_tensor _sparse_coo_tensor_unsafe _sparse_coo_tensor_with_dims"
+    " _sparse_coo_tensor_with_dims_and_tensors _sparse_compressed_tensor_unsafe"
+    " _sparse_compressed_tensor_with_dims _sparse_csr_tensor_unsafe _sparse_csc_tensor_unsafe"
+    " _sparse_bsr_tensor_unsafe _sparse_bsc_tensor_unsafe _validate_sparse_coo_tensor_args"
+    " _nested_tensor_size _nested_tensor_strides _nested_tensor_storage_offsets"
+    " _nested_compute_contiguous_strides_offsets _nested_get_offsets _nested_get_lengths"
+    " _nested_get_ragged_idx _nested_get_min_seqlen _nested_get_max_seqlen"
+    " _nested_get_jagged_dummy".split()
+)
+"""Operators that ask, wrap, allocate without writing, or mark; see [Note: rules]."""

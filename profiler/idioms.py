@@ -1,12 +1,8 @@
 """Which memory-access idioms an ATen operator shows.
 
-What it is: `Idioms`, six counts; `idioms_of`, which gives them for any operator; `rule_of`, which
-names the row or the rule they came from. What it is not: a cost; how many bytes an operator moves
-and how long it takes is recorded per call (see `dynoffload.profiler.trace`).
-
-How it fits: the encoding (Ren et al., HPCA 2024) gives the pilot one alphabet for all operators, so
-that it can read a network it has not seen. The table is `dynoffload.profiler.idiom_rows`; an
-operator without a row is covered by the first rule of [Note: rules] that applies.
+The encoding (Ren et al., HPCA 2024) gives the pilot one alphabet for all operators, so that it can
+read a network it has not seen. The table is `dynoffload.profiler.idiom_rows`; an operator without a
+row is covered by the first rule of [Note: rules] that applies.
 
 [Note: rules]
 1. ``view``: the schema says that the result aliases an argument which is not written, or torch tags
@@ -42,15 +38,17 @@ from typing import NamedTuple
 import torch
 
 from dynoffload.profiler.idiom_rows import (
+    METADATA,
     NOTHING,
     REDUCTION,
+    RESHAPING,
     ROWS,
+    SHARING,
     STREAM,
     SYNONYMS,
     TRANSPOSE,
     Row,
 )
-from dynoffload.profiler.idiom_silent import METADATA, RESHAPING, SHARING
 
 NAMESPACES = frozenset(("aten", "prims", "mkldnn", "profiler"))
 """The namespaces in which a base name means the operator that the table means by it."""
@@ -77,17 +75,6 @@ class Idioms(NamedTuple):
     reduction: int = 0
     stream: int = 0
     stencil: int = 0
-
-    def plus(self, other: Idioms) -> Idioms:
-        """Return the componentwise sum (``+`` on a tuple would concatenate)."""
-        return Idioms(
-            self[0] + other[0],
-            self[1] + other[1],
-            self[2] + other[2],
-            self[3] + other[3],
-            self[4] + other[4],
-            self[5] + other[5],
-        )
 
 
 def idioms_of(func: torch._ops.OpOverload) -> Idioms:

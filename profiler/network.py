@@ -1,11 +1,7 @@
-"""Names for a network and for the shapes of a call.
+"""Names for a network and for the shapes of a call, the same when recording and when running.
 
-What it is: `fingerprint`, by which a pilot recognises the network it was trained for, and
-`shape_key`, by which two calls of one module are told apart. What it is not: a hash of weights; the
-same architecture has the same fingerprint whatever it has learned.
-
-How it fits: the recorder and the runtime name things by the same two functions, so that what was
-profiled is recognised when it runs.
+`fingerprint` is how a pilot recognises the network it was trained for; `shape_key` tells two calls
+of one module apart.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Profiling without a loop of one's own: `profile` drives the model and writes the traces.
-
-What it is: the training loop in its plainest form, around a `Recorder`. What it is not: needed by
-who has a loop; they put a `Recorder` around theirs.
-"""
+"""The plainest training loop around a `Recorder`, for profiling without a loop of one's own."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
@@ -21,12 +15,12 @@ from dynoffload.errors import TraceError
 from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features
+from dynoffload.profiler.storage import SUFFIX
 from dynoffload.profiler.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 2.0  # Seconds before a progress bar appears.
-_NAME = re.compile(r"step-(\d{6,})\.parquet")
+_NAME = re.compile(rf"step-(\d{{6,}}){re.escape(SUFFIX)}")
 
 
 def profile(
@@ -59,7 +53,7 @@ def profile(
         features: featurizer for samples, as in `describe_sample`.
         source: names the file or document a batch is from, so that a pilot can be scored on
             sources it has not seen. By default the batch's own ``source``, if it has one.
-        progress: show a progress bar on stderr once it has taken two seconds.
+        progress: show a progress bar on stderr, if that is a terminal.
 
     Returns:
         The files, in order.
@@ -67,6 +61,9 @@ def profile(
     Raises:
         TraceError: if ``out`` cannot be written, no loss can be found, or ``batches`` is empty.
     """
+    from rich.console import Console
+    from rich.progress import Progress
+
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +81,8 @@ def profile(
     current: Any = None
 
     def write(trace: Trace) -> None:
-        path = folder / f"step-{number + len(paths):06d}.parquet"
         trace.step = number + len(paths)
+        path = file_of_step(folder, trace.step)
         trace.save(path)
         paths.append(path)
 
@@ -96,8 +93,10 @@ def profile(
         on_step=write,
         source=lambda: (source or _source_of)(current),
     )
-    with recorder, _progress_bar(batches, progress) as tracked:
-        for batch in tracked:
+    console = Console(stderr=True)
+    hidden = not (progress and console.is_terminal)
+    with recorder, Progress(console=console, transient=True, disable=hidden) as bar:
+        for batch in bar.track(batches, description="profile"):
             current = batch
             output = call_model(model, batch, some=loss is not None)
             torch.autograd.backward(loss_of(output, batch, loss))
@@ -186,49 +185,12 @@ def of_another(folder: Path, model: torch.nn.Module) -> Path | None:
     return last
 
 
+def file_of_step(folder: Path, number: int) -> Path:
+    """Return where the trace of a step stands in a directory of traces."""
+    return folder / f"step-{number:06d}{SUFFIX}"
+
+
 def next_number(folder: Path) -> int:
     """Return the number of the next step in a directory of traces: none is written over."""
     taken = [int(m.group(1)) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name))]
     return max(taken, default=-1) + 1
-
-
-@contextmanager
-def _progress_bar(batches: Iterable[Any], wanted: bool) -> Iterator[Iterator[Any]]:
-    """Yield the batches through a progress bar that appears only where it is long enough to."""
-    if not wanted:
-        yield iter(batches)
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    bar = Progress(
-        TextColumn("profile"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    total = len(batches) if isinstance(batches, Sized) else None
-    task = bar.add_task("profile", total=total)
-    start = monotonic()
-
-    def steps() -> Iterator[Any]:
-        for done, batch in enumerate(batches):
-            if not bar.live.is_started and monotonic() - start > _PATIENCE:
-                bar.start()
-            bar.update(task, completed=done)
-            yield batch
-
-    try:
-        yield steps()
-    finally:
-        bar.stop()

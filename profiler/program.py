@@ -1,9 +1,7 @@
 """The program: a trace with its dynamism resolved, in names that two samples share.
 
-What it is: `Visit` and `Program`, and `resolve`, which makes a program of a trace. A visit is one
-call of a module that owns parameters itself; every operator of the step belongs to exactly one
-visit, so seconds and idioms are conserved. What it is not: a cut into blocks, which depends on the
-budget and on other programs (see `dynoffload.planning`).
+A visit is one call of a module that owns parameters itself. Every operator of the step belongs to
+exactly one visit, so seconds and idioms are conserved.
 
 [Note: to which visit an operator belongs]
 A call *owns* if an operator directly inside it uses a parameter in forward; that holds for a module

@@ -1,13 +1,9 @@
 """The recorder: listens to a training loop and makes a trace of each step.
 
-What it is: `Recorder`, a context manager around a user's own loop. It sees every ATen operator of
-forward, backward and optimizer through a dispatch mode, module calls through hooks, and the end of
-a step through the optimizer's hooks. What it is not: a part of training under a budget; the runtime
-has its own, cheaper ways to know where a step is. It changes no result: it runs each operator once,
-as it was called, and keeps no tensor alive.
-
-How it fits: `dynoffload.profiler.steps` keeps what is heard, `dynoffload.profiler.profiling` drives
-a loop for users who have none.
+`Recorder` is a context manager around a user's own loop. It sees every ATen operator of forward,
+backward and optimizer through a dispatch mode, module calls through hooks, and the end of a step
+through the optimizer's hooks. It changes no result: it runs each operator once, as it was called,
+and keeps no tensor alive.
 
 Known limitations. Operators inside a compiled region are not seen one by one. Modules run by
 calling ``forward`` directly, past their hooks, count as part of their caller. Sites of backward are

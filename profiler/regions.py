@@ -1,8 +1,6 @@
-"""Regions of one step, told apart by storage.
+"""Regions of one step, told apart by storage: number, name, kind, and the bytes alive.
 
-What it is: `RegionTable`, which gives every storage that a step touches a number, a name and a
-kind, and counts the bytes alive. What it is not: a memory manager; it holds no tensor alive, and
-learns of a storage's end by a weak reference.
+No tensor is held alive; a weak reference tells when a storage ends.
 
 [Note: a storage's Python object lives as long as the storage]
 torch keeps one Python object per storage and revives it when only C++ holds the storage, so a weak
@@ -47,10 +45,6 @@ class RegionTable:
         self._died: list[int] = []
         self._bury = self._on_death  # One bound method for all weak references.
 
-    def __len__(self) -> int:
-        """Return how many regions the step has touched."""
-        return len(self._names)
-
     def label(self, tensor: torch.Tensor, name: str, kind: str) -> None:
         """Say what the storage of ``tensor`` is; the first name given to it stays (tied weights).
 
@@ -94,14 +88,6 @@ class RegionTable:
                 index = self._add(part, name, "activation", self.clock)
             indices.append(index)
         return indices
-
-    def kind(self, index: int) -> str:
-        """Return the kind of a region."""
-        return self._kinds[index]
-
-    def name(self, index: int) -> str:
-        """Return the name of a region."""
-        return self._names[index]
 
     def infos(self) -> list[RegionInfo]:
         """Return all regions of the step, by index."""

@@ -1,11 +1,7 @@
 """What a sample says about itself before the network runs: the pilot's input.
 
-What it is: `Sample`, a handful of named numbers and one array of discrete codes, and the function
-that reads them off the arguments of a forward call in well under a millisecond. What it is not: a
-featurizer for a pilot model; it keeps what was seen, and the pilot decides what to make of it.
-
-How it fits: the recorder stores a `Sample` in every `Trace`; the runtime makes one at the start of
-each step and hands it to the pilot. Both call `describe_sample`, so the two always agree.
+The recorder stores a `Sample` in every `Trace`; the runtime makes one at the start of each step and
+hands it to the pilot. Both call `describe_sample`, so the two always agree.
 """
 
 from __future__ import annotations

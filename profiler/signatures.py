@@ -1,8 +1,6 @@
 """What an operator's schema says about the memory of one call.
 
-What it is: `signature_of`, which reads an overload's schema once and keeps what the recorder needs
-for each call of it, and `traffic`, which applies it to the arguments. What it is not: bookkeeping
-of regions (see `dynoffload.profiler.regions`); here tensors are only listed with their bytes.
+`signature_of` reads an overload's schema once; `traffic` applies it to the arguments of a call.
 """
 
 from __future__ import annotations

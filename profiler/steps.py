@@ -1,8 +1,4 @@
-"""One step while it is being recorded.
-
-What it is: `StepLog`, the growing lists of calls and operators of one step and the map from graph
-nodes to the module calls that made them; `finish` makes a `Trace` of it. What it is not: the part
-that listens to torch (see `dynoffload.profiler.recorder`), nor that decides when a step begins.
+"""One step while it is being recorded: its calls and operators, of which `finish` makes a trace.
 
 [Note: a node's sequence number finds its module call]
 Autograd numbers the nodes of one thread as forward makes them. Noting the next number whenever a
@@ -16,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -29,22 +24,6 @@ from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, T
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
-class _Record(NamedTuple):
-    """An operator before its regions have their final names."""
-
-    signature: Signature
-    phase: Phase
-    call: int
-    bytes_read: int
-    bytes_written: int
-    seconds: float
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    memory: int
-    flops: int | None
-    dtype: str
-
-
 class StepLog:
     """The calls, operators and regions of one step."""
 
@@ -53,7 +32,7 @@ class StepLog:
         self.samples: list[Sample] = []
         self.source = ""
         self.hints: list[Hint] = []
-        self._records: list[_Record] = []
+        self._operators: list[Operator] = []
         self._paths: list[str] = []
         self._keys: list[str] = []
         self._parents: list[int] = []
@@ -66,7 +45,7 @@ class StepLog:
 
     def __len__(self) -> int:
         """Return how many operators the step has so far."""
-        return len(self._records)
+        return len(self._operators)
 
     def enter(self, path: str, key: str, parent: int) -> int:
         """Note that a module call begins in forward; return its index."""
@@ -74,15 +53,15 @@ class StepLog:
         self._paths.append(path)
         self._keys.append(key)
         self._parents.append(parent)
-        self._starts.append(len(self._records))
-        self._stops.append(len(self._records))
+        self._starts.append(len(self._operators))
+        self._stops.append(len(self._operators))
         self._last_call[path] = call
         self.cut(call)
         return call
 
     def leave(self, call: int, outer: int) -> None:
         """Note that ``call`` has ended and that ``outer`` (-1: none) goes on."""
-        self._stops[call] = len(self._records)
+        self._stops[call] = len(self._operators)
         self.cut(outer)
 
     def cut(self, call: int) -> None:
@@ -137,6 +116,7 @@ class StepLog:
         bytes_read = bytes_written = 0
         flops: int | None = 0
         dtype = ""
+        site = self._paths[call] if call >= 0 else ""
         if signature.allocates:  # Else it is a view and touches nothing.
             moved = traffic(signature, args, kwargs, result)
             bytes_read, bytes_written = moved.bytes_read, moved.bytes_written
@@ -149,16 +129,17 @@ class StepLog:
             for tensor in moved.writes:
                 for index in regions.write(tensor):
                     writes[index] = None
-            site = self._paths[call] if call >= 0 else ""
             for tensor in moved.results:
                 for index in regions.make(tensor, site):
                     if index not in reads:  # Else it only aliases an argument.
                         writes[index] = None
-        self._records.append(
-            _Record(
-                signature,
+        self._operators.append(
+            Operator(
+                signature.name,
                 phase,
+                site,
                 call,
+                signature.idioms,
                 bytes_read,
                 bytes_written,
                 seconds,
@@ -169,7 +150,7 @@ class StepLog:
                 dtype,
             )
         )
-        regions.clock = len(self._records)
+        regions.clock = len(self._operators)
         self._next_number = _sequence_number()
 
     def reopen(self) -> None:
@@ -178,10 +159,10 @@ class StepLog:
         That is so where another sample begins, which it prepared, and where another backward
         does, whose loss it made.
         """
-        for index in range(len(self._records) - 1, -1, -1):
-            if self._records[index].phase is not Phase.OPTIMIZER:
+        for index in range(len(self._operators) - 1, -1, -1):
+            if self._operators[index].phase is not Phase.OPTIMIZER:
                 break
-            self._records[index] = self._records[index]._replace(phase=Phase.FORWARD)
+            self._operators[index] = self._operators[index]._replace(phase=Phase.FORWARD)
 
     def finish(self, network: str, model: str, step: int) -> Trace:
         """Return the trace of the step; the log must not be used afterwards."""
@@ -194,38 +175,23 @@ class StepLog:
             )
         ]
         operators = [
-            Operator(
-                name=record.signature.name,
-                phase=record.phase,
-                site=self._site(record, regions),
-                call=record.call,
-                idioms=record.signature.idioms,
-                bytes_read=record.bytes_read,
-                bytes_written=record.bytes_written,
-                seconds=record.seconds,
-                reads=record.reads,
-                writes=record.writes,
-                memory=record.memory,
-                flops=record.flops,
-                dtype=record.dtype,
-            )
-            for record in self._records
+            op._replace(site=_owner(op, regions))
+            if op.phase is Phase.OPTIMIZER and op.call < 0
+            else op
+            for op in self._operators
         ]
         sample = merge_samples(self.samples) if self.samples else Sample({})
         source, hints = self.source, self.hints
         return Trace(network, model, step, source, sample, regions, calls, operators, hints)
 
-    def _site(self, record: _Record, regions: Sequence[RegionInfo]) -> str:
-        """Return the call's path; in the optimizer, the one owner of what the operator used."""
-        if record.call >= 0:
-            return self._paths[record.call]
-        if record.phase is not Phase.OPTIMIZER:
-            return ""
-        owners = {owner_of(regions[i]) for i in record.reads + record.writes}
-        owners.discard(None)
-        return (owners.pop() or "") if len(owners) == 1 else ""
-
     def _encloses(self, outer: int, call: int) -> bool:
         while call > outer:
             call = self._parents[call]
         return call == outer
+
+
+def _owner(operator: Operator, regions: Sequence[RegionInfo]) -> str:
+    """Return the one module that owns what an operator of the optimizer used, else ``""``."""
+    owners = {owner_of(regions[i]) for i in operator.reads + operator.writes}
+    owners.discard(None)
+    return (owners.pop() or "") if len(owners) == 1 else ""

@@ -1,107 +1,71 @@
-"""Traces on disk: one Parquet file each.
+"""Trace files: one safetensors file each, columns as arrays and the rest as one JSON document.
 
-What it is: `save_trace` and `load_trace`. The rows of the table are the operators, so that any
-Parquet reader shows them; the rest of the trace (header, sample, regions, calls) is JSON in the
-file's metadata. What it is not: a place for anything that could be executed; nothing is unpickled,
-and pyarrow is imported only when a file is written.
+`save_trace` and `load_trace` write and read one file, `trace_files` and `load_traces` a directory.
+docs/traces.md describes the format.
 
-[Note: seals]
-A flipped bit in a column is a number like any other. So a trace carries a digest of all its bytes,
-which is compared before any is believed. It stands between the last column and the footer, where no
-Parquet reader looks. It tells damage, not malice: anybody can make one.
-
-[Note: what a trace can claim]
-A file from a stranger is read by `dynoffload.profiler.plain_parquet` alone, not by pyarrow, and its
-schema, number of rows and codec are compared with what this module writes. Repetition takes no
-bytes in Parquet, but takes memory and time here: so what a file may hold is in proportion to its
-size (operators, the regions they use), and so are the module calls' depths, as whoever reads a
-trace climbs from each call to the root. Real traces keep well within that: the time of every
-operator alone takes eight bytes. Lists of regions are packed bytes. What is decoded is checked
-again: every index in range, every number finite but for those of the sample, every name text that
-can be written.
+[Note: what a file can claim]
+A file may come from a stranger, so nothing in it is executed and every value is checked: sizes and
+counts against limits, indices against their tables, numbers against their range. The digest detects
+damage only, as anybody can compute one. Each row takes bytes in every column of its table, so what
+a file makes of memory is in proportion to its size; module calls are limited in depth as well,
+because readers climb from each call to the root.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import TraceError
 from dynoffload.profiler.columns import PHASES, Columns, Operators
+from dynoffload.profiler.hints import MAX_HINTED, Hint
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.plain_parquet import MAGIC, ParquetFile
-from dynoffload.profiler.storage_header import (
-    LARGEST,
-    header_of,
-    most_nesting,
-    nesting,
-    read_calls,
-    read_hints,
-    read_integer,
-    read_regions,
-    read_sample,
-    read_text,
-    require,
-)
-from dynoffload.profiler.trace import Operator, Trace
+from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+from dynoffload.profiler.trace import ModuleCall, Operator, RegionInfo, Trace
 
-if TYPE_CHECKING:
-    import pyarrow as pa  # type: ignore[import-untyped]
-
-SCHEMA_VERSION = 3
-"""Version of the layout that is written. Version 1 had neither FLOPs nor dtypes, which are unknown
-then, and version 2 no hints; both are read. Any other version is refused."""
+FORMAT = "dynoffload.trace"
+"""Key of the document in the metadata of the safetensors header."""
+SCHEMA_VERSION = 4
+"""Version of the layout; any other is refused. Versions 1 to 3 were Parquet files."""
+SUFFIX = ".trace"
+"""Suffix of trace files."""
 MAX_FILE_BYTES = 128 * 1024**2
 """The largest file that is read."""
-MAX_OPERATORS = 1_000_000
-"""The most operators a file may hold."""
+MAX_HEADER_BYTES = 64 * 1024**2
+"""The largest safetensors header, which holds the document."""
+MAX_ROWS = 1_000_000
+"""The most operators, regions or module calls of a trace."""
+MAX_USES = 16 * MAX_ROWS
+"""How often all operators together may use a region."""
 
-_SEAL = b"dynoffload.seal\n"
-_DIGEST_BYTES = hashlib.sha256().digest_size
-_VERSIONS = {str(version).encode(): version for version in (1, 2, SCHEMA_VERSION)}  # that are read
-_UNKNOWN = -1  # FLOPs in a column
-_VERSION_KEY = b"dynoffload.trace_version"
-_HEADER_KEY = b"dynoffload.trace"
 _AGAIN = "record it again with `dynoffload profile`"
+_BLANK = "0" * 64  # what stands in for the digest while it is computed
+_LARGEST = 2**62  # counts and sizes stay below
 _LONGEST_S = 1e9  # of one operator
-_MAX_HEADER_BYTES = 64 * 1024**2
-_MAX_CONTAINERS = 1_000_000  # lists and objects in the header
-_FIELDS = (
-    ("name", "string"),
-    ("phase", "int8"),
-    ("site", "string"),
-    ("call", "int32"),
-    *((idiom, "int16") for idiom in Idioms._fields),
-    ("bytes_read", "int64"),
-    ("bytes_written", "int64"),
-    ("seconds", "double"),
-    ("reads", "binary"),
-    ("writes", "binary"),
-    ("memory", "int64"),
-    ("flops", "int64"),
-    ("dtype", "string"),
-)
-_OLD_FIELDS = len(_FIELDS) - 2  # that version 1 has
-_PHYSICAL = {"string": "binary", "int8": "int32", "int16": "int32"}  # where it is not the name
+_MAX_CONTAINERS = 200_000  # lists and objects in the header
+_MAX_VALUES = 100_000
+_MAX_WIDTH = 1024  # of a sample's elements
+_UNKNOWN = -1  # FLOPs
+_KINDS = ("parameter", "gradient", "state", "activation", "buffer", "input")
+_SIZES = ("bytes_read", "bytes_written", "memory", "flops")
+_TABLES = {"operators": "phase", "calls": "path", "regions": "name"}  # with a column of each
+_DTYPES = {"I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
+
+_Ints = npt.NDArray[np.int64]
 
 
-def most_operators(nbytes: int) -> int:
-    """Return the most operators that a file of so many bytes may hold."""
-    return min(MAX_OPERATORS, 4096 + nbytes // 2)
-
-
-def most_uses(nbytes: int) -> int:
-    """Return how often operators may use regions in a file of so many bytes."""
-    return 65_536 + 8 * nbytes
+def most_nesting(calls: int) -> int:
+    """Return the most that the depths of so many module calls may add up to."""
+    return 1_000_000 + 24 * calls
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -110,42 +74,17 @@ def save_trace(trace: Trace, path: Path) -> None:
     Raises:
         TraceError: if the directory is missing or cannot be written, or the trace is too large.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-    if len(trace.operators) > MAX_OPERATORS:
-        raise TraceError(
-            f"{path}: a trace holds at most {MAX_OPERATORS} operators, this step has"
-            f" {len(trace.operators)}; record a smaller batch"
-        )
-    header = json.dumps(header_of(trace), separators=(",", ":")).encode()
-    depths = nesting(trace.calls)
-    if len(header) > _MAX_HEADER_BYTES or depths > most_nesting(len(trace.calls)):
-        raise TraceError(
-            f"{path}: the regions and module calls of this step take {len(header)} bytes, and the"
-            f" calls' depths add up to {depths}; a trace holds {_MAX_HEADER_BYTES} bytes and"
-            f" {most_nesting(len(trace.calls))}: record a smaller batch"
-        )
-    columns = _columns(trace.operators)
-    schema = _schema().with_metadata(
-        {_VERSION_KEY: str(SCHEMA_VERSION).encode(), _HEADER_KEY: header}
-    )
-    table = pa.table(columns, schema=schema)
-    written = io.BytesIO()
-    # Times are all different: as words of a dictionary they would take more.
-    words = [name for name, _ in _FIELDS if name != "seconds"]
-    pq.write_table(table, written, compression="NONE", use_dictionary=words)
-    nbytes = len(written.getvalue())
+    operators, regions, calls = map(len, (trace.operators, trace.regions, trace.calls))
     uses = sum(len(op.reads) + len(op.writes) for op in trace.operators)
-    if nbytes > MAX_FILE_BYTES or uses > most_uses(nbytes):
-        raise TraceError(
-            f"{path}: a trace of {nbytes} bytes whose operators use regions {uses} times is larger"
-            f" than can be read again ({MAX_FILE_BYTES} bytes, {most_uses(nbytes)} times); record a"
-            " smaller batch"
-        )
+    _limit(path, "operators, regions or calls", MAX_ROWS, operators, regions, calls)
+    _limit(path, "uses of regions", MAX_USES, uses)
+    _limit(path, "depths of calls together", most_nesting(calls), _nesting(trace.calls))
+    data = _file_of(trace)
+    _limit(path, "bytes", MAX_FILE_BYTES, len(data))
+    _limit(path, "bytes of header", MAX_HEADER_BYTES, int.from_bytes(data[:8], "little"))
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        partial.write_bytes(seal(written.getvalue()))
+        partial.write_bytes(data)
         os.replace(partial, path)
     except OSError as error:
         if path.parent.is_dir():
@@ -163,6 +102,8 @@ def load_trace(path: Path) -> Trace:
         TraceError: if the file is missing, truncated, foreign, of another version, larger than a
             trace can be, or inconsistent in itself.
     """
+    from safetensors import SafetensorError
+
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -173,9 +114,8 @@ def load_trace(path: Path) -> Trace:
         raise TraceError(f"{path}: {size} bytes is larger than any trace ({MAX_FILE_BYTES})")
     try:
         return _read(path, path.read_bytes())
-    except TraceError:
-        raise
     except (
+        SafetensorError,
         ValueError,
         TypeError,
         LookupError,
@@ -186,6 +126,22 @@ def load_trace(path: Path) -> Trace:
     ) as error:
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise TraceError(f"{path} is truncated or damaged ({what}); {_AGAIN}") from error
+
+
+def trace_files(folder: str | Path) -> list[Path]:
+    """Return the traces of a directory in order of name.
+
+    Raises:
+        TraceError: if there is none.
+    """
+    folder = Path(folder)
+    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    if not paths:
+        what = f"holds no trace (*{SUFFIX})" if folder.is_dir() else "is not a directory"
+        if any(folder.glob("*.parquet")):
+            what += ", and the Parquet files of older releases cannot be read"
+        raise TraceError(f"{folder}: {what}; record some with 'dynoffload profile -o {folder}'")
+    return paths
 
 
 def load_traces(paths: Sequence[Path]) -> Iterator[Trace]:
@@ -206,235 +162,304 @@ def load_traces(paths: Sequence[Path]) -> Iterator[Trace]:
         yield trace
 
 
-def seal(file: bytes) -> bytes:
-    """Return a Parquet file's bytes with a digest of them; see [Note: seals]."""
-    start = _footer(file)
-    return file[:start] + _SEAL + hashlib.sha256(file).digest() + file[start:]
+def seal(data: bytes, found: str = _BLANK) -> bytes:
+    """Return a file's bytes with their digest in place of ``found``, the one that stands there."""
+    blank = data.replace(found.encode(), _BLANK.encode(), 1)
+    digest = hashlib.sha256(blank).hexdigest()
+    return blank.replace(_BLANK.encode(), digest.encode(), 1)
 
 
-def _footer(file: bytes) -> int:
-    """Return where the footer of a Parquet file begins; a wrong place if it is damaged."""
-    length = int.from_bytes(file[-8:-4], "little")
-    return max(0, len(file) - 8 - length)
+def _limit(path: Path, what: str, most: int, *found: int) -> None:
+    if max(found) > most:
+        raise TraceError(
+            f"{path}: this step has {max(found)} {what}, a trace at most {most}: record a smaller"
+            " batch"
+        )
 
 
-def _check_seal(path: Path, file: bytes) -> None:
-    """Refuse a file whose bytes are not those that were written."""
-    stop = _footer(file)
-    start = max(0, stop - len(_SEAL) - _DIGEST_BYTES)
-    found = file[start:stop]
-    require(file[:4] == file[-4:] == MAGIC, "it is no whole Parquet file")
-    if not found.startswith(_SEAL):
-        raise TraceError(f"{path} is not a dynoffload trace, or is truncated or damaged; {_AGAIN}")
-    digest = hashlib.sha256(memoryview(file)[:start])
-    digest.update(memoryview(file)[stop:])
-    require(digest.digest() == found[len(_SEAL) :], "its bytes are not those that were written")
+def _file_of(trace: Trace) -> bytes:
+    """Return the bytes of a trace's file."""
+    from safetensors.numpy import save
 
+    texts: dict[str, int] = {}
 
-def _fields(version: int) -> Sequence[tuple[str, str]]:
-    """Return name and type of each column of a version."""
-    return _FIELDS[:_OLD_FIELDS] if version == 1 else _FIELDS
+    def coded(words: Iterable[str]) -> list[int]:
+        return [texts.setdefault(word, len(texts)) for word in words]
 
-
-def _schema() -> pa.Schema:
-    import pyarrow as pa
-
-    fields = [(name, pa.type_for_alias(kind)) for name, kind in _FIELDS]
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields])
-
-
-def _columns(operators: Sequence[Operator]) -> dict[str, Any]:
-    columns: dict[str, Any] = {
-        "name": [op.name for op in operators],
-        "phase": np.array([PHASES.index(op.phase) for op in operators], np.int8),
-        "site": [op.site for op in operators],
-        "call": np.array([op.call for op in operators], np.int32),
-        "bytes_read": np.array([op.bytes_read for op in operators], np.int64),
-        "bytes_written": np.array([op.bytes_written for op in operators], np.int64),
-        "seconds": np.array([op.seconds for op in operators], np.float64),
-        "reads": [np.array(op.reads, "<i4").tobytes() for op in operators],
-        "writes": [np.array(op.writes, "<i4").tobytes() for op in operators],
-        "memory": np.array([op.memory for op in operators], np.int64),
-        "flops": np.array(
-            [_UNKNOWN if op.flops is None else op.flops for op in operators], np.int64
-        ),
-        "dtype": [op.dtype for op in operators],
+    operators, regions, calls = trace.operators, trace.regions, trace.calls
+    columns = Columns.of(operators)
+    vectors: dict[Idioms, int] = {}
+    idiom = [vectors.setdefault(op.idioms, len(vectors)) for op in operators]
+    wide = [np.array([getattr(op, name) for op in operators], np.int64) for name in _SIZES[:-1]]
+    flops = [_UNKNOWN if op.flops is None else op.flops for op in operators]
+    wide += [np.array(flops, np.int64), np.array([region.nbytes for region in regions], np.int64)]
+    sizes, places = np.unique(np.concatenate(wide), return_inverse=True)
+    size = np.split(places, np.cumsum([len(column) for column in wide])[:-1])
+    arrays: dict[str, Any] = {
+        "sizes": sizes,
+        "idioms": np.array([*vectors], np.int64).reshape(-1, len(Idioms._fields)),
+        "elements": trace.sample.elements,
+        "operators.name": coded(op.name for op in operators),
+        "operators.dtype": coded(op.dtype for op in operators),
+        "operators.site": coded(op.site for op in operators),
+        "operators.phase": columns.phase,
+        "operators.call": columns.call,
+        "operators.idiom": idiom,
+        "operators.reads": [len(op.reads) for op in operators],
+        "operators.writes": [len(op.writes) for op in operators],
+        "operators.used": columns.used,
+        **{f"operators.{name}": codes for name, codes in zip(_SIZES, size, strict=False)},
+        "calls.path": coded(call.path for call in calls),
+        "calls.shape_key": coded(call.shape_key for call in calls),
+        **{f"calls.{name}": [getattr(c, name) for c in calls] for name in ModuleCall._fields[2:]},
+        "regions.name": coded(region.name for region in regions),
+        "regions.kind": [_KINDS.index(region.kind) for region in regions],
+        "regions.nbytes": size[-1],
+        "regions.born": [region.born for region in regions],
+        "regions.died": [region.died for region in regions],
     }
-    for position, idiom in enumerate(Idioms._fields):
-        columns[idiom] = np.array([op.idioms[position] for op in operators], np.int16)
-    return {name: columns[name] for name in _schema().names}
+    stored = {name: _smallest(array) for name, array in arrays.items()}
+    stored["operators.seconds"] = columns.seconds
+    values = trace.sample.values
+    hinted: dict[tuple[str, ...], int] = {}
+    for hint in trace.hints:
+        hinted.setdefault(hint.blocks, len(hinted))
+    document = {
+        "version": SCHEMA_VERSION,
+        "sha256": _BLANK,
+        "network": trace.network,
+        "model": trace.model,
+        "step": trace.step,
+        # A file's name need not be text.
+        "source": trace.source.encode(errors="backslashreplace").decode(),
+        "values": {k: v if math.isfinite(v) else str(v) for k, v in values.items()},
+        "texts": list(texts),
+        "hinted": [list(blocks) for blocks in hinted],
+        "hints": [[h.call, hinted[h.blocks], list(h.values)] for h in trace.hints],
+    }
+    return seal(save(stored, {FORMAT: json.dumps(document, separators=(",", ":"))}))
+
+
+def _smallest(numbers: Any) -> npt.NDArray[Any]:
+    """Return whole numbers in the smallest type that holds them."""
+    array = np.ascontiguousarray(numbers, dtype=np.int64)
+    low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
+    for kind in (np.int8, np.int16, np.int32):
+        limits = np.iinfo(kind)
+        if limits.min <= low and high <= limits.max:
+            return array.astype(kind)
+    return array
 
 
 def _read(path: Path, data: bytes) -> Trace:
-    _check_seal(path, data)
-    file = ParquetFile(data)
-    version = file.metadata.get(_VERSION_KEY)
-    if version is None:
-        raise TraceError(f"{path}: is a Parquet file, but not a dynoffload trace; {_AGAIN}")
-    if version not in _VERSIONS:
+    from safetensors import deserialize
+
+    if data[:4] == b"PAR1":
+        raise TraceError(f"{path}: is a Parquet file, as older releases wrote traces; {_AGAIN}")
+    header = memoryview(data)[8 : 8 + int.from_bytes(data[:8], "little")].tobytes()
+    _require(len(header) <= MAX_HEADER_BYTES, "its header is too long")
+    _require(header.count(b"[") + header.count(b"{") <= _MAX_CONTAINERS, "it is too intricate")
+    arrays = {
+        name: np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in deserialize(data)  # type: ignore[no-untyped-call]
+    }
+    metadata = json.loads(header).get("__metadata__") or {}
+    if FORMAT not in metadata:
+        raise TraceError(f"{path}: is not a dynoffload trace; {_AGAIN}")
+    document = json.loads(metadata[FORMAT])
+    if document["version"] != SCHEMA_VERSION:
         raise TraceError(
-            f"{path}: is a trace of version {version[:16]!r}; this release reads versions"
-            f" 1 to {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
+            f"{path}: is a trace of version {str(document['version'])[:16]}; this release reads"
+            f" version {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
         )
-    _check_layout(file, path, _VERSIONS[version], len(data))
-    text = file.metadata[_HEADER_KEY]
-    require(len(text) <= _MAX_HEADER_BYTES, "its header is too long")
-    require(text.count(b"[") + text.count(b"{") <= _MAX_CONTAINERS, "its header is too intricate")
-    header = json.loads(text)
-    regions = read_regions(header["regions"], file.rows)
-    calls = read_calls(header["calls"], file.rows)
-    operators = _operators(file, len(regions), len(calls), most_uses(len(data)))
+    found = _text(document["sha256"])
+    _require(len(found) == len(_BLANK), "it has no digest")
+    _require(seal(data, found) == data, "its bytes are not those that were written")
+    texts = document["texts"]
+    _require(isinstance(texts, list) and set(map(type, texts)) <= {str}, "a name is not text")
+    _text("".join(texts))
+    columns = _checked(path, arrays, len(texts))
+    sizes = columns["sizes"]
+
+    def named(column: str) -> list[str]:
+        return [texts[code] for code in columns[column].tolist()]
+
+    regions = list(
+        map(
+            RegionInfo,
+            named("regions.name"),
+            [_KINDS[code] for code in columns["regions.kind"].tolist()],
+            sizes[columns["regions.nbytes"]].tolist(),
+            columns["regions.born"].tolist(),
+            columns["regions.died"].tolist(),
+        )
+    )
+    total = sum(region.nbytes for region in regions)
+    low = min((region.nbytes for region in regions), default=0)
+    _require(low >= 0 and total < _LARGEST, "regions of an impossible size")
+    parents, starts, stops = (columns[f"calls.{name}"] for name in ModuleCall._fields[2:])
+    _require(bool((parents < np.arange(len(parents))).all()), "a module call encloses itself")
+    _require(bool((starts <= stops).all()), "a module call ends before it begins")
+    numbers = (parents.tolist(), starts.tolist(), stops.tolist())
+    calls = list(map(ModuleCall, named("calls.path"), named("calls.shape_key"), *numbers))
+    _require(_nesting(calls) <= most_nesting(len(calls)), "module calls nested too deeply")
     return Trace(
-        network=read_text(header["network"]),
-        model=read_text(header["model"]),
-        step=read_integer(header["step"]),
-        source=read_text(header["source"]),
-        sample=read_sample(header),
+        network=_text(document["network"]),
+        model=_text(document["model"]),
+        step=_integer(document["step"]),
+        source=_text(document["source"]),
+        sample=_sample(document["values"], arrays["elements"]),
         regions=regions,
         calls=calls,
-        operators=operators,
-        hints=read_hints(header, len(calls)),
+        operators=_operators(columns, arrays["operators.seconds"], arrays["idioms"], named),
+        hints=_hints(document, len(calls)),
     )
 
 
-def _check_layout(file: ParquetFile, path: Path, version: int, nbytes: int) -> None:
-    """Refuse a file whose layout is not the one this module writes, before any column is read."""
-    expected = _fields(version)
-    require(file.names == [name for name, _ in expected], "its columns are not those of a trace")
-    for found, (name, kind) in zip(file.types, expected, strict=True):
-        require(found == _PHYSICAL.get(kind, kind), f"column {name} has type {found}")
-    if file.rows > most_operators(nbytes):
-        raise TraceError(
-            f"{path}: claims {file.rows} operators; a trace of {nbytes} bytes has at most"
-            f" {most_operators(nbytes)}"
-        )
+def _checked(path: Path, arrays: Mapping[str, npt.NDArray[Any]], texts: int) -> dict[str, _Ints]:
+    """Return the columns of whole numbers, each in its range and as long as its table."""
+    size = {table: len(arrays[f"{table}.{first}"]) for table, first in _TABLES.items()}
+    for table, rows in size.items():
+        if rows > MAX_ROWS:
+            raise TraceError(f"{path}: claims {rows} {table}; a trace has at most {MAX_ROWS}")
+    operators, calls, regions = size.values()
+    code, wide, place = (0, texts), (0, len(arrays["sizes"])), (-1, operators + 1)
+    bounds = {
+        "sizes": (_UNKNOWN, _LARGEST),
+        **dict.fromkeys(("operators.name", "operators.dtype", "operators.site"), code),
+        "operators.phase": (0, len(PHASES)),
+        "operators.call": (-1, calls),
+        "operators.idiom": (0, len(arrays["idioms"])),
+        **dict.fromkeys((f"operators.{name}" for name in _SIZES), wide),
+        **dict.fromkeys(("operators.reads", "operators.writes"), (0, MAX_USES)),
+        "operators.used": (0, regions),
+        **dict.fromkeys(("calls.path", "calls.shape_key"), code),
+        "calls.parent": (-1, calls),
+        **dict.fromkeys(("calls.start", "calls.stop"), (0, operators + 1)),
+        "regions.name": code,
+        "regions.kind": (0, len(_KINDS)),
+        "regions.nbytes": wide,
+        **dict.fromkeys(("regions.born", "regions.died"), place),
+    }
+    others = {"idioms", "elements", "operators.seconds"}
+    _require(arrays.keys() == bounds.keys() | others, "its arrays are not those of a trace")
+    columns = {}
+    for name, (low, stop) in bounds.items():
+        array = arrays[name]
+        _require(array.ndim == 1 and array.dtype.kind == "i", f"{name} is no column of numbers")
+        free = name in ("sizes", "operators.used")
+        rows = MAX_USES if free else size[name.partition(".")[0]]
+        fits = len(array) <= rows if free else len(array) == rows
+        _require(fits, f"{name} has {len(array)} rows, which are not {rows}")
+        inside = not len(array) or (array.min() >= low and array.max() < stop)
+        _require(bool(inside), f"{name} is out of range")
+        columns[name] = array.astype(np.int64)
+    return columns
 
 
-def _operators(file: ParquetFile, regions: int, calls: int, uses: int) -> Operators:
+def _operators(
+    columns: Mapping[str, _Ints],
+    seconds: npt.NDArray[Any],
+    idioms: npt.NDArray[Any],
+    named: Callable[[str], list[str]],
+) -> Operators:
     """Return the operators: checked now, made when they are asked for."""
-    names, sites = _Texts(file, "name"), _Texts(file, "site")
-    reads = _Lists(file, "reads", regions, uses)
-    writes = _Lists(file, "writes", regions, uses - reads.count)
-    phases = file.numbers("phase")
-    call = file.numbers("call")
-    seconds = file.numbers("seconds")
-    counts = {name: file.numbers(name) for name in ("bytes_read", "bytes_written", "memory")}
-    vectors = [file.numbers(idiom) for idiom in Idioms._fields]
-    if file.rows:
-        require(phases.min() >= 0 and phases.max() < len(PHASES), "an operator has no phase")
-        require(call.min() >= -1 and call.max() < calls, "an operator has no module call")
-        require(bool(((seconds >= 0) & (seconds < _LONGEST_S)).all()), "a time is not a time")
-        for name, column in counts.items():
-            require(column.min() >= 0 and column.max() < LARGEST, f"{name} is impossible")
-        require(min(vector.min() for vector in vectors) >= 0, "an idiom is counted below zero")
-        require(max(vector.max() for vector in vectors) < 2**15, "an idiom is counted too often")
-    flops, dtypes = _arithmetic(file)
-    used, stops = _joined(reads, writes)
-    columns = Columns(
-        phases.astype(np.int64),
-        call.astype(np.int64),
-        seconds,
-        np.stack(vectors, axis=1).astype(np.int64),
-        used,
-        stops,
+    phase, call, idiom, reads, writes, used = (
+        columns[f"operators.{name}"]
+        for name in ("phase", "call", "idiom", "reads", "writes", "used")
     )
+    _require(seconds.shape == phase.shape and seconds.dtype.kind == "f", "it has no times")
+    inside = bool(((seconds >= 0) & (seconds < _LONGEST_S)).all())
+    _require(inside, "a time is not a time")
+    width = len(Idioms._fields)
+    _require(idioms.ndim == 2 and idioms.shape[1] == width, "its idioms are not six counts")
+    _require(idioms.dtype.kind == "i" and len(idioms) <= MAX_ROWS, "its idioms are no counts")
+    good = not len(idioms) or (idioms.min() >= 0 and idioms.max() < 2**15)
+    _require(bool(good), "an idiom is counted below zero or too often")
+    vectors = idioms.astype(np.int64)
+    stops = np.concatenate((np.zeros(1, np.int64), np.cumsum(reads + writes)))
+    _require(len(used) == stops[-1], "operators use another number of regions")
+    read, written, memory, flops = (
+        columns["sizes"][columns[f"operators.{name}"]] for name in _SIZES
+    )
+    below = any(column.min(initial=0) < 0 for column in (read, written, memory))
+    _require(not below, "an operator moves less than nothing")
 
     def make() -> list[Operator]:
-        shared: dict[tuple[int, ...], Idioms] = {}
-        idioms = []
-        for row in map(tuple, columns.idioms.tolist()):
-            known = shared.get(row)
-            if known is None:
-                known = shared[row] = Idioms(*row)
-            idioms.append(known)
+        shared = [Idioms(*row) for row in vectors.tolist()]
+        flat = iter(used.tolist())
+        both = zip(reads.tolist(), writes.tolist(), strict=True)
+        uses = [(tuple(islice(flat, first)), tuple(islice(flat, then))) for first, then in both]
         rows = zip(
-            names.rows(),
-            [PHASES[code] for code in columns.phase.tolist()],
-            sites.rows(),
-            columns.call.tolist(),
-            idioms,
-            counts["bytes_read"].tolist(),
-            counts["bytes_written"].tolist(),
-            columns.seconds.tolist(),
-            reads.rows(),
-            writes.rows(),
-            counts["memory"].tolist(),
-            [None if count == _UNKNOWN else count for count in flops.tolist()],
-            [""] * file.rows if dtypes is None else dtypes.rows(),
+            named("operators.name"),
+            [PHASES[code] for code in phase.tolist()],
+            named("operators.site"),
+            call.tolist(),
+            [shared[code] for code in idiom.tolist()],
+            read.tolist(),
+            written.tolist(),
+            seconds.tolist(),
+            [first for first, _ in uses],
+            [then for _, then in uses],
+            memory.tolist(),
+            [None if number == _UNKNOWN else number for number in flops.tolist()],
+            named("operators.dtype"),
             strict=True,
         )
-        return [Operator(*row) for row in rows]
+        return list(starmap(Operator, rows))
 
-    return Operators(columns, make)
-
-
-def _arithmetic(file: ParquetFile) -> tuple[npt.NDArray[np.int64], _Texts | None]:
-    """Return FLOPs and dtype of each row; version 1 knows neither."""
-    if "flops" not in file.names:
-        return np.full(file.rows, _UNKNOWN, dtype=np.int64), None
-    flops = file.numbers("flops")
-    if file.rows:
-        require(flops.min() >= _UNKNOWN and flops.max() < LARGEST, "flops is impossible")
-    return flops, _Texts(file, "dtype")
+    return Operators(Columns(phase, call, seconds, vectors[idiom], used, stops), make)
 
 
-class _Texts:
-    """A column of text; equal text is one object, as it was in the dictionary."""
-
-    def __init__(self, file: ParquetFile, name: str) -> None:
-        column = file.words(name)
-        shared: dict[bytes, str] = {}
-        self._texts = [shared.setdefault(word, word.decode()) for word in column.words]
-        self._indices = column.indices
-
-    def rows(self) -> list[str]:
-        """Return the text of each row."""
-        return [self._texts[i] for i in self._indices.tolist()]
+def _sample(values: Any, elements: npt.NDArray[Any]) -> Sample:
+    """Return what the sample showed."""
+    _require(isinstance(values, dict) and len(values) <= _MAX_VALUES, "the sample has no values")
+    _require(elements.dtype.kind == "i" and elements.ndim in (1, 2), "elements are no codes")
+    width = elements.shape[1] if elements.ndim == 2 else 1
+    _require(0 < width <= _MAX_WIDTH, "the sample's elements have an impossible width")
+    _require(len(elements) <= MAX_ELEMENTS, "the sample has too many elements")
+    numbers = {_text(name): float(value) for name, value in values.items()}
+    return Sample(numbers, elements.astype(np.int64))
 
 
-class _Lists:
-    """A column of packed region indices.
-
-    Args:
-        file: the trace.
-        name: of the column.
-        regions: how many there are.
-        most: indices that all rows may have together.
-
-    Attributes:
-        flat: the indices of each distinct list, one after the other.
-        lengths: of the distinct lists.
-        indices: the distinct list of each row, ``[rows]``.
-        count: of the indices of all rows.
-    """
-
-    def __init__(self, file: ParquetFile, name: str, regions: int, most: int) -> None:
-        column = file.words(name)
-        self.indices = column.indices
-        self.lengths = np.array([len(word) // 4 for word in column.words], np.int64)
-        self.count = int(self.lengths[self.indices].sum())
-        require(self.count <= most, "operators use more regions than a file of this size can say")
-        require(all(len(word) % 4 == 0 for word in column.words), "a list of regions is cut short")
-        self.flat = np.frombuffer(b"".join(column.words), "<i4").astype(np.int64)
-        require(
-            not len(self.flat) or (self.flat.min() >= 0 and self.flat.max() < regions),
-            "an operator uses a region that is not there",
-        )
-
-    def rows(self) -> list[tuple[int, ...]]:
-        """Return the indices of each row; equal lists are one object."""
-        flat = iter(self.flat.tolist())
-        distinct = [tuple(islice(flat, length)) for length in self.lengths.tolist()]
-        return [distinct[i] for i in self.indices.tolist()]
+def _hints(document: dict[str, Any], calls: int) -> list[Hint]:
+    """Return the hints, each at one of so many module calls."""
+    sets = [tuple(map(_text, blocks)) for blocks in document["hinted"]]
+    hints: list[Hint] = []
+    for call, number, values in document["hints"]:
+        _require(0 <= _integer(call) < calls, "a hint belongs to no module call")
+        _require(0 <= _integer(number) < len(sets), "a hint is about nothing")
+        told = tuple(float(value) for value in values)
+        _require(len(told) == len(sets[number]) <= MAX_HINTED, "a hint is of the wrong length")
+        _require(all(0 <= value <= 1 for value in told), "a hint is no chance")
+        hints.append(Hint(call, sets[number], told))
+    return hints
 
 
-def _joined(reads: _Lists, writes: _Lists) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return what each row reads, then writes, one row after the other, and where rows begin."""
-    flat = np.concatenate((reads.flat, writes.flat))
-    lengths = np.concatenate((reads.lengths, writes.lengths))
-    starts = np.cumsum(lengths) - lengths
-    chosen = np.stack((reads.indices, writes.indices + len(reads.lengths)), axis=1).reshape(-1)
-    taken = lengths[chosen]
-    ends = np.cumsum(taken)
-    places = np.repeat(starts[chosen] - (ends - taken), taken) + np.arange(int(taken.sum()))
-    return flat[places], np.concatenate((np.zeros(1, np.int64), ends[1::2]))
+def _nesting(calls: Sequence[ModuleCall]) -> int:
+    """Return the sum, over the calls, of how many enclose each."""
+    depths: list[int] = []
+    for call in calls:
+        depths.append(depths[call.parent] + 1 if call.parent >= 0 else 0)
+    return sum(depths)
+
+
+def _text(value: object) -> str:
+    """Return a text that can be written as UTF-8: half of a surrogate pair cannot."""
+    _require(isinstance(value, str), "a name is not text")
+    text = str(value)
+    text.encode()
+    return text
+
+
+def _integer(value: object) -> int:
+    """Return a whole number of 64 bits."""
+    if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63:
+        raise ValueError(f"expected a whole number, found {str(value)[:40]!r}")
+    return value
+
+
+def _require(condition: bool, complaint: str) -> None:
+    """Raise ValueError unless a condition holds."""
+    if not condition:
+        raise ValueError(complaint)

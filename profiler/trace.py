@@ -1,12 +1,4 @@
-"""The trace: what one training step executed, and on which bytes.
-
-What it is: the plain data of a recorded step (`Operator`, `ModuleCall`, `RegionInfo`, `Trace`).
-What it is not: a recorder (see `dynoffload.profiler.recorder`), nor a file format (see
-`dynoffload.profiler.storage`, which `Trace.save` and `Trace.load` call).
-
-How it fits: the recorder makes traces, `dynoffload.profiler.program` resolves them into programs,
-and everything above (planning, pilot) reads programs.
-"""
+"""The trace: what one training step executed, and on which bytes."""
 
 from __future__ import annotations
 
@@ -64,8 +56,7 @@ def owner_of(region: RegionInfo) -> str | None:
     return region.name.partition(":")[0].rpartition(".")[0]
 
 
-@dataclass(frozen=True)
-class Operator:
+class Operator(NamedTuple):
     """One executed ATen call.
 
     A view or a question about metadata touches no data: it has no bytes, FLOPs, reads and writes.
@@ -151,7 +142,7 @@ class Trace:
     hints: list[Hint] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write the trace to ``path`` as Parquet, by way of a temporary file beside it.
+        """Write the trace to ``path``, by way of a temporary file beside it.
 
         Raises:
             TraceError: if the directory is missing or cannot be written.

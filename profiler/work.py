@@ -1,8 +1,4 @@
-"""What one operator asks of a machine: arithmetic, bytes, a call.
-
-What it is: `Work` and its `Kind`. What it is not: seconds; `dynoffload.profiler.costs` makes them
-of it, for the machine at hand or for another.
-"""
+"""What one operator asks of a machine: arithmetic, bytes, a call."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
     if sizes is not None and min(sizes.total, sizes.activations, temporaries(trace)) < 0:
         raise Malformed("a footprint below zero")
     if learn:
-        again = folder / "again.parquet"
+        again = folder / "again.trace"
         trace.save(again)
         if Trace.load(again).operators != trace.operators:
             raise Malformed("a trace that does not come back")

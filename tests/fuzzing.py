@@ -160,7 +160,7 @@ class Fuzzer:
     def run(self, case: int) -> dict[str, Any]:
         """Make, load and use one file, in this process, and say what came of it."""
         name, kind, data = self.file(case)
-        path = self._folder / ("case.parquet" if case % 2 else "case.pilot")
+        path = self._folder / ("case.trace" if case % 2 else "case.pilot")
         path.write_bytes(data)
         del data
         before = _resident(reset=True)
@@ -297,7 +297,7 @@ def _child(fuzzer: Fuzzer, first: int, stop: int, writer: int) -> None:
 def _keep(fuzzer: Fuzzer, row: dict[str, Any], keep: Path) -> None:
     keep.mkdir(parents=True, exist_ok=True)
     _, _, data = fuzzer.file(row["case"])
-    kind = "parquet" if row["case"] % 2 else "pilot"
+    kind = "trace" if row["case"] % 2 else "pilot"
     (keep / f"{row['case']}.{kind}").write_bytes(data)
     (keep / f"{row['case']}.txt").write_text(f"{row['kind']}: {row['outcome']}\n{row['stack']}\n")
 

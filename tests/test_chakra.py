@@ -164,7 +164,7 @@ def test_attributes_have_the_types_that_the_feeder_reads(
     told = [_attributes(node)["num_ops"] for node in nodes[: len(trace.operators)]]
     assert told == [one.flops for one in trace.operators]
     assert any(told)
-    unknown = tuple(replace(one, flops=None) for one in trace.operators)
+    unknown = tuple(one._replace(flops=None) for one in trace.operators)
     _, nodes = _read(write_chakra(replace(trace, operators=unknown), tmp_path / "c.et"), classes)
     assert "num_ops" not in _attributes(nodes[0])  # What is not known is not said.
 
@@ -303,7 +303,7 @@ def test_without_protobuf_the_remedy_is_said(
 
 
 def test_the_command_exports_a_recorded_trace(trace: Trace, classes: Any, tmp_path: Path) -> None:
-    source, target = tmp_path / "step.parquet", tmp_path / "step.et"
+    source, target = tmp_path / "step.trace", tmp_path / "step.et"
     trace.save(source)
     done = CliRunner().invoke(app, ["export", str(source), "--chakra", str(target)])
     assert done.exit_code == 0, done.output

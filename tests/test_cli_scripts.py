@@ -409,7 +409,7 @@ found = config.defaults()
 for step in range(int(sys.argv[1])):
     if step == found.profile_steps:
         raise ProfilingDone
-    (found.profile_dir / f"step-{step}.parquet").write_bytes(b"x" * 1000)
+    (found.profile_dir / f"step-{step}.trace").write_bytes(b"x" * 1000)
 print("finished", sys.argv[1:])
 """
 """What the recorder does to a script, without a network: a trace per step, then the end."""
@@ -438,7 +438,7 @@ def test_profile_takes_its_options_at_the_end_too(runner: CliRunner, tmp_path: P
 def test_only_new_traces_are_counted(runner: CliRunner, tmp_path: Path) -> None:
     script, out = write(tmp_path, RECORD), tmp_path / "traces"
     out.mkdir()
-    (out / "old.parquet").write_bytes(b"old")
+    (out / "old.trace").write_bytes(b"old")
     result = runner.invoke(app, ["profile", "-o", str(out), str(script), "2"])
     assert f"2 in {out}, beside 1 that were there" in result.stdout
 

@@ -96,7 +96,7 @@ def test_what_the_model_does_not_know_is_an_error(traces: list[Trace]) -> None:
     model = CostModel.of(SHEET, "sheet")
     with pytest.raises(ConfigError, match="no peak for float16, in which aten"):
         model.seconds(_product(1, 1, "float16"))
-    old = replace(traces[0], operators=[replace(op, flops=None) for op in traces[0].operators])
+    old = replace(traces[0], operators=[op._replace(flops=None) for op in traces[0].operators])
     for step in (old, resolve(old)):
         with pytest.raises(TraceError, match=r"^step 1: .*record it again with `dynoffload pro"):
             model.time(step)
@@ -207,7 +207,7 @@ def _timed(traces: list[Trace], model: CostModel, *, disturbed: float = 0.0) -> 
         operators = []
         for operator, seconds in zip(trace.operators, model.time(trace).operators, strict=True):
             factor = float(chance.lognormal(0, 0.05)) * (10 if chance.random() < disturbed else 1)
-            operators.append(replace(operator, seconds=seconds * factor))
+            operators.append(operator._replace(seconds=seconds * factor))
         made.append(replace(trace, operators=operators))
     return made
 
@@ -239,7 +239,7 @@ def test_a_dtype_has_a_peak_of_its_own(traces: list[Trace]) -> None:
 
     def half(trace: Trace) -> Trace:
         changed = [
-            replace(op, dtype="bfloat16") if op.flops and op.phase is Phase.FORWARD else op
+            op._replace(dtype="bfloat16") if op.flops and op.phase is Phase.FORWARD else op
             for op in trace.operators
         ]
         return replace(trace, operators=changed)
@@ -252,7 +252,7 @@ def test_a_dtype_has_a_peak_of_its_own(traces: list[Trace]) -> None:
 
 
 def test_a_fit_says_what_it_lacks(traces: list[Trace]) -> None:
-    old = replace(traces[0], operators=[replace(op, flops=None) for op in traces[0].operators])
+    old = replace(traces[0], operators=[op._replace(flops=None) for op in traces[0].operators])
     with pytest.raises(TraceError, match=r"^step 1: .* no cost model can be fitted to it: record"):
         fit([old])
     with pytest.raises(TraceError, match="nothing to fit"):
@@ -266,7 +266,7 @@ def test_the_residual_is_how_far_a_model_is_off(traces: list[Trace]) -> None:
     exact = [
         replace(
             trace,
-            operators=[replace(op, seconds=machine.seconds(work_of(op))) for op in trace.operators],
+            operators=[op._replace(seconds=machine.seconds(work_of(op))) for op in trace.operators],
         )
         for trace in traces
     ]

@@ -31,9 +31,9 @@ def test_mutated_files_work_or_are_refused_in_words(
     assert not tally.failures, told
     kinds = {kind for kind, _ in tally.outcomes}
     assert {"pilot document", "pilot arrays", "pilot header", "pilot booster"} <= kinds
-    assert {"trace header", "trace footer", "trace pages", "trace columns"} <= kinds
+    assert {"trace header", "trace document", "trace layout", "trace columns"} <= kinds
     assert tally.outcomes.total() == share
-    for kind in ("pilot document", "trace columns", "trace footer"):
+    for kind in ("pilot document", "trace columns", "trace document"):
         assert tally.outcomes[kind, "works"]
         assert tally.outcomes[kind, "refused"]
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from fuzz_pilots import pack
-from fuzz_thrift import encode, parse
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fuzz_traces import repack, unpack
 from synthetic_pilot import routed, trees
 from torch import nn
 
@@ -35,9 +28,7 @@ from dynoffload.pilot.skeleton import MAX_SLOTS as MAX_PLACES
 from dynoffload.pilot.skeleton import learn_skeleton
 from dynoffload.planning.footprint import footprint
 from dynoffload.profiler import ModuleCall, Recorder, Sample, Trace
-from dynoffload.profiler.plain_parquet import ParquetFile
-from dynoffload.profiler.storage import most_operators, seal
-from dynoffload.profiler.storage_header import most_nesting
+from dynoffload.profiler.storage import MAX_ROWS, most_nesting
 
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
 
@@ -181,91 +172,88 @@ def trace() -> Trace:
 
 @pytest.fixture
 def path(trace: Trace, tmp_path: Path) -> Path:
-    where = tmp_path / "step-000000.parquet"
+    where = tmp_path / "step-000000.trace"
     trace.save(where)
     return where
 
 
-def _plain(path: Path) -> bytes:
-    """A trace's file without its seal."""
-    data = path.read_bytes()
-    stop = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    return data[: stop - 48] + data[stop:]
+def _rewrite(path: Path, change: Change) -> None:
+    """Write a trace again with another document or other arrays."""
+    document, arrays = unpack(path.read_bytes())
+    change(document, arrays)
+    path.write_bytes(repack(document, arrays))
 
 
-def _rewrite(path: Path, change: Callable[[dict[str, Any]], None], **columns: Any) -> None:
-    """Write a trace again with another header, and with other values in whole columns."""
-    table = pq.read_table(path)
-    metadata = dict(table.schema.metadata)
-    header = json.loads(metadata[b"dynoffload.trace"])
-    change(header)
-    metadata[b"dynoffload.trace"] = json.dumps(header).encode()
-    for name, value in columns.items():
-        field = table.schema.field(name)
-        made = pa.array([value] * table.num_rows, field.type)
-        table = table.set_column(table.schema.get_field_index(name), field, made)
-    written = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata(metadata), written, compression="NONE")
-    path.write_bytes(seal(written.getvalue()))
+def _chain(document: dict[str, Any], arrays: dict[str, Any]) -> None:
+    zeros = np.zeros(20_000, np.int8)
+    arrays |= {f"calls.{name}": zeros for name in ("path", "shape_key", "start", "stop")}
+    arrays["calls.parent"] = np.arange(-1, 19_999)
 
 
-def _chain(count: int) -> list[list[Any]]:
-    return [["a"] * count, ["k"] * count, list(range(-1, count - 1)), [0] * count, [1] * count]
+def _huge(document: dict[str, Any], arrays: dict[str, Any]) -> None:
+    arrays["sizes"] = np.array([*arrays["sizes"][:-1], 2**62 - 1])
+    arrays["regions.nbytes"] = np.full_like(arrays["regions.nbytes"], len(arrays["sizes"]) - 1)
 
 
-LIES: dict[str, tuple[Callable[[dict[str, Any]], None], dict[str, Any]]] = {
-    "half of a surrogate pair": (lambda h: h.update(model="\ud800"), {}),
-    "such a name among the values": (lambda h: h["values"].update({"\udfff": 1.0}), {}),
-    "a step that no number holds": (lambda h: h.update(step=10**100), {}),
-    "regions whose sizes overflow": (lambda h: h["regions"][2].__setitem__(0, 2**62 - 1), {}),
-    "calls within calls without end": (lambda h: h.update(calls=_chain(20_000)), {"call": 0}),
-    "more lists than there can be": (lambda h: h.update(other=[[]] * 1_000_001), {}),
-    "times whose sum is infinite": (lambda h: None, {"seconds": 1.7e308}),
-    "each operator uses all": (lambda h: None, {"reads": bytes(4 * 100_000)}),
+LIES: dict[str, Change] = {
+    "half of a surrogate pair": _put("model", value="\ud800"),
+    "such a name among the values": _put("values", value={"\udfff": 1.0}),
+    "such a name among the texts": _put("texts", 0, value="\udfff"),
+    "a step that no number holds": _put("step", value=10**100),
+    "a number of too many digits": _put("step", value=10**4000),
+    "regions whose sizes overflow": _huge,
+    "calls within calls without end": _chain,
+    "more lists than there can be": _put("other", value=[[]] * 200_001),
+    "times whose sum is infinite": lambda document, arrays: arrays["operators.seconds"].fill(1e308),
+    "uses of no operator": lambda document, arrays: arrays.update(
+        {"operators.used": np.zeros(100_000, np.int8)}
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_trace_that_lies_is_refused(name: str, path: Path) -> None:
-    change, columns = LIES[name]
-    _rewrite(path, change, **columns)
+    _rewrite(path, LIES[name])
     with pytest.raises(TraceError, match=path.name):
         Trace.load(path)
 
 
-def test_repetition_that_takes_no_bytes_is_refused(path: Path) -> None:
-    """A million equal operators are some bytes of Parquet, and a gigabyte of Python."""
-    table = pq.read_table(path)
-    many = table.take(pa.array(np.zeros(500_000, np.int64)))
-    written = io.BytesIO()
-    pq.write_table(many, written, compression="NONE")
-    data = seal(written.getvalue())
-    assert len(data) < 50_000
-    path.write_bytes(data)
-    with pytest.raises(TraceError, match="claims 500000 operators; a trace of"):
+def test_a_trace_of_too_many_operators_is_refused(path: Path) -> None:
+    def many(document: dict[str, Any], arrays: dict[str, Any]) -> None:
+        for name, array in arrays.items():
+            if name.startswith("operators."):
+                arrays[name] = np.resize(array, MAX_ROWS + 1)
+
+    _rewrite(path, many)
+    with pytest.raises(TraceError, match=f"claims {MAX_ROWS + 1} operators"):
         Trace.load(path)
 
 
-def test_what_a_recorder_writes_keeps_within_the_limits(trace: Trace, tmp_path: Path) -> None:
-    """Operators alike in all but time, as many as the rule allows or more, are read again."""
+def test_what_a_recorder_writes_keeps_within_the_limits(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     many = replace(trace, operators=trace.operators[:1] * 50_000)
-    many.save(tmp_path / "many.parquet")
-    assert len(Trace.load(tmp_path / "many.parquet").operators) == 50_000
-    size = (tmp_path / "many.parquet").stat().st_size
-    assert most_operators(size) >= 50_000
-    wide = replace(trace.operators[0], reads=(0,) * 100_000)
-    with pytest.raises(TraceError, match="use regions 5000000 times"):
-        replace(trace, operators=[wide] * 50).save(tmp_path / "wide.parquet")
+    many.save(tmp_path / "many.trace")
+    assert len(Trace.load(tmp_path / "many.trace").operators) == 50_000
+    wide = trace.operators[0]._replace(reads=(0,) * 400_000)
+    with pytest.raises(TraceError, match="20000000 uses of regions"):
+        replace(trace, operators=[wide] * 50).save(tmp_path / "wide.trace")
     deep = [ModuleCall("a", "", index - 1, 0, 1) for index in range(3000)]
     with pytest.raises(TraceError, match=str(most_nesting(3000))):
-        replace(trace, calls=deep).save(tmp_path / "deep.parquet")
+        replace(trace, calls=deep).save(tmp_path / "deep.trace")
+    for name in ("ROWS", "HEADER_BYTES", "FILE_BYTES"):
+        monkeypatch.setattr(f"dynoffload.profiler.storage.MAX_{name}", 3)
+        with pytest.raises(TraceError, match="record a smaller batch"):
+            trace.save(tmp_path / "large.trace")
+        monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["many.trace"]
 
 
 def test_a_region_that_dies_after_the_last_operator_has_a_footprint(
     trace: Trace, path: Path
 ) -> None:
     last = len(trace.operators)
-    _rewrite(path, lambda h: h["regions"].__setitem__(4, [last] * len(h["regions"][4])))
+    _rewrite(path, lambda document, arrays: arrays["regions.died"].fill(last))
     assert footprint(Trace.load(path)).total == footprint(trace).total
 
 
@@ -281,123 +269,10 @@ def test_a_trace_of_no_operators_has_no_footprint(trace: Trace) -> None:
         footprint(replace(trace, operators=[]))
 
 
-def test_a_footer_that_lies_is_refused(path: Path) -> None:
-    """Each number in the footer and in each list of it, one after the other, made impossible."""
-    plain = _plain(path)
-    start = len(plain) - 8 - int.from_bytes(plain[-8:-4], "little")
-    numbers = _numbers(parse(plain, start)[0])
-    assert len(numbers) > 200
-    good = Trace.load(path)
-    refusals: list[str] = []
-    for place in range(0, len(numbers), 3):
-        fields, _ = parse(plain, start)
-        holder, key = _numbers(fields)[place]
-        holder[key] = 2**62 + 1
-        footer = encode(fields)
-        path.write_bytes(seal(plain[:start] + footer + len(footer).to_bytes(4, "little") + b"PAR1"))
-        try:
-            found = Trace.load(path)
-        except TraceError as error:
-            refusals.append(str(error))
-        else:
-            assert found == good
-    assert len(refusals) > 50
-    assert all(path.name in refusal for refusal in refusals)
-
-
-def test_a_footer_that_ends_the_process_of_who_asks_pyarrow_is_read(
-    trace: Trace, path: Path
-) -> None:
-    """Sizes of texts in a column of numbers: pyarrow 26 throws where nobody catches."""
-    plain = _plain(path)
-    start = len(plain) - 8 - int.from_bytes(plain[-8:-4], "little")
-    fields, _ = parse(plain, start)
-    of = {number: value for number, _, value in fields}
-    group = {number: value for number, _, value in of[4][1][0]}
-    phase = {number: value for number, _, value in group[1][1][1]}
-    phase[3][:] = [field for field in phase[3] if field[0] != 16]
-    phase[3].append([16, 12, [[1, 6, 100]]])
-    footer = encode(fields)
-    path.write_bytes(seal(plain[:start] + footer + len(footer).to_bytes(4, "little") + b"PAR1"))
-    assert Trace.load(path) == trace
-
-
 def test_a_source_that_is_no_text_is_written_as_text(trace: Trace, tmp_path: Path) -> None:
     """The name of a file in another encoding, as Python gives it."""
-    replace(trace, source="caf\udce9.py").save(tmp_path / "t.parquet")
-    assert Trace.load(tmp_path / "t.parquet").source == "caf\\udce9.py"
-
-
-def _numbers(fields: list[Any]) -> list[tuple[Any, int]]:
-    """Where the numbers of a struct are, those of structs within it too."""
-    found: list[tuple[Any, int]] = []
-    for field in fields:
-        _, kind, value = field
-        if kind in (4, 5, 6):
-            found.append((field, 2))
-        elif kind == 12:
-            found += _numbers(value)
-        elif kind == 9 and value[0] == 12:
-            found += [place for item in value[1] for place in _numbers(item)]
-        elif kind == 9 and value[0] in (4, 5, 6):
-            found += [(value[1], i) for i in range(len(value[1]))]
-    return found
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_columns_are_read_as_pyarrow_reads_them(data: st.DataObject) -> None:
-    """However it cuts them into pages, dictionaries and groups of rows."""
-    rows = data.draw(st.integers(0, 300))
-    distinct = data.draw(st.sampled_from((1, 2, 3, 17, 300)))
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    codes = (
-        np.sort(rng.integers(0, distinct, rows))
-        if distinct == 3
-        else rng.integers(0, distinct, rows)
-    )
-    columns = {
-        "n": pa.array(codes.astype(np.int64) * 7 - 3),
-        "i": pa.array(codes.astype(np.int32)),
-        "x": pa.array(rng.random(rows)),
-        "b": pa.array([bytes([c % 256]) * int(c % 9) for c in codes], pa.binary()),
-        "s": pa.array([f"é{c}" for c in codes], pa.string()),
-    }
-    schema = pa.schema([pa.field(n, c.type, nullable=False) for n, c in columns.items()])
-    options = data.draw(
-        st.fixed_dictionaries(
-            {
-                "use_dictionary": st.booleans(),
-                "row_group_size": st.sampled_from((7, 64, 1000)),
-                "data_page_size": st.sampled_from((16, 1 << 20)),
-                "dictionary_pagesize_limit": st.sampled_from((32, 1 << 20)),
-                "write_batch_size": st.sampled_from((4, 1024)),
-                "version": st.sampled_from(("1.0", "2.6")),
-                "write_statistics": st.booleans(),
-            }
-        )
-    )
-    written = io.BytesIO()
-    pq.write_table(pa.table(columns, schema=schema), written, compression="NONE", **options)
-    file = ParquetFile(written.getvalue())
-    assert (file.rows, file.names) == (rows, list(columns))
-    for name in ("n", "i", "x"):
-        assert file.numbers(name).tolist() == columns[name].to_pylist()
-    for name in ("b", "s"):
-        found = file.words(name)
-        words = [found.words[i] for i in found.indices.tolist()]
-        assert words == columns[name].cast(pa.binary()).to_pylist()
-
-
-def test_pyarrow_never_sees_a_trace_that_is_read(path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from dynoffload.profiler import Trace;"
-        "Trace.load(Path(sys.argv[1])); print('pyarrow' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False", done.stderr
+    replace(trace, source="caf\udce9.py").save(tmp_path / "t.trace")
+    assert Trace.load(tmp_path / "t.trace").source == "caf\\udce9.py"
 
 
 OURS = ("dynoffload", "torch.")

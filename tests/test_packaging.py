@@ -200,6 +200,8 @@ def test_no_datasets_of_ours_hides_that_of_hugging_face() -> None:
 
 
 def test_importing_dynoffload_is_light() -> None:
-    heavy = "{'transformers', 'matplotlib', 'pyarrow', 'lightgbm', 'sklearn', 'pandas', 'scipy'}"
+    heavy = (
+        "{'transformers', 'matplotlib', 'safetensors', 'lightgbm', 'sklearn', 'pandas', 'scipy'}"
+    )
     code = f"import sys, dynoffload; print(sorted({heavy} & set(sys.modules)))"
     assert _run(sys.executable, "-P", "-c", code, cwd=ROOT).stdout.strip() == "[]"

@@ -100,7 +100,7 @@ def test_the_pilot_is_the_same_byte_for_byte_whoever_works_on_it(
     train_pilot(copy, progress=False, seed=5, workers=Workers(2)).pilot.save(tmp_path / "two")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     # Steps keep their order, whatever their files are called and whenever a worker ends.
-    names = [f"{number}.parquet" for number in range(COUNT)]
+    names = [f"{number}.trace" for number in range(COUNT)]
     random.Random(0).shuffle(names)
     for path, name in zip(sorted(copy.iterdir()), names, strict=True):
         path.rename(copy / name)
@@ -170,7 +170,7 @@ def _command(*arguments: object) -> list[str]:
 def test_a_killed_job_goes_on_where_it_was(copy: Path, tmp_path: Path) -> None:
     for path in sorted(copy.iterdir()):  # enough that a kill finds it at work
         for again in range(3):
-            shutil.copyfile(path, copy / f"{path.stem}-{again}.parquet")
+            shutil.copyfile(path, copy / f"{path.stem}-{again}.trace")
     out = tmp_path / "out.pilot"
     command = _command(copy, "-o", out, "--jobs", 1, "--model", "markov", "--json")
     work = tmp_path / "out.pilot.labels"
@@ -200,7 +200,7 @@ def test_workers_end_with_a_job_that_is_killed(
 ) -> None:
     for path in sorted(copy.iterdir()):
         for again in range(3):
-            shutil.copyfile(path, copy / f"{path.stem}-{again}.parquet")
+            shutil.copyfile(path, copy / f"{path.stem}-{again}.trace")
     command = _command(copy, "-o", tmp_path / "out.pilot", "--jobs", 2, "--model", "markov")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -316,7 +316,7 @@ class TestTheCard:
         same.mkdir()
         first = min(traces.iterdir())
         for number in range(8):
-            shutil.copyfile(first, same / f"{number}.parquet")
+            shutil.copyfile(first, same / f"{number}.trace")
         card = self.run(same, tmp_path / "a.pilot", "--jobs", "1")
         assert "no better than repeating the last order" in card
 
@@ -327,8 +327,8 @@ def test_scores_on_what_a_pilot_was_trained_on_say_so(traces: Path, tmp_path: Pa
     trained = train_pilot(traces, model="markov", progress=False)
     trained.pilot.save(pilot)
     some.mkdir()
-    for number, trace in enumerate(sorted(traces.glob("*.parquet"))[::2]):
-        shutil.copyfile(trace, some / f"step-{number:06}.parquet")
+    for number, trace in enumerate(sorted(traces.glob("*.trace"))[::2]):
+        shutil.copyfile(trace, some / f"step-{number:06}.trace")
     drawn = [
         type("Batch", (), {"args": (tree,), "source": tree.source})()
         for tree in islice(trees(max_nodes=40, seed=9), 6)
@@ -455,7 +455,7 @@ def test_trial_fits_see_some_samples_and_the_pilot_errs_as_all_do(
 
 
 def test_what_is_larger_than_any_trace_is_refused_unread(tmp_path: Path) -> None:
-    path = tmp_path / "huge.parquet"
+    path = tmp_path / "huge.trace"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a hole
     made = make_label(str(path), "key", None, makers_version())

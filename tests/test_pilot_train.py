@@ -120,9 +120,9 @@ def test_a_directory_without_traces_is_named(tmp_path: Path) -> None:
 def test_mixed_networks_are_refused_with_both_files(
     moe_traces: Path, tree_traces: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "a.parquet").write_bytes(sorted(moe_traces.iterdir())[0].read_bytes())
-    (tmp_path / "b.parquet").write_bytes(sorted(tree_traces.iterdir())[0].read_bytes())
-    with pytest.raises(TraceError, match=r"a\.parquet is of network.*b\.parquet.*own directory"):
+    (tmp_path / "a.trace").write_bytes(sorted(moe_traces.iterdir())[0].read_bytes())
+    (tmp_path / "b.trace").write_bytes(sorted(tree_traces.iterdir())[0].read_bytes())
+    with pytest.raises(TraceError, match=r"a\.trace is of network.*b\.trace.*own directory"):
         train_pilot(tmp_path, progress=False)
 
 
@@ -147,7 +147,7 @@ def test_too_few_traces_and_impossible_shares_are_refused(moe_traces: Path, tmp_
 def test_importing_the_pilot_imports_nothing_heavy() -> None:
     code = (
         "import sys, dynoffload.pilot.train\n"
-        "heavy = {'lightgbm', 'sklearn', 'safetensors', 'rich', 'pyarrow', 'scipy', 'pandas'}\n"
+        "heavy = {'lightgbm', 'sklearn', 'safetensors', 'rich', 'scipy', 'pandas'}\n"
         "found = heavy & set(sys.modules)\n"
         "raise SystemExit(', '.join(sorted(found)) or 0)"
     )

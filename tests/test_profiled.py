@@ -84,5 +84,5 @@ def test_a_network_beside_traces_of_another_is_told(
         with dynoffload.offload(model, optimizer, budget="1MB"):
             model(torch.randn(2, width)).sum().backward()
             optimizer.step()
-    assert "holds traces of another network, such as step-000000.parquet" in caplog.text
+    assert "holds traces of another network, such as step-000000.trace" in caplog.text
     assert len(list(traces.iterdir())) == 2

@@ -28,7 +28,7 @@ def trace(tmp_path: Path) -> Trace:
     with Recorder(model, optimizer, on_step=traces.append):
         model(torch.ones(4, 6)).sum().backward()
         optimizer.step()
-    path = tmp_path / "step.parquet"
+    path = tmp_path / "step.trace"
     traces[0].save(path)
     return load_trace(path)
 

@@ -21,7 +21,7 @@ def test_one_trace_per_batch_with_its_source(tmp_path: Path) -> None:
     samples = list(itertools.islice(zoo.samples("tree"), 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     paths = profile(model, samples, out=tmp_path / "traces", optimizer=optimizer)
-    assert [path.name for path in paths] == [f"step-{i:06d}.parquet" for i in range(3)]
+    assert [path.name for path in paths] == [f"step-{i:06d}.trace" for i in range(3)]
     traces = [Trace.load(path) for path in paths]
     assert [trace.source for trace in traces] == [sample.source for sample in samples]
     assert [trace.step for trace in traces] == [0, 1, 2]
@@ -82,7 +82,7 @@ def test_a_file_in_place_of_the_directory_is_named(tmp_path: Path) -> None:
 def test_numbering_goes_on(tmp_path: Path) -> None:
     for _ in range(2):
         paths = profile(_Net("tensor"), [torch.ones(2, 4)] * 2, out=tmp_path)
-    assert [path.name for path in paths] == ["step-000002.parquet", "step-000003.parquet"]
+    assert [path.name for path in paths] == ["step-000002.trace", "step-000003.trace"]
     assert [Trace.load(path).step for path in paths] == [2, 3]
 
 
@@ -99,14 +99,13 @@ def test_features_and_source_are_the_users(tmp_path: Path) -> None:
     assert trace.source == "rows-2"
 
 
-def test_the_progress_bar_appears_only_when_it_takes_long(
+def test_the_progress_bar_appears_only_on_terminals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
     batches = [torch.ones(2, 4)] * 3
     profile(_Net("tensor"), batches, out=tmp_path)
-    assert "profile" not in capsys.readouterr().err
-    monkeypatch.setattr("dynoffload.profiler.profiling._PATIENCE", -1.0)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
     profile(_Net("tensor"), batches, out=tmp_path, progress=False)
     assert "profile" not in capsys.readouterr().err
     profile(_Net("tensor"), batches, out=tmp_path)
@@ -118,18 +117,18 @@ def test_the_progress_bar_appears_only_when_it_takes_long(
 def test_traces_of_another_network_are_not_written_beside(tmp_path: Path) -> None:
     batches, loss = [torch.ones(2, 4)], lambda out, _: out.sum()
     profile(nn.Linear(4, 1), batches, out=tmp_path, loss=loss)
-    with pytest.raises(TraceError, match=r"another network, such as step-000000\.parquet"):
+    with pytest.raises(TraceError, match=r"another network, such as step-000000\.trace"):
         profile(nn.Linear(4, 2), batches, out=tmp_path, loss=loss)
     profile(nn.Linear(4, 1), batches, out=tmp_path, loss=loss)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-000000.parquet",
-        "step-000001.parquet",
+        "step-000000.trace",
+        "step-000001.trace",
     ]
 
 
 def test_nothing_is_written_beside_a_trace_that_cannot_be_read(tmp_path: Path) -> None:
-    broken = tmp_path / "step-000000.parquet"
+    broken = tmp_path / "step-000000.trace"
     broken.write_bytes(b"PAR1 and no more")
-    with pytest.raises(TraceError, match=r"step-000000\.parquet"):
+    with pytest.raises(TraceError, match=r"step-000000\.trace"):
         profile(nn.Linear(4, 1), [torch.ones(2, 4)], out=tmp_path, loss=lambda out, _: out.sum())
     assert list(tmp_path.iterdir()) == [broken]

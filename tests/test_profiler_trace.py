@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import random
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from fuzz_traces import pack, repack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save
 from torch import nn
 
 from dynoffload.errors import TraceError
@@ -29,8 +29,8 @@ from dynoffload.profiler import (
     RegionInfo,
     Sample,
     Trace,
+    trace_files,
 )
-from dynoffload.profiler.storage import seal
 
 KINDS = ["parameter", "gradient", "state", "activation", "buffer", "input"]
 
@@ -48,7 +48,7 @@ def trace() -> Trace:
 
 @pytest.fixture
 def path(trace: Trace, tmp_path: Path) -> Path:
-    where = tmp_path / "step-000000.parquet"
+    where = tmp_path / "step-000000.trace"
     trace.save(where)
     return where
 
@@ -58,11 +58,22 @@ def test_a_recorded_trace_comes_back_equal(trace: Trace, path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_the_operators_are_plain_rows_for_other_readers(trace: Trace, path: Path) -> None:
-    table = pq.read_table(path)
-    assert table.num_rows == len(trace.operators)
-    assert table["name"].to_pylist() == [op.name for op in trace.operators]
-    assert table["stream"].to_pylist() == [op.idioms.stream for op in trace.operators]
+def test_the_operators_are_plain_columns_for_other_readers(trace: Trace, path: Path) -> None:
+    """As docs/traces.md describes them."""
+    with safe_open(path, framework="np") as file:
+        texts = json.loads(file.metadata()["dynoffload.trace"])["texts"]
+        names, seconds = (file.get_tensor(f"operators.{name}") for name in ("name", "seconds"))
+        read = file.get_tensor("sizes")[file.get_tensor("operators.bytes_read")]
+        idioms = file.get_tensor("idioms")[file.get_tensor("operators.idiom")]
+    assert [texts[code] for code in names] == [op.name for op in trace.operators]
+    assert seconds.tolist() == [op.seconds for op in trace.operators]
+    assert read.tolist() == [op.bytes_read for op in trace.operators]
+    assert idioms.tolist() == [list(op.idioms) for op in trace.operators]
+
+
+def test_equal_traces_are_equal_files(trace: Trace, path: Path, tmp_path: Path) -> None:
+    trace.save(tmp_path / "again.trace")
+    assert (tmp_path / "again.trace").read_bytes() == path.read_bytes()
 
 
 _names = st.text(max_size=12)
@@ -115,16 +126,16 @@ def _traces(draw: st.DrawFn) -> Trace:
 @given(made=_traces())
 @settings(max_examples=60, deadline=None)
 def test_any_trace_comes_back_equal(made: Trace, tmp_path_factory: pytest.TempPathFactory) -> None:
-    where = tmp_path_factory.mktemp("traces") / "t.parquet"
+    where = tmp_path_factory.mktemp("traces") / "t.trace"
     made.save(where)
     assert Trace.load(where) == made
 
 
 def test_missing_directory_and_missing_file_are_named(trace: Trace, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="nowhere"):
-        trace.save(tmp_path / "nowhere" / "t.parquet")
+        trace.save(tmp_path / "nowhere" / "t.trace")
     with pytest.raises(TraceError, match="gone"):
-        Trace.load(tmp_path / "gone.parquet")
+        Trace.load(tmp_path / "gone.trace")
     with pytest.raises(TraceError, match="not a file"):
         Trace.load(tmp_path)
 
@@ -147,102 +158,51 @@ def test_a_failed_write_leaves_the_old_trace(
 
 def test_truncated_anywhere_is_an_error(path: Path) -> None:
     whole = path.read_bytes()
-    for keep in [0, 1, 4, 8, len(whole) // 2, len(whole) - 9, len(whole) - 4, len(whole) - 1]:
+    for keep in [0, 1, 4, 8, 9, 300, len(whole) // 2, len(whole) - 9, len(whole) - 1]:
         path.write_bytes(whole[:keep])
         with pytest.raises(TraceError, match=r"truncated or damaged.*record it again"):
             Trace.load(path)
 
 
 def test_foreign_files_are_errors(path: Path) -> None:
-    pq.write_table(pa.table({"a": [1, 2]}), path)
+    path.write_bytes(save({"a": np.ones(2)}))
     with pytest.raises(TraceError, match="not a dynoffload trace"):
         Trace.load(path)
-    path.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(TraceError, match=path.name):
+    path.write_bytes(save({"a": np.ones(2)}, {"format": "np"}))
+    with pytest.raises(TraceError, match="not a dynoffload trace"):
         Trace.load(path)
-    path.write_text("step,seconds\n1,2\n")
-    with pytest.raises(TraceError, match=path.name):
-        Trace.load(path)
+    for foreign in (pickle.dumps({"a": 1}), b"step,seconds\n1,2\n"):
+        path.write_bytes(foreign)
+        with pytest.raises(TraceError, match=path.name):
+            Trace.load(path)
 
 
-def _rewrite(path: Path, *, header: Any = None, columns: Any = None, **options: Any) -> None:
-    """Write the trace again with its header or its columns changed by a function."""
-    table = pq.read_table(path)
-    metadata = dict(table.schema.metadata)
-    if header is not None:
-        known = json.loads(metadata[b"dynoffload.trace"])
-        header(known)
-        metadata[b"dynoffload.trace"] = json.dumps(known).encode()
-    metadata.update(options.pop("metadata", {}))
-    if columns is not None:
-        table = columns(table)
-    written = io.BytesIO()
-    pq.write_table(
-        table.replace_schema_metadata(metadata), written, **{"compression": "NONE", **options}
-    )
-    path.write_bytes(seal(written.getvalue()))
+def test_a_trace_of_an_older_release_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    old = tmp_path / "step-000000.parquet"
+    old.write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    with pytest.raises(TraceError, match=r"older releases.*again with `dynoffload profile`"):
+        Trace.load(old)
+    with pytest.raises(TraceError, match=r"older releases cannot be read.*'dynoffload profile -o"):
+        trace_files(tmp_path)
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Write the trace again with its document or its arrays changed by a function."""
+    document, arrays = unpack(path.read_bytes())
+    change(document, arrays)
+    path.write_bytes(repack(document, arrays))
 
 
 def test_the_rewriting_used_below_is_itself_faithful(trace: Trace, path: Path) -> None:
-    _rewrite(path)
+    _rewrite(path, lambda document, arrays: None)
     assert Trace.load(path) == trace
 
 
-@pytest.mark.parametrize("version", [b"0", b"4", b"one", b""])
-def test_another_version_is_refused_with_the_remedy(path: Path, version: bytes) -> None:
-    _rewrite(path, metadata={b"dynoffload.trace_version": version})
-    with pytest.raises(TraceError, match="this release reads versions 1 to 3"):
+@pytest.mark.parametrize("version", [0, 3, 5, "one", None])
+def test_another_version_is_refused_with_the_remedy(path: Path, version: Any) -> None:
+    _rewrite(path, lambda document, arrays: document.update(version=version))
+    with pytest.raises(TraceError, match="this release reads version 4"):
         Trace.load(path)
-
-
-def _first_version(path: Path) -> None:
-    """Make a trace one of version 1, which had neither FLOPs nor dtypes."""
-    _rewrite(
-        path,
-        columns=lambda table: table.drop_columns(["flops", "dtype"]),
-        metadata={b"dynoffload.trace_version": b"1"},
-    )
-
-
-def test_a_trace_of_the_first_version_is_read_and_its_flops_are_unknown(
-    trace: Trace, path: Path
-) -> None:
-    """And stay unknown where it is written again."""
-    assert any(op.flops for op in trace.operators)
-    assert {op.dtype for op in trace.operators} > {"float32"}
-    _first_version(path)
-    old = Trace.load(path)
-    unknown = [replace(op, flops=None, dtype="") for op in trace.operators]
-    assert old == replace(trace, operators=unknown)
-    old.save(path)
-    assert Trace.load(path) == old
-
-
-def test_a_version_has_the_columns_of_that_version(path: Path) -> None:
-    _rewrite(path, metadata={b"dynoffload.trace_version": b"1"})
-    with pytest.raises(TraceError, match="columns are not those of a trace"):
-        Trace.load(path)
-    _first_version(path)
-    _rewrite(path, metadata={b"dynoffload.trace_version": b"2"})
-    with pytest.raises(TraceError, match="columns are not those of a trace"):
-        Trace.load(path)
-
-
-def test_compressed_columns_are_refused(path: Path) -> None:
-    """A few bytes that stand for gigabytes need a codec; traces are written without one."""
-    _rewrite(path, compression="ZSTD")
-    with pytest.raises(TraceError, match="compressed"):
-        Trace.load(path)
-
-
-def _set(name: str, value: Any) -> Any:
-    def change(table: pa.Table) -> pa.Table:
-        position = table.schema.get_field_index(name)
-        field = table.schema.field(name)
-        filled = pa.array([value] * table.num_rows, field.type)
-        return table.set_column(position, field, filled)
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -254,31 +214,69 @@ def _set(name: str, value: Any) -> Any:
         ("call", -2),
         ("seconds", float("nan")),
         ("seconds", -1.0),
-        ("bytes_read", -5),
+        ("seconds", 1.7e308),
+        ("name", 1 << 20),
+        ("site", -1),
+        ("dtype", 1 << 20),
+        ("idiom", 99),
+        ("idiom", -1),
         ("memory", -1),
-        ("stencil", -1),
+        ("bytes_read", 1 << 20),
         ("flops", -2),
-        ("reads", (1 << 20).to_bytes(4, "little")),
-        ("writes", b"\xff\xff\xff\xff"),
-        ("writes", b"abc"),
+        ("reads", -1),
+        ("writes", 100),
+        ("used", 1 << 20),
+        ("used", -1),
     ],
 )
 def test_columns_that_lie_are_errors(path: Path, name: str, value: Any) -> None:
-    _rewrite(path, columns=_set(name, value))
+    def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
+        array = arrays[f"operators.{name}"]
+        arrays[f"operators.{name}"] = np.full(array.shape, value, np.asarray(value).dtype)
+
+    _rewrite(path, change)
     with pytest.raises(TraceError, match="damaged"):
         Trace.load(path)
 
 
-def test_another_schema_is_an_error(path: Path) -> None:
-    _rewrite(path, columns=lambda table: table.drop_columns(["memory"]))
-    with pytest.raises(TraceError, match="columns"):
-        Trace.load(path)
-    with pytest.raises(TraceError):
+def test_counts_below_zero_are_errors(path: Path) -> None:
+    """Only FLOPs may be -1, which says that they are not known."""
+    for name in ("bytes_read", "bytes_written", "memory"):
+
+        def change(document: dict[str, Any], arrays: dict[str, Any], name: str = name) -> None:
+            arrays["sizes"] = np.array([-1, *arrays["sizes"][1:]])
+            arrays[f"operators.{name}"] = np.zeros_like(arrays[f"operators.{name}"])
+
+        whole = path.read_bytes()
+        _rewrite(path, change)
+        with pytest.raises(TraceError, match="less than nothing"):
+            Trace.load(path)
+        path.write_bytes(whole)
+
+
+def test_other_arrays_are_an_error(path: Path) -> None:
+    whole = path.read_bytes()
+    for name in unpack(whole)[1]:
+        _rewrite(path, lambda document, arrays, name=name: arrays.pop(name))  # type: ignore[misc]
+        with pytest.raises(TraceError, match="damaged"):
+            Trace.load(path)
+        path.write_bytes(whole)
+    _rewrite(path, lambda document, arrays: arrays.update(other=np.zeros(3, np.int8)))
+    with pytest.raises(TraceError, match="not those of a trace"):
         Trace.load(path)
 
 
 def _put(key: str, value: Any) -> Any:
-    return lambda header: header.__setitem__(key, value)
+    return lambda document, arrays: document.__setitem__(key, value)
+
+
+def _set(**columns: Any) -> Any:
+    made = {name.replace("__", "."): np.array(column) for name, column in columns.items()}
+    return lambda document, arrays: arrays.update(made)
+
+
+def _table(table: str, **columns: Any) -> Any:
+    return _set(**{f"{table}__{name}": [value] for name, value in columns.items()})
 
 
 @pytest.mark.parametrize(
@@ -286,33 +284,37 @@ def _put(key: str, value: Any) -> Any:
     [
         _put("step", "one"),
         _put("network", 5),
-        _put("elements", [1.5]),
-        _put("elements", [1 << 70]),
-        _put("elements", [1] * 70_000),
-        lambda header: header.update(elements=[1], width=7),
-        _put("width", -1),
         _put("values", []),
         _put("values", {"a": "text"}),
         _put("values", {"a": [1]}),
-        _put("regions", []),
-        _put("regions", [["a"], ["secret"], [1], [-1], [-1]]),
-        _put("regions", [["a"], ["input"], [-1], [-1], [-1]]),
-        _put("regions", [["a"], ["input"], [1], [10**9], [-1]]),
-        _put("calls", [["a"], ["k"], [0], [0], [0]]),
-        _put("calls", [["a"], ["k"], [-1], [5], [1]]),
-        _put("calls", [["a"], ["k"], [-1], [0], [10**9]]),
-        _put("calls", None),
-        lambda header: header.pop("source"),
+        _put("texts", {}),
+        _put("texts", None),
+        lambda document, arrays: document["texts"].__setitem__(0, 1),
+        lambda document, arrays: document["texts"].pop(),
+        lambda document, arrays: document.pop("source"),
+        _set(elements=[1.5]),
+        _set(elements=[1] * 70_000),
+        _set(elements=1),
+        _set(elements=[[]]),
+        _set(elements=[[1] * 2000]),
+        _table("regions", name=0, kind=6, nbytes=0, born=-1, died=-1),
+        _table("regions", name=0, kind=0, nbytes=10**6, born=-1, died=-1),
+        _table("regions", name=0, kind=0, nbytes=0, born=10**9, died=-1),
+        _table("regions", name=0, kind=0, nbytes=0, born=-1, died=-2),
+        _table("calls", path=0, shape_key=0, parent=0, start=0, stop=0),
+        _table("calls", path=0, shape_key=0, parent=-1, start=5, stop=1),
+        _table("calls", path=0, shape_key=0, parent=-1, start=0, stop=10**9),
     ],
 )
-def test_headers_that_lie_are_errors(path: Path, change: Any) -> None:
-    _rewrite(path, header=change)
+def test_documents_and_tables_that_lie_are_errors(path: Path, change: Any) -> None:
+    _rewrite(path, change)
     with pytest.raises(TraceError, match=path.name):
         Trace.load(path)
 
 
-def test_a_header_nested_without_end_is_an_error(path: Path) -> None:
-    _rewrite(path, metadata={b"dynoffload.trace": b"[" * 100_000})
+def test_a_document_nested_without_end_is_an_error(path: Path) -> None:
+    _, arrays = unpack(path.read_bytes())
+    path.write_bytes(pack(b"[" * 100_000, arrays))
     with pytest.raises(TraceError, match="damaged"):
         Trace.load(path)
 
@@ -324,21 +326,22 @@ def test_a_file_larger_than_any_trace_is_not_read(
     with pytest.raises(TraceError, match="larger than any trace"):
         Trace.load(path)
     monkeypatch.undo()
-    monkeypatch.setattr("dynoffload.profiler.storage.MAX_OPERATORS", 3)
-    with pytest.raises(TraceError, match="claims"):
-        Trace.load(path)
+    for name, complaint in (("ROWS", "claims"), ("HEADER_BYTES", "too long"), ("USES", "rows")):
+        monkeypatch.setattr(f"dynoffload.profiler.storage.MAX_{name}", 3)
+        with pytest.raises(TraceError, match=complaint):
+            Trace.load(path)
+        monkeypatch.undo()
 
 
 def test_random_damage_is_an_error(trace: Trace, path: Path) -> None:
-    """Flipped and cut bytes, anywhere or in the footer, never escape as anything but `TraceError`,
-    and never end the process, as pyarrow does for some damaged footers."""
+    """Flipped and cut bytes, anywhere or in the header, escape as nothing but `TraceError`."""
     whole = path.read_bytes()
     chance = random.Random(0)
     for _ in range(2000):
         damaged = bytearray(whole)
-        first = chance.choice([0, len(whole) - 2000])
+        stop = chance.choice([2000, len(whole)])
         for _ in range(chance.randint(1, 8)):
-            damaged[chance.randrange(first, len(damaged))] = chance.randrange(256)
+            damaged[chance.randrange(stop)] = chance.randrange(256)
         if chance.random() < 0.2:
             start = chance.randrange(len(damaged))
             damaged[start : start + chance.randrange(64)] = b""

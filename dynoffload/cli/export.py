@@ -33,7 +33,7 @@ def export(
     Example:
 
     ```
-    $ dynoffload export traces/step-000003.parquet --chakra step.et
+    $ dynoffload export traces/step-000003.trace --chakra step.et
     ```
     """
     from dynoffload.integrations.chakra import write_chakra

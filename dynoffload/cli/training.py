@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dynoffload.reporting import ReportFiles
     from dynoffload.runtime.session import Session
 
-TRACES = "*.parquet"
 # All that follows SCRIPT is the script's, also what looks like an option of ours.
 _SCRIPT_LAST = {"allow_interspersed_args": False}
 # What a script lacked that offloaded nothing, and the remedy; without and with --wrap.
@@ -311,8 +310,10 @@ def _left_at_the_end() -> Iterator[None]:
 
 def _traces(directory: Path) -> dict[Path, int]:
     """Return the trace files in ``directory`` with their sizes."""
+    from dynoffload.profiler.storage import SUFFIX
+
     sizes: dict[Path, int] = {}
-    for path in directory.glob(TRACES):
+    for path in directory.glob(f"*{SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):  # renamed as it was finished
             sizes[path] = path.stat().st_size
     return sizes

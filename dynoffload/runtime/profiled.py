@@ -138,7 +138,7 @@ def profiled(
         ProfilingDone: ``given.profile_steps`` were saved.
     """
     from dynoffload.profiler import Recorder
-    from dynoffload.profiler.profiling import next_number, of_another
+    from dynoffload.profiler.profiling import file_of_step, next_number, of_another
 
     assert given.profile_dir is not None
     directory, limit = given.profile_dir, given.profile_steps
@@ -155,7 +155,7 @@ def profiled(
     def save(trace: Trace) -> None:
         nonlocal saved
         trace.step = first + saved
-        trace.save(directory / f"step-{trace.step:06d}.parquet")
+        trace.save(file_of_step(directory, trace.step))
         saved += 1
         if limit is not None and saved >= limit:
             raise ProfilingDone
