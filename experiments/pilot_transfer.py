@@ -28,7 +28,7 @@ from dynoffload.experiments.pilot_cases import CASES
 from dynoffload.experiments.pilot_recording import Recording
 from dynoffload.experiments.trainer import finite
 from dynoffload.pilot.baselines import LastOrder
-from dynoffload.pilot.codes import PAD, columns_of
+from dynoffload.pilot.codes import PAD, columns_of, learn_fields
 from dynoffload.pilot.evaluate import Scores, score
 from dynoffload.pilot.features import (
     Example,
@@ -39,11 +39,17 @@ from dynoffload.pilot.features import (
     sites_of,
 )
 from dynoffload.pilot.fit import AUTO, fit_pilot
-from dynoffload.pilot.mlp_training import learn_fields, planned_epochs
 from dynoffload.pilot.models import Rest
 from dynoffload.pilot.pilot import RULE, Pilot
 from dynoffload.pilot.sequence import SiteSequence
-from dynoffload.pilot.sequence_training import BATCH, DECAY, LEARNING_RATE, Inputs, Trainee
+from dynoffload.pilot.sequence_training import (
+    BATCH,
+    DECAY,
+    LEARNING_RATE,
+    Inputs,
+    Trainee,
+    planned_epochs,
+)
 from dynoffload.pilot.skeleton import tokens
 from dynoffload.profiler.sample import Sample
 

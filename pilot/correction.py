@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_weights
+from dynoffload.pilot.artifact import checked_integers, checked_weights
 from dynoffload.pilot.features import Floats, sigmoid, site_stops
 
 Bools = npt.NDArray[np.bool_]
@@ -83,7 +83,7 @@ class Correction:
         Raises:
             ValueError, KeyError: if the parts are not those of a correction for so many blocks.
         """
-        sites = np.asarray(arrays["correction_sites"], dtype=np.int64)
+        sites = checked_integers("correction_sites", arrays["correction_sites"])
         factor = checked_weights("correction_factor", arrays["correction_factor"])
         blend = checked_weights("correction_blend", arrays["correction_blend"])
         if sites.shape != (blocks,) or factor.shape != (blocks, blocks):

@@ -32,7 +32,7 @@ from dynoffload.pilot.labels import (
     read_label,
 )
 from dynoffload.pilot.progress import Report
-from dynoffload.pilot.workers import Workers
+from dynoffload.pilot.workers import run_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def trace_files(traces: str | Path) -> list[Path]:
 
 def label_traces(
     traces: str | Path,
-    workers: Workers,
+    jobs: int | None,
     report: Report,
     *,
     budget: int | None = None,
@@ -82,14 +82,13 @@ def label_traces(
 
     Args:
         traces: directory that `dynoffload profile` wrote; its ``*.parquet`` files are read.
-        workers: who does it. They must find the traces under the same path.
+        jobs: processes, as `run_tasks` takes them, which find the traces under the same path.
         report: told how far it is.
         budget: bytes to plan each trace under; None for no plan.
         keep: directory in which labels are kept, and looked for; None to keep none.
 
     Raises:
         TraceError: if there is no trace, some cannot be read, or they are of several networks.
-        ClientError, PilotError: see `Workers.run`.
     """
     paths = [path.resolve() for path in trace_files(traces)]
     keys = [_key(path, budget) for path in paths]
@@ -109,9 +108,9 @@ def label_traces(
     refused: dict[int, str] = {}
     makers = makers_version()
     tasks = [(str(paths[number]), keys[number], budget, makers) for number in missing]
-    local = workers if len(tasks) > FEW or workers.cluster is not None else Workers(1)
+    jobs = jobs if len(tasks) > FEW else 1
     if tasks:
-        for done, (place, made) in enumerate(local.run(make_label, tasks), start=1):
+        for done, (place, made) in enumerate(run_tasks(make_label, tasks, jobs), start=1):
             number = missing[place]
             if isinstance(made, Refused):
                 refused[number] = made.reason

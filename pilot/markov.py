@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.features import Floats
 from dynoffload.profiler.sample import Sample
 
@@ -105,7 +106,7 @@ class Markov:
         Raises:
             ValueError, KeyError, TypeError: if the parts are not those of such a model.
         """
-        order, table = int(document["order"]), np.asarray(arrays["table"], dtype=np.float32)
+        order, table = int(document["order"]), checked_weights("table", arrays["table"])
         if not 0 <= order <= MAX_ORDER or table.shape != (blocks, 1 << order):
             raise ValueError("a table of the wrong shape")
         if not ((table >= 0) & (table <= 1)).all():

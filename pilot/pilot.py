@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.artifact import read_artifact, write_artifact
+from dynoffload.pilot.artifact import read_artifact, refusal, write_artifact
 from dynoffload.pilot.correction import Correction
 from dynoffload.pilot.following import Following
 from dynoffload.pilot.models import PresenceModel, load_model
@@ -274,9 +274,7 @@ class Pilot:
                 bundles,
             )
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise PilotError(
-                f"{path}: cannot be used as a pilot: {error}. Train the pilot again."
-            ) from error
+            raise refusal(path, error) from error
 
 
 @dataclass(frozen=True)

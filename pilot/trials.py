@@ -17,9 +17,9 @@ import numpy.typing as npt
 from dynoffload.pilot.correction import Correction, learn_correction
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example, Floats
-from dynoffload.pilot.mlp_training import planned_epochs
 from dynoffload.pilot.models import Lesson, PresenceModel, Rest, learn_model
 from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.sequence_training import planned_epochs
 
 MAX_WATCHED = 96
 """Samples of the part left out that the length of training is chosen by at most."""

@@ -133,16 +133,16 @@ def test_running_samples_again_leaves_the_training_as_it_is(
 
 
 def test_scores_are_those_of_the_kinds_and_the_baselines(slim: Recording) -> None:
-    found = scores(slim, 0, ("markov", "paths"))
-    assert set(found["kinds"]) == {"markov", "paths"}
-    assert found["chosen"] == "paths"  # a history knows nothing of the sample's width
+    found = scores(slim, 0, ("markov", "lightgbm"))
+    assert set(found["kinds"]) == {"markov", "lightgbm"}
+    assert found["chosen"] == "lightgbm"  # a history knows nothing of the sample's width
     for name in BASELINES:
         accuracy = found["baselines"][name]["block_order_accuracy"]
-        assert accuracy < found["kinds"]["paths"]["block_order_accuracy"]
+        assert accuracy < found["kinds"]["lightgbm"]["block_order_accuracy"]
     assert len(found["curve"]) == len(PARTS) + 1
     assert found["curve"][-1]["samples"] == found["train_samples"]
-    assert found["kinds"]["paths"]["artifact_bytes"] > 1000
-    assert found["kinds"]["paths"]["steering"]["block_order_accuracy"] > accuracy
+    assert found["kinds"]["lightgbm"]["artifact_bytes"] > 1000
+    assert found["kinds"]["lightgbm"]["steering"]["block_order_accuracy"] > accuracy
     json.dumps(found, allow_nan=False)
 
 
@@ -162,7 +162,7 @@ def test_a_pilot_that_steers_learns_from_every_step_what_has_changed(depths: Rec
 def test_the_chosen_kind_is_the_one_that_auto_takes(
     depths: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = ("markov", "paths")
+    kinds = ("markov", "lightgbm")
     monkeypatch.setattr(fit, "KINDS", kinds)
     found = scores(depths, 0, kinds)
     assert found["chosen"] == fit_pilot(depths.vocabulary, depths.learned, seed=0).kind
@@ -206,7 +206,7 @@ def test_a_transferred_pilot_foretells_a_real_network(
     slim: Recording, depths: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pilot_transfer, "planned_epochs", lambda _: 2)
-    monkeypatch.setattr(pilot_transfer, "AUTO", "paths")
+    monkeypatch.setattr(pilot_transfer, "AUTO", "lightgbm")
     found = transfer("slim", {"slim": slim, "depths": depths}, 0)
     assert found["networks"] == 1
     for name in ("transferred", "own", "own_sequence", "last_order", "most_frequent"):
@@ -237,7 +237,7 @@ def _scored(order: float) -> dict[str, Any]:
     }
 
 
-def _seed(order: float, ahead: float, kind: str = "mlp", other: float = 0.5) -> dict[str, Any]:
+def _seed(order: float, ahead: float, kind: str = "sequence", other: float = 0.5) -> dict[str, Any]:
     """Return one seed's scores: alone every predictor is worse by 0.1."""
     costs = {
         "latency_s": 5e-4,
@@ -340,7 +340,7 @@ def test_the_experiment_runs_and_goes_on_where_it_ended(
         "only": ("slim",),
         "seeds": 1,
         "samples": 24,
-        "kinds": ("paths",),
+        "kinds": ("lightgbm",),
         "transfer": False,
         "keep": tmp_path / "kept",
     }

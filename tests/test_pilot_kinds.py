@@ -1,4 +1,4 @@
-"""What is each model's own: histories, neighbours, and blocks that no training saw."""
+"""What is each model's own: histories, and blocks that no training saw."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 
 from dynoffload.pilot.features import MAX_SITES, site_stops
 from dynoffload.pilot.markov import HORIZON, MAX_ORDER, Markov, learn_markov
-from dynoffload.pilot.paths import MAX_RECORDS, NearestPaths, learn_paths
 from dynoffload.pilot.sequence import SiteSequence
 from dynoffload.pilot.sequence_training import train_sequence
 from dynoffload.profiler.sample import Sample
@@ -72,39 +71,6 @@ def test_markov_of_many_slots_looks_no_farther_than_its_horizon() -> None:
     told = model.given([True])
     assert np.array_equal(told[HORIZON + 1 :], model.probabilities(NOBODY)[HORIZON + 1 :])
     assert model.order <= MAX_ORDER
-
-
-def test_paths_finds_the_samples_that_are_alike() -> None:
-    rng = np.random.default_rng(0)
-    kinds = rng.integers(4, size=300)
-    shown = rng.random((4, 10)) < 0.5
-    samples = [
-        Sample({"kind": float(10 * kind + rng.random()), "noise": float(rng.random())})
-        for kind in kinds
-    ]
-    model = learn_paths(samples, shown[kinds], _groups(300))
-    for kind in range(4):
-        chances = model.probabilities(Sample({"kind": 10 * kind + 0.5, "noise": 0.5}))
-        assert ((chances > 0.5) == shown[kind]).all()
-
-
-def test_paths_keeps_the_latest_records_only() -> None:
-    count = MAX_RECORDS + 50
-    samples = [Sample({"x": float(step)}) for step in range(count)]
-    present = np.zeros((count, 3), dtype=np.bool_)
-    present[-50:] = True
-    model = learn_paths(samples, present, _groups(count))
-    assert len(model.points) == MAX_RECORDS
-    assert model.probabilities(samples[-10]).min() > 0.9
-
-
-def test_paths_refuses_records_that_do_not_belong_together() -> None:
-    samples = [Sample({"x": float(step)}) for step in range(9)]
-    model = learn_paths(samples, np.eye(9, dtype=np.bool_), _groups(9))
-    again = NearestPaths.load(model.document(), model.arrays(), 9)
-    assert np.array_equal(again.probabilities(samples[3]), model.probabilities(samples[3]))
-    with pytest.raises(ValueError, match="wrong shape"):
-        NearestPaths.load(model.document(), model.arrays(), 99)
 
 
 def _echoes(steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
