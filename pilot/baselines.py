@@ -1,10 +1,6 @@
-"""The baselines a pilot must beat.
+"""The baselines a pilot must beat: the last order again, and the one order that fits best.
 
-What it is: `LastOrder`, which repeats the order of the sample before; `RecordedOrder`, which
-records one and follows it to the letter or not at all; and `MostFrequent`, which always predicts
-what samples mostly run. `repeated_ahead` and `RecordedOrder.ahead` tell how the next block is
-foretold by such an order while the step runs. What it is not: a fallback; the session's own
-"repeat" and "replay" policies are in the runtime.
+The session's own "repeat" policy is the runtime's; Markov is a kind of model.
 """
 
 from __future__ import annotations
@@ -33,66 +29,6 @@ class LastOrder:
         answer = self._last
         self._last = [block for block in example.blocks if block >= 0]
         return answer
-
-
-class RecordedOrder:
-    """Predicts what it has recorded, as long as samples follow that to the letter.
-
-    A prefetcher of ZeRO-Infinity's kind (Rajbhandari et al., SC 2021): one sample is recorded, and
-    nothing is known of it in advance; those after it are foretold by the record. The first that
-    departs from it, earlier or later, loses its prefetch from there on, and the record; the sample
-    after it is recorded anew. So it pays two samples for each change, where `LastOrder` pays one.
-    The same rule, visit by visit, forward and backward, is `dynoffload.runtime.migration.replay`.
-    """
-
-    def __init__(self) -> None:
-        """Start without a record."""
-        self._record: list[int] | None = None
-        self._followed: list[int] | None = None
-
-    def __call__(self, example: Example) -> Sequence[int]:
-        """Return the record, nothing where there is none, then compare this example with it."""
-        order = list(example.blocks)
-        answer, self._followed = self._record, self._record
-        if self._record is None:
-            self._record = order
-        elif self._record != order:
-            self._record = None
-        return [block for block in answer or () if block >= 0]
-
-    def ahead(self, order: Sequence[int]) -> float:
-        """Return the share of the blocks of the example called last that were foretold: those up to
-        where it departed from the record."""
-        right = 0
-        for block, foretold in zip(order, self._followed or (), strict=False):
-            if block != foretold or block < 0:
-                break
-            right += 1
-        return right / max(len(order), 1)
-
-
-def repeated_ahead(expected: Sequence[int], order: Sequence[int]) -> float:
-    """Return the share of an order's blocks that another order foretold when the block before them
-    ran.
-
-    After a block that was not foretold, the next one is expected to be what follows the first place
-    ahead at which the expected order has that block; where it has none, it waits where it is.
-
-    Args:
-        expected: what is repeated.
-        order: what ran; a block below 0 is foretold by nothing.
-    """
-    place = right = 0
-    for block in order:
-        if place < len(expected) and expected[place] == block:
-            right += 1
-            place += 1
-            continue
-        try:
-            place = expected.index(block, place) + 1
-        except ValueError:
-            continue
-    return right / max(len(order), 1)
 
 
 class MostFrequent:

@@ -1,8 +1,5 @@
 """Fitting a pilot from samples and the orders they ran.
 
-What it is: `fit_pilot`, from a list of `Example` to a `Pilot`, without files. What it is not:
-reading traces or scoring on held-out sources; that is `dynoffload.pilot.train`.
-
 Cross-validation over whole sources chooses the length of training, the threshold and, for
 ``"auto"``, the kind of model; the final model then learns from all of them. A kind that is far
 behind the best where one part is left out is not tried on the others.

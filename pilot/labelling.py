@@ -1,14 +1,13 @@
 """Labelling: every trace of a directory made into what a pilot learns from, once.
 
-What it is: `label_traces`, which has workers read the traces and keeps each label in a directory as
-soon as it is made, so that a job that was killed goes on where it was. What it is not: the learning
-(`dynoffload.pilot.train`).
+`label_traces` keeps each label in a directory as soon as it is made, so that a job that was killed
+goes on where it was.
 
-[Note: which labels are believed]
-A label is known by its key, the digest of the trace's name, size and time of change, of the budget
-and of the code that makes labels. Another trace under the name, another budget or another release
-gives another key, and the trace is labelled anew. Labels are written under another name and then
-moved, carry a checksum, and hold no code; what is damaged is made anew.
+[Note: which labels are valid]
+A label's key is the digest of the trace's name, size and time of change, of the budget and of the
+code that makes labels. Another trace under the name, another budget or another release gives
+another key, and the trace is labelled anew. Labels are written under another name and then moved,
+carry a checksum, and hold no code; a damaged one is made anew.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ def forget(keep: Path) -> None:
 
 
 def _key(path: Path, budget: int | None) -> str:
-    """Return what a trace's label is known by; see [Note: which labels are believed]."""
+    """Return what a trace's label is known by; see [Note: which labels are valid]."""
     try:
         found = path.stat()
     except OSError as error:

@@ -1,13 +1,9 @@
 """Order-k Markov: whether a block runs, from which of the k optional ones before it ran.
 
-What it is: `Markov`, a table of counts for each optional slot by the k slots before it in canonical
-order, and the chances that follow from it: of each slot before the step, by carrying the chances of
-all 2^k histories along the slots, and of the rest once some slots are known. What it is not: aware
-of the sample; it is what a prefetcher with a history would know, and a measure of how much of the
-order is in the order itself.
-
-How it fits: one of the models of `dynoffload.pilot.models`. The order k is chosen by leaving whole
-sources out, between 0 (how often each block runs) and `MAX_ORDER`.
+`Markov` is a table of counts for each optional slot by the k slots before it in canonical order.
+Before a step, chances of all 2^k histories are carried along the slots; once some slots are known,
+from these. It does not see the sample: it is the baseline of a prefetcher with a history. The order
+k is chosen by leaving whole sources out, between 0 (how often each block runs) and `MAX_ORDER`.
 """
 
 from __future__ import annotations

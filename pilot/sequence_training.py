@@ -110,8 +110,6 @@ class Trainee:
 
     Attributes:
         weights: by the names in `WEIGHTS`.
-        stranger: the log-odds, before anything else is known, of a block that is known by what
-            describes it alone; None: those that are its own.
     """
 
     def __init__(
@@ -128,7 +126,6 @@ class Trainee:
         blocks = present.shape[1]
         shapes = shapes_of(fields.rows, len(scaler), blocks, described.shape[1], WIDTH)
         share = (present.sum(axis=0) + 0.5) / (len(present) + 1.0)
-        self.stranger: torch.Tensor | None = None
         self.weights: dict[str, torch.Tensor] = {}
         for name in WEIGHTS:
             shape = shapes[name]
@@ -155,11 +152,10 @@ class Trainee:
         state = self._start(*batch)
         keep = torch.rand(state.shape, generator=generator, device="cpu") >= DROPOUT
         state = state * keep / (1 - DROPOUT)
-        # Half of the batches know no block but by what describes it, as strangers are known.
+        # Half of the batches know blocks only by what describes them: rare blocks lean on that.
         known_by_itself = torch.rand((), generator=generator, device="cpu") < 0.5
         vectors = self._described @ w["block_weight"] + w["own"] * known_by_itself
-        odds = self._described @ w["odds_weight"]
-        odds = odds + (w["odds"] if self.stranger is None or known_by_itself else self.stranger)
+        odds = self._described @ w["odds_weight"] + w["odds"]
         # Half of the samples begin with nothing known, as every step does.
         known = torch.randint(0, len(self._stops), (len(ran),), generator=generator, device="cpu")
         known = known * (torch.rand(len(ran), generator=generator, device="cpu") < 0.5)

@@ -1,8 +1,7 @@
 """The offline job: from a directory of traces to a pilot with its scores.
 
-What it is: `train_pilot` and `evaluate_pilot`, which read traces, hold whole sources out, and score
-the pilot and the baselines it must beat on the same samples. What it is not: the fitting itself
-(`dynoffload.pilot.fit`), nor learning within a run (`dynoffload.pilot.online`).
+`train_pilot` and `evaluate_pilot` read traces, hold whole sources out, and score the pilot and the
+baselines it must beat on the same samples.
 """
 
 from __future__ import annotations

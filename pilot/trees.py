@@ -23,7 +23,7 @@ from dynoffload.pilot.features import Floats
 Masks = npt.NDArray[np.uint16]
 Integers = npt.NDArray[np.int64]
 
-MAX_TREES = 256
+MAX_TREES = 64
 MAX_LEAVES = 16
 """The most leaves of a tree: the bits of a mask."""
 LARGEST_LEAF = 1e6

@@ -397,7 +397,7 @@ def test_training_shows_scores_and_saves_the_pilot(
         "pilot, online",
         "95.0%",
         "repeat-last",
-        "model: mlp; one prediction takes 200 µs",
+        "model: sequence; one prediction takes 200 µs",
     ):
         assert expected in result.stdout
     numbers = json.loads(runner.invoke(app, [*words, "--json"]).stdout)

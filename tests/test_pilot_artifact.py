@@ -206,7 +206,7 @@ HOSTILE = {
     "leaves of another type": ("lightgbm", _array("tree_value", lambda a: a.astype(np.float32))),
     "splits in another order": ("lightgbm", _array("tree_right", lambda a: a[::-1].copy())),
     "no trees": ("lightgbm", _array("tree_splits", lambda a: a[:0])),
-    "too many trees": ("lightgbm", _array("tree_splits", lambda a: np.zeros(257, np.int64))),
+    "too many trees": ("lightgbm", _array("tree_splits", lambda a: np.zeros(65, np.int64))),
 }
 
 

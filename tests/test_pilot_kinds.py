@@ -95,23 +95,6 @@ def test_the_sequence_follows_what_ran() -> None:
     assert net.probabilities(NOBODY) == pytest.approx(0.25, abs=0.1)
 
 
-def test_the_sequence_ranks_blocks_of_a_network_it_never_saw() -> None:
-    # Whether a block runs follows from its idioms and a number of the sample.
-    rng = np.random.default_rng(0)
-    described = rng.normal(size=(96, 9)).astype(np.float32)
-    sites = np.repeat(np.arange(24), 4)
-    signs = np.sign(rng.normal(size=500))
-    samples = [Sample({"x": float(sign)}) for sign in signs]
-    present = signs[:, None] * described[:, 2] > 0
-    net, _ = train_sequence(samples, present, described, sites, seed=0)
-    other = rng.normal(size=(12, 9)).astype(np.float32)
-    moved = net.transferred(other, site_stops(np.repeat(np.arange(3), 4)))
-    for sign in (-1.0, 1.0):
-        chances = moved.probabilities(Sample({"x": sign}))
-        runs = sign * other[:, 2] > 0
-        assert chances[runs].mean() > chances[~runs].mean() + 0.4
-
-
 def test_the_sequence_is_stored_and_damage_is_refused() -> None:
     present, sites = _echoes(20, 0)
     samples = [Sample({"x": float(step)}, np.arange(step % 4)) for step in range(20)]
