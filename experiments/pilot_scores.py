@@ -26,7 +26,7 @@ import numpy as np
 
 from dynoffload.experiments.pilot_recording import Again, Recording
 from dynoffload.experiments.trainer import finite
-from dynoffload.pilot.baselines import LastOrder, MostFrequent
+from dynoffload.pilot.baselines import LastOrder, most_frequent_order
 from dynoffload.pilot.evaluate import (
     Scores,
     block_order_accuracy,
@@ -207,7 +207,7 @@ def _ends(found: dict[str, Any]) -> dict[str, Any]:
 def baselines(recording: Recording) -> dict[str, Any]:
     """Return the baselines' scores on the held-out steps; see `dynoffload.pilot.baselines`."""
     learned = [example.blocks for example in recording.learned]
-    frequent = MostFrequent(learned, recording.vocabulary.blocks).order
+    frequent = most_frequent_order(learned, recording.vocabulary.blocks)
     last, record = LastOrder(frequent), RecordedOrder()
     aside = set(recording.held_out)
     told: dict[str, list[Sequence[int]]] = {name: [] for name in BASELINES}

@@ -6,7 +6,7 @@ What each sample decides: `boosting` (with `association` and `trees`), `sequence
 `artifact` its file. Training: `labels` and `labelling` of traces, `fit` and `trials`, `train`;
 within a run, `online`. How good it is: `evaluate`, `baselines`, `model_card`.
 
-LightGBM, safetensors, rapidfuzz and rich are imported by the functions that use them.
+LightGBM, safetensors and rich are imported by the functions that use them.
 """
 
 from __future__ import annotations

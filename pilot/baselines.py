@@ -31,36 +31,26 @@ class LastOrder:
         return answer
 
 
-class MostFrequent:
-    """Predicts one order for all samples: the better of two, judged on the training samples.
+def most_frequent_order(orders: Sequence[Sequence[int]], blocks: Sequence[Block]) -> list[int]:
+    """Return one order for all samples: the best of some, judged on the training samples.
 
-    One is the order seen most often (the first of equals); the other holds, in canonical order, the
-    blocks that more than a share of the samples run, with the share that scores best.
+    One is the order seen most often (the first of equals); the others hold, in canonical order, the
+    blocks that more than a share of the samples run.
+
+    Args:
+        orders: of the training samples, at least one.
+        blocks: the vocabulary's blocks.
     """
-
-    def __init__(self, orders: Sequence[Sequence[int]], blocks: Sequence[Block]) -> None:
-        """Choose the order.
-
-        Args:
-            orders: of the training samples, at least one.
-            blocks: the vocabulary's blocks.
-        """
-        known = [tuple(b for b in order if b >= 0) for order in orders]
-        candidates: list[list[int]] = [list(Counter(known).most_common(1)[0][0])]
-        skeleton = learn_skeleton(known, blocks)
-        filled = [tokens(order, skeleton.families) for order in known]
-        runs = {slot: Counter(f[slot] for f in filled if slot in f) for slot in skeleton.slots}
-        shares = {slot: sum(count.values()) / len(known) for slot, count in runs.items()}
-        for percent in range(10, 80, 5):
-            chosen = [slot for slot in skeleton.slots if shares[slot] >= percent / 100]
-            order = [b for slot in chosen for b in runs[slot].most_common(1)[0][0]]
-            if order not in candidates:
-                candidates.append(order)
-        tried = known[:: max(1, len(known) // TUNING_SAMPLES)]
-        self.order = max(
-            candidates, key=lambda order: sum(block_order_accuracy(order, t) for t in tried)
-        )
-
-    def __call__(self, example: Example) -> Sequence[int]:
-        """Return the order."""
-        return self.order
+    known = [tuple(b for b in order if b >= 0) for order in orders]
+    candidates: list[list[int]] = [list(Counter(known).most_common(1)[0][0])]
+    skeleton = learn_skeleton(known, blocks)
+    filled = [tokens(order, skeleton.families) for order in known]
+    runs = {slot: Counter(f[slot] for f in filled if slot in f) for slot in skeleton.slots}
+    shares = {slot: sum(count.values()) / len(known) for slot, count in runs.items()}
+    for percent in range(10, 80, 5):
+        chosen = [slot for slot in skeleton.slots if shares[slot] >= percent / 100]
+        order = [b for slot in chosen for b in runs[slot].most_common(1)[0][0]]
+        if order not in candidates:
+            candidates.append(order)
+    tried = known[:: max(1, len(known) // TUNING_SAMPLES)]
+    return max(candidates, key=lambda order: sum(block_order_accuracy(order, t) for t in tried))

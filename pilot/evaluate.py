@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from rapidfuzz.distance import Levenshtein
 
 from dynoffload.pilot.features import Example, site_name
 from dynoffload.planning.blocks import Block
@@ -69,8 +70,6 @@ def block_order_accuracy(predicted: Sequence[int], true: Sequence[int]) -> float
     longest = max(len(predicted), len(true))
     if not longest:
         return 1.0
-    from rapidfuzz.distance import Levenshtein
-
     return 1.0 - Levenshtein.distance([-2 if b < 0 else b for b in predicted], true) / longest
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.baselines import MostFrequent
+from dynoffload.pilot.baselines import most_frequent_order
 from dynoffload.pilot.evaluate import varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
 from dynoffload.pilot.models import KINDS, Lesson, PresenceModel
@@ -95,7 +95,7 @@ def fit_pilot(
         segments,
         0.5,
         varying_blocks(orders, len(vocabulary)),
-        tuple(MostFrequent(orders, vocabulary.blocks).order),
+        tuple(most_frequent_order(orders, vocabulary.blocks)),
         card,
     )
     optional = [skeleton.slots[index] for index in skeleton.optional]

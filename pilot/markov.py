@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.features import Floats
+from dynoffload.pilot.sources import source_folds
 from dynoffload.profiler.sample import Sample
 
 MAX_ORDER = 6
@@ -117,11 +118,7 @@ def learn_markov(present: npt.NDArray[np.bool_], groups: Sequence[str]) -> Marko
         present: which optional slot ran in which step, ``[steps, slots]``, in canonical order.
         groups: the source of each step; a source is told by the others in choosing.
     """
-    names = sorted(set(groups))
-    fold_of = {name: number % _FOLDS for number, name in enumerate(names)}
-    folds = np.array([fold_of[name] for name in groups])
-    if len(names) < 2:
-        folds = np.arange(len(present)) % _FOLDS
+    folds = source_folds(groups, _FOLDS, seed=0)
     best: tuple[float, int] | None = None
     for order in range(MAX_ORDER + 1):
         loss = 0.0
