@@ -42,27 +42,33 @@ def run_tasks(
             yield number, task(*arguments)
         return
     import joblib
+    from joblib.parallel import LokyBackend, get_active_backend
 
+    parent = os.getpid() if isinstance(get_active_backend()[0], LokyBackend) else None
     parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", max_nbytes=None)
     yield from parallel(
-        joblib.delayed(_numbered)(os.getpid(), task, number, *arguments)
+        joblib.delayed(_numbered)(parent, task, number, *arguments)
         for number, arguments in enumerate(given)
     )
 
 
 def _numbered(
-    asker: int, task: Callable[..., Made], number: int, *arguments: Any
+    parent: int | None, task: Callable[..., Made], number: int, *arguments: Any
 ) -> tuple[int, Made]:
-    if os.getppid() == asker:
-        _end_with(asker)
+    """Carry a task out; a worker that ``parent`` started ends with it."""
+    if parent is not None:
+        _end_with(parent)
     with one_thread():
         return number, task(*arguments)
 
 
 @cache
 def _end_with(parent: int) -> None:
-    """Let this process end with its parent: one that is killed tells its workers nothing, and they
-    would wait for it. The kernel's own signal comes when the parent's *thread* ends that asked."""
+    """Let this process end with its parent, unless it is that one: a parent that is killed tells
+    its workers nothing, and they would wait for it. It may be gone by now. The kernel's own signal
+    comes when the parent's *thread* ends that asked."""
+    if os.getpid() == parent:
+        return
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -218,6 +218,24 @@ def test_workers_end_with_a_job_that_is_killed(
     assert not left, left
 
 
+def test_a_worker_whose_first_task_begins_after_its_parent_has_gone_ends() -> None:
+    program = """
+import os, time
+from dynoffload.pilot.workers import _numbered
+parent = os.getpid()
+if not os.fork():
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    print("began", flush=True)
+    _numbered(parent, time.sleep, 0, 20)
+    print("went on", flush=True)
+os._exit(0)
+"""
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "began\n"
+
+
 def test_workers_outlive_the_thread_that_asked_for_them() -> None:
     """A second run, at once, has the same processes."""
     found: list[dict[int, int]] = []
