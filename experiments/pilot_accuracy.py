@@ -85,7 +85,6 @@ def run(
     seeds: int = 3,
     samples: int = 480,
     kinds: tuple[str, ...] = KINDS,
-    transfer: bool = True,
     jobs: int = 2,
     keep: Path | None = None,
     page: Path | None = None,
@@ -98,7 +97,6 @@ def run(
         seeds: how many, from 0.
         samples: recorded steps of each case.
         kinds: of pilots.
-        transfer: whether each network is foretold by what the others taught, too.
         jobs: processes at a time, each of one thread.
         keep: a directory in which each part's numbers stay, and the recordings; parts that this
             code has left there are not run again.
@@ -125,10 +123,7 @@ def run(
         found, failed = _carry_out(parts, folder, jobs, report)
         if not found:
             raise WorkerError("no part could be run: " + "; ".join(failed.values()))
-        moved: dict[str, Any] = {}
-        if transfer:
-            moved = _transferred(parts, found, folder, jobs, report, failed)
-    result = _result(chosen, parts, found, moved, failed, samples)
+    result = _result(chosen, parts, found, failed, samples)
     _show(result, json_path, page)
     return result
 
@@ -154,8 +149,7 @@ class _Part:
     @property
     def file(self) -> str:
         """The name of the file of what it found."""
-        mode = "transfer" if self.task.others else "scores"
-        return f"{self.task.case}-{self.task.samples}-{self.task.seed}.{mode}.json"
+        return f"{self.task.case}-{self.task.samples}-{self.task.seed}.scores.json"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -164,7 +158,6 @@ class _Part:
         return {
             "case": asdict(case),
             "kinds": list(self.task.kinds),
-            "others": sorted(self.task.others),
             "code": _code(),
         }
 
@@ -235,34 +228,10 @@ def _kept(part: _Part, folder: Path) -> dict[str, Any]:
     return answer
 
 
-def _transferred(
-    parts: Sequence[_Part],
-    found: Mapping[str, Any],
-    folder: Path,
-    jobs: int,
-    report: Report,
-    failed: dict[str, str],
-) -> dict[str, Any]:
-    """Return the scores of what other networks taught, by case, at the first seed."""
-    first = [part.task for part in parts if part.task.seed == 0 and part.name in found]
-    others = {task.case: task.recording for task in first}
-    tasks = [
-        _Part(
-            f"{task.case}, transfer",
-            Task(task.case, task.seed, task.samples, task.recording, (), others),
-        )
-        for task in first
-    ]
-    moved, missed = _carry_out(tasks, folder, jobs, report)
-    failed.update(missed)
-    return {part.task.case: moved[part.name] for part in tasks if part.name in moved}
-
-
 def _result(
     chosen: Sequence[Case],
     parts: Sequence[_Part],
     found: Mapping[str, Any],
-    moved: Mapping[str, Any],
     failed: Mapping[str, str],
     samples: int,
 ) -> dict[str, Any]:
@@ -281,9 +250,8 @@ def _result(
         "samples": samples,
         "seeds": len({part.task.seed for part in parts}),
         "cases": cases,
-        "transfer": dict(moved),
         "failed": dict(failed),
-        "verdicts": verdicts(cases, moved),
+        "verdicts": verdicts(cases),
     }
 
 

@@ -42,10 +42,6 @@ _AGAIN_HEADS = (
     *("network", "1/8", "1/4", "1/2", "all", "gain of the last doubling", "best kind"),
     *("itself, nearer", "steps apart", "itself, farther", "steps apart"),
 )
-_MOVED_HEADS = (
-    *("network", "networks that teach", "transferred", "own first steps", "own, sequence"),
-    *("last order", "most frequent"),
-)
 _ORIGINS = {
     STRUCTURE: "Structure that the sample shows",
     DATA: "Decided by what the network computes",
@@ -86,7 +82,6 @@ def _tables(result: Mapping[str, Any]) -> list[_Table]:
         ("By bytes", _BESIDE_HEADS, [_by_bytes(case) for case in cases.values()]),
         (_KNOWN_TITLE, _BESIDE_HEADS, [_ahead(case) for case in cases.values()]),
         ("What is left", _AGAIN_HEADS, [_again(case) for case in cases.values()]),
-        ("Learned from other networks", _MOVED_HEADS, _moved(result)),
         ("What it takes", _COST_HEADS, [_cost(case) for case in cases.values()]),
     ]
     return [one for one in tables if one[2]]
@@ -161,20 +156,6 @@ def _again(case: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _moved(result: Mapping[str, Any]) -> list[list[str]]:
-    rows = []
-    for key, one in result["transfer"].items():
-        title = result["cases"][key]["title"]
-        if "transferred" not in one:
-            rows.append([title, one["why"], "–", f"{one['own'][_TOLD]:.1%}", "–", "–", "–"])
-            continue
-        names = ("transferred", "own", "own_sequence", "last_order", "most_frequent")
-        cells = [f"{one[name][_TOLD]:.1%}" for name in names]
-        cells[1] += f" ({one['own_kind']})"
-        rows.append([title, str(one["networks"]), *cells])
-    return rows
-
-
 def _share(found: Mapping[str, float] | None) -> str:
     """Return a mean share in percent, with half of its range over the seeds where there is one."""
     if found is None:
@@ -198,8 +179,6 @@ def said(result: Mapping[str, Any]) -> list[str]:
         "beats_at_every_seed": "the same at each seed by itself",
         "latency": f"the median prediction at most {format_seconds(LATENCY_S)}",
         "artifact": f"stored in at most {ARTIFACT_BYTES / 1e6:.0f} MB",
-        "transfer": "learned from other networks, at least as good as learned from its own first "
-        "steps",
     }
     lines = []
     for key, text in asked.items():
@@ -281,11 +260,6 @@ where the last doubling of samples still gains, more samples would help; where i
 samples would not. *itself*: the held-out samples, run once more through the network as it was some
 steps before or after their own, the nearer and the farther half. How far it agrees with itself is
 what is left to who sees the sample and has the very network, but of another moment.""",
-    "Learned from other networks": """A sequence model that learned from all other networks' steps
-foretells the choices of this one. It knows this network's blocks and their order from its first 50
-steps, as all in this table do, and nothing of which it runs when; *own first steps* is the kind
-that cross-validation chooses there. *networks that teach* are those of whose steps a rule does not
-foretell all. It was done at the first seed alone.""",
     "What it takes": """The longest over the seeds. What is asked is asked of the median; beside it
 the slowest twentieth of predictions, on a machine that did other work as well. *training* is one
 fit of the kind that was chosen, on three quarters of the steps.""",

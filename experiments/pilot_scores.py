@@ -26,7 +26,7 @@ import numpy as np
 
 from dynoffload.experiments.pilot_recording import Again, Recording
 from dynoffload.experiments.trainer import finite
-from dynoffload.pilot.baselines import LastOrder, MostFrequent, RecordedOrder, repeated_ahead
+from dynoffload.pilot.baselines import LastOrder, most_frequent_order
 from dynoffload.pilot.evaluate import (
     Scores,
     block_order_accuracy,
@@ -34,6 +34,7 @@ from dynoffload.pilot.evaluate import (
     score,
     varying_blocks,
 )
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.online import OnlineLearner
@@ -45,6 +46,66 @@ PARTS = (0.125, 0.25, 0.5)
 LEAST = 8
 """Samples that a point of a curve is learned from, at least."""
 BASELINES = ("last_order", "most_frequent", "recorded_order")
+
+
+class RecordedOrder:
+    """Predicts what it has recorded, as long as samples follow that to the letter.
+
+    A prefetcher of ZeRO-Infinity's kind (Rajbhandari et al., SC 2021): one sample is recorded, and
+    nothing is known of it in advance; those after it are foretold by the record. The first that
+    departs from it, earlier or later, loses its prefetch from there on, and the record; the sample
+    after it is recorded anew. So it pays two samples for each change, where `LastOrder` pays one.
+    The same rule, visit by visit, forward and backward, is `dynoffload.runtime.migration.replay`.
+    """
+
+    def __init__(self) -> None:
+        """Start without a record."""
+        self._record: list[int] | None = None
+        self._followed: list[int] | None = None
+
+    def __call__(self, example: Example) -> Sequence[int]:
+        """Return the record, nothing where there is none, then compare this example with it."""
+        order = list(example.blocks)
+        answer, self._followed = self._record, self._record
+        if self._record is None:
+            self._record = order
+        elif self._record != order:
+            self._record = None
+        return [block for block in answer or () if block >= 0]
+
+    def ahead(self, order: Sequence[int]) -> float:
+        """Return the share of the blocks of the example called last that were foretold: those up to
+        where it departed from the record."""
+        right = 0
+        for block, foretold in zip(order, self._followed or (), strict=False):
+            if block != foretold or block < 0:
+                break
+            right += 1
+        return right / max(len(order), 1)
+
+
+def repeated_ahead(expected: Sequence[int], order: Sequence[int]) -> float:
+    """Return the share of an order's blocks that another order foretold when the block before them
+    ran.
+
+    After a block that was not foretold, the next one is expected to be what follows the first place
+    ahead at which the expected order has that block; where it has none, it waits where it is.
+
+    Args:
+        expected: what is repeated.
+        order: what ran; a block below 0 is foretold by nothing.
+    """
+    place = right = 0
+    for block in order:
+        if place < len(expected) and expected[place] == block:
+            right += 1
+            place += 1
+            continue
+        try:
+            place = expected.index(block, place) + 1
+        except ValueError:
+            continue
+    return right / max(len(order), 1)
 
 
 def scores(recording: Recording, seed: int, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
@@ -146,7 +207,7 @@ def _ends(found: dict[str, Any]) -> dict[str, Any]:
 def baselines(recording: Recording) -> dict[str, Any]:
     """Return the baselines' scores on the held-out steps; see `dynoffload.pilot.baselines`."""
     learned = [example.blocks for example in recording.learned]
-    frequent = MostFrequent(learned, recording.vocabulary.blocks).order
+    frequent = most_frequent_order(learned, recording.vocabulary.blocks)
     last, record = LastOrder(frequent), RecordedOrder()
     aside = set(recording.held_out)
     told: dict[str, list[Sequence[int]]] = {name: [] for name in BASELINES}

@@ -145,12 +145,11 @@ def _verdicts(origin: str, found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def verdicts(cases: Mapping[str, Any], moved: Mapping[str, Any]) -> dict[str, Any]:
+def verdicts(cases: Mapping[str, Any]) -> dict[str, Any]:
     """Return in how many cases what is asked holds, and in which it does not.
 
     Args:
         cases: by key, each with its ``origin`` and ``summary``.
-        moved: scores of what other networks taught, by case.
     """
     by_origin: dict[str, dict[str, Any]] = {}
     for key, case in cases.items():
@@ -164,13 +163,6 @@ def verdicts(cases: Mapping[str, Any], moved: Mapping[str, Any]) -> dict[str, An
     )
     for name in ("beats_baselines", "beats_at_every_seed", "latency", "artifact"):
         asked[name] = _count({k: one[name] for k, one in every.items() if one[name] is not None})
-    there = {key: one for key, one in moved.items() if "transferred" in one}
-    asked["transfer"] = _count(
-        {
-            key: one["transferred"]["block_order_accuracy"] >= one["own"]["block_order_accuracy"]
-            for key, one in there.items()
-        }
-    )
     return asked
 
 

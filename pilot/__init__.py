@@ -1,12 +1,10 @@
 """The pilot: which blocks a sample will run, and in which order.
 
-What it is: `codes` and `features` (what models see), `skeleton` and `segments` (what is the same
-for all samples, and what follows their elements), `association`, `boosting`, `mlp`,
-`mlp_training`, `markov`, `paths`, `sequence` and `sequence_training` behind `models` (what each
-sample decides), `correction` and `following` (the rest of a step, foretold as it runs), `pilot`
-(the predictor), `artifact` and `booster_text` (its file), `fit`, `train` and `online` (how it comes
-to be), `baselines`, `distance` and `evaluate` (how good it is). What it is not: a planner; what to
-do with a prediction is said in `dynoffload.planning`.
+What a model sees: `features`, `codes`. What all orders have in common: `skeleton`, `segments`.
+What each sample decides: `boosting` (with `association` and `trees`), `sequence`, `markov`, behind
+`models`; corrected within the step by `correction` and `following`. `pilot` is the predictor and
+`artifact` its file. Training: `labels` and `labelling` of traces, `fit` and `trials`, `train`;
+within a run, `online`. How good it is: `evaluate`, `baselines`, `model_card`.
 
 LightGBM, safetensors and rich are imported by the functions that use them.
 """

@@ -1,9 +1,8 @@
-"""The `.pilot` file: named arrays and one JSON document, checked before anything is believed.
+"""The `.pilot` file: named arrays and one JSON document in a safetensors file.
 
-What it is: `write_artifact` and `read_artifact`. A file is one safetensors file, so it can be
-opened anywhere and holds no code; its header's metadata says what it is, of which version, and the
-SHA-256 of its arrays. The JSON document is the array ``document`` of bytes. What it is not: the
-meaning of the parts; see `dynoffload.pilot.pilot`.
+The file can be opened anywhere and holds no code. Its header's metadata says what it is, of which
+version, and the SHA-256 of its arrays; the JSON document is the array ``document`` of bytes. What
+the parts mean is `dynoffload.pilot.pilot`'s.
 
 Nothing is compressed: arrays take at most thrice the memory that they take on disk (those of half
 precision are widened), and the document some thirty times as much. No file larger than `MAX_FILE`
@@ -29,7 +28,7 @@ from dynoffload.errors import PilotError
 from dynoffload.units import MiB, format_bytes
 
 FORMAT = "dynoffload.pilot"
-VERSION = 2
+VERSION = 3
 MAX_FILE = 128 * MiB
 MAX_HEADER = 1 * MiB
 MAX_DOCUMENT = 16 * MiB
@@ -41,13 +40,11 @@ LARGEST_WEIGHT = 65_504.0
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_TYPES = frozenset(map(np.dtype, ("<f2", "<f4", "<f8", "<i4", "<i8", "u1")))
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F16": np.dtype("<f2"),
-    "F32": np.dtype("<f4"),
-    "I64": np.dtype("<i8"),
-    "U8": np.dtype("u1"),
-}
+
+class BadArtifactError(ValueError):
+    """Bytes are not what `pack` makes, or were damaged; or parts are too large for it."""
 
 
 def write_artifact(path: Path, document: Mapping[str, Any], arrays: Arrays) -> None:
@@ -56,44 +53,14 @@ def write_artifact(path: Path, document: Mapping[str, Any], arrays: Arrays) -> N
     Raises:
         PilotError: if the file cannot be written, or would be too large to be read again.
     """
-    from safetensors.numpy import save
-
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    if len(text) > MAX_DOCUMENT:
-        raise PilotError(
-            f"{path}: the blocks and rules of this pilot take {format_bytes(len(text))}, more "
-            f"than the {format_bytes(MAX_DOCUMENT)} that are read again; train it on fewer kinds "
-            "of block"
-        )
-    parts = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    parts["document"] = np.frombuffer(text.encode(), dtype=np.uint8)
-    # One entry: safetensors writes several in no fixed order, and equal pilots are equal files.
-    seal = json.dumps({"sha256": _digest(parts), "version": VERSION}, sort_keys=True)
-    data = save(parts, {FORMAT: seal})
-    if len(data) > MAX_FILE or len(parts) > MAX_ARRAYS:
-        raise PilotError(
-            f"{path}: a pilot of {format_bytes(len(data))} is more than {format_bytes(MAX_FILE)}, "
-            "which no pilot needs; train it on fewer kinds of block"
-        )
     try:
-        write_whole(path, data)
+        write_whole(path, pack(document, arrays, FORMAT, VERSION))
+    except BadArtifactError as error:
+        raise PilotError(f"{path}: {error}; train it on fewer kinds of block") from error
     except OSError as error:
         raise PilotError(
             f"{path}: cannot be written ({error.strerror or error}); name another place"
         ) from error
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
@@ -112,29 +79,108 @@ def read_artifact(path: Path) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
                 "let the session learn one: pilot='auto'"
             )
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_FILE:
-                raise _refusal(path, f"it is larger than {format_bytes(MAX_FILE)}")
+            if os.fstat(file.fileno()).st_size > MAX_FILE:
+                raise refusal(path, f"it is larger than {format_bytes(MAX_FILE)}")
             data = file.read(MAX_FILE + 1)
     except OSError as error:
         raise PilotError(f"{path}: cannot be read ({error.strerror or error})") from error
-    header, start = _header(path, data)
-    metadata = header.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or not isinstance(metadata.get(FORMAT), str):
-        raise _refusal(path, "it is some other safetensors file")
-    seal = _json(path, metadata[FORMAT].encode("utf-8", "replace"))
-    version = seal.get("version") if isinstance(seal, dict) else None
-    if version != VERSION:
-        raise _refusal(path, f"it is of version {version!r:.20}, and this release reads {VERSION}")
-    arrays = _arrays(path, header, memoryview(data)[start:])
-    if seal.get("sha256") != _digest(arrays):
-        raise _refusal(path, "its checksum does not match; it was damaged or changed")
+    try:
+        return unpack(data, FORMAT, VERSION)
+    except BadArtifactError as error:
+        raise refusal(path, str(error)) from error
+
+
+def refusal(path: Path, reason: object) -> PilotError:
+    """Return the error for a file that is no pilot of this release."""
+    return PilotError(
+        f"{path}: cannot be used as a pilot: {reason}. Train the pilot again: dynoffload pilot "
+        f"train TRACES -o {path.name}"
+    )
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there as a whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def pack(document: Mapping[str, Any], arrays: Arrays, kind: str, version: int) -> bytes:
+    """Return a safetensors file of a JSON document and arrays; equal parts make equal files.
+
+    Raises:
+        BadArtifactError: if it would be too large to be read again.
+    """
+    from safetensors.numpy import save
+
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    if len(text) > MAX_DOCUMENT:
+        raise BadArtifactError(
+            f"its document would take {format_bytes(len(text))}, more than is read"
+        )
+    parts = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    parts["document"] = np.frombuffer(text.encode(), dtype=np.uint8)
+    # One entry: safetensors writes several in no fixed order.
+    seal = json.dumps({"sha256": digest_of(parts), "version": version}, sort_keys=True)
+    data: bytes = save(parts, {kind: seal})
+    if len(data) > MAX_FILE or len(parts) > MAX_ARRAYS:
+        raise BadArtifactError(f"it would take {format_bytes(len(data))}, more than is read")
+    return data
+
+
+def unpack(data: bytes, kind: str, version: int) -> tuple[Any, dict[str, npt.NDArray[Any]]]:
+    """Return the document and the arrays that `pack` was given.
+
+    Raises:
+        BadArtifactError: if the bytes are not those of such a file, with the reason.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 10 or not 2 <= length <= MAX_HEADER:
+        raise BadArtifactError("it is not a file of this kind")
+    if 8 + length > len(data):
+        raise BadArtifactError("it is cut short")
+    header = _json(data[8 : 8 + length])
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(kind), str):
+        raise BadArtifactError("it is some other safetensors file")
+    seal = _json(metadata[kind].encode("utf-8", "replace"))
+    found = seal.get("version") if isinstance(seal, dict) else None
+    if found != version:
+        raise BadArtifactError(f"it is of version {found!r:.20}, and this release reads {version}")
+    try:
+        arrays = load(data)
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise BadArtifactError(f"its arrays are damaged ({str(error)[:200]})") from error
+    if len(arrays) > MAX_ARRAYS or not all(_is_allowed(array) for array in arrays.values()):
+        raise BadArtifactError("its arrays are too many, or of an impossible shape or type")
+    if seal.get("sha256") != digest_of(arrays):
+        raise BadArtifactError("its checksum does not match; it was damaged or changed")
     document = arrays.pop("document", None)
     if document is None or document.dtype != np.uint8:
-        raise _refusal(path, "it has no document")
+        raise BadArtifactError("it has no document")
     if document.size > MAX_DOCUMENT:
-        raise _refusal(path, f"its document is larger than {format_bytes(MAX_DOCUMENT)}")
-    return _json(path, document.tobytes()), arrays
+        raise BadArtifactError(f"its document is larger than {format_bytes(MAX_DOCUMENT)}")
+    return _json(document.tobytes()), arrays
+
+
+def digest_of(arrays: Arrays) -> str:
+    """Return the SHA-256 over names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = arrays[name]
+        described = f"{name}\0{array.dtype.str}\0{array.shape}\0"
+        digest.update(described.encode("utf-8", "backslashreplace"))
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def checked_weights(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -143,64 +189,32 @@ def checked_weights(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.float3
     Raises:
         ValueError: if it holds what is no number, or one that products of it could overflow by.
     """
-    weights = np.asarray(array, dtype=np.float32)
-    if not (np.abs(weights) <= LARGEST_WEIGHT).all():
+    if not ((array >= -LARGEST_WEIGHT) & (array <= LARGEST_WEIGHT)).all():
         raise ValueError(f"{name} is not finite, or too large")
-    return weights
+    return array.astype(np.float32)
 
 
-def _header(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
-    """Return the safetensors header and where the arrays begin."""
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 10 or not 2 <= length <= MAX_HEADER:
-        raise _refusal(path, "it is not a pilot file")
-    if 8 + length > len(data):
-        raise _refusal(path, "it is cut short")
-    header = _json(path, data[8 : 8 + length])
-    if not isinstance(header, dict) or len(header) > MAX_ARRAYS + 1:
-        raise _refusal(path, "it is not a pilot file")
-    return header, 8 + length
+def checked_integers(name: str, array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return an array if it is one of int64.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if array.dtype != np.int64:
+        raise ValueError(f"{name} is of {array.dtype}, not int64")
+    return array
 
 
-def _arrays(path: Path, header: dict[str, Any], data: memoryview) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays a header describes; they must lie one after the other and fill the file."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    spans: list[tuple[int, int]] = []
-    for name, entry in header.items():
-        try:
-            dtype = _DTYPES[entry["dtype"]]
-            shape = tuple(entry["shape"])
-            start, stop = entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _refusal(path, f"its array {name[:40]!r} is not described") from error
-        numbers = (*shape, start, stop)
-        if not all(type(n) is int and 0 <= n <= MAX_FILE for n in numbers) or len(shape) > 4:
-            raise _refusal(path, f"its array {name[:40]!r} has an impossible shape")
-        if math.prod(max(extent, 1) for extent in shape) > MAX_FILE:
-            raise _refusal(path, f"its array {name[:40]!r} has an impossible shape")
-        count = math.prod(shape)
-        if not start <= stop <= len(data) or count * dtype.itemsize != stop - start:
-            raise _refusal(path, f"it is cut short in its array {name[:40]!r}")
-        arrays[name] = (
-            np.frombuffer(data, dtype, count, start).reshape(shape)
-            if count
-            else (np.zeros(shape, dtype))
-        )
-        spans.append((start, stop))
-    at = 0
-    for start, stop in sorted(spans):
-        if start != at:
-            raise _refusal(path, "its arrays overlap or leave gaps")
-        at = stop
-    if at != len(data):
-        raise _refusal(path, "it has something after its end")
-    return arrays
+def _is_allowed(array: npt.NDArray[Any]) -> bool:
+    """Return whether an array is of a type that is stored, and of no absurd shape though empty."""
+    extents = math.prod(max(extent, 1) for extent in array.shape)
+    return array.dtype in _TYPES and array.ndim <= 4 and extents <= MAX_FILE
 
 
-def _json(path: Path, text: bytes) -> Any:
+def _json(text: bytes) -> Any:
     """Parse JSON without deep nesting, NaN, infinities, or half of a surrogate pair in a text."""
     if _nesting(text) > MAX_DEPTH:
-        raise _refusal(path, "its document is nested too deeply")
+        raise BadArtifactError("its document is nested too deeply")
 
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")
@@ -211,7 +225,7 @@ def _json(path: Path, text: bytes) -> Any:
             json.dumps(parsed, ensure_ascii=False).encode()
         return parsed
     except (ValueError, RecursionError) as error:
-        raise _refusal(path, "it is not a pilot file, or it is damaged") from error
+        raise BadArtifactError("it is not a file of this kind, or it is damaged") from error
 
 
 def _finite(digits: str) -> float:
@@ -232,18 +246,3 @@ def _nesting(text: bytes) -> int:
         deepest = max(deepest, depth + int(part.max()))
         depth += int(part[-1])
     return deepest
-
-
-def _digest(arrays: Arrays) -> str:
-    """Return the SHA-256 over names, types, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        array = arrays[name]
-        described = f"{name}\0{array.dtype.str}\0{array.shape}\0"
-        digest.update(described.encode("utf-8", "backslashreplace"))
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
-
-
-def _refusal(path: Path, reason: str) -> PilotError:
-    return PilotError(f"{path}: cannot be used as a pilot: {reason}. Train the pilot again.")

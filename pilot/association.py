@@ -1,10 +1,9 @@
 """Association tables: which codes go with which blocks, learned from whole steps.
 
-What it is: `Association`, one table of P(an element with this n-gram runs this block), where only
-the step as a whole says which blocks ran. A block runs if any element runs it, so the tables are a
-noisy-or and are fitted by expectation-maximisation: counting "block ran while the code was there"
-instead would blame every element for what its 63 neighbours did. Longer n-grams lean on shorter
-ones. What it is not: the last word; its estimates are features for `dynoffload.pilot.models`.
+`Association` is a table of P(an element with this n-gram runs this block). Only the step as a whole
+says which blocks ran, and a block runs if any element runs it: the tables are a noisy-or, fitted by
+expectation-maximisation. Counting "block ran while the code was there" would blame every element
+for what its 63 neighbours did. Longer n-grams lean on shorter ones.
 
 Sources: Pearl, "Probabilistic Reasoning in Intelligent Systems", 1988 (noisy-or); Dempster, Laird
 and Rubin 1977 (EM); Katz 1987 (backing off to shorter n-grams).

@@ -1,34 +1,32 @@
-"""The boosted pilot: LightGBM over what the association tables say.
+"""The boosted pilot: trees that LightGBM trained, over what the association tables say.
 
-What it is: `BoostedTables`, a small booster that sees, for each sample and block, what the noisy-or
-tables of `dynoffload.pilot.association` estimate, how that compares with the rest of the block's
-site, the sample's own numbers and the idiom-encoded block, and says whether the block runs. What it
-is not: a model per block: one booster ranks all blocks, also those it saw rarely.
+`BoostedTables` sees, for each sample and block, what the noisy-or tables of
+`dynoffload.pilot.association` estimate, how that compares with the rest of the block's site, the
+sample's own numbers and the idiom-encoded block, and says whether the block runs. One ensemble
+ranks all blocks, also those it saw rarely.
 
 The tables of a training sample are fitted on other sources than its own (cross-fitting), else the
-booster would learn to trust them for what they memorised. LightGBM is imported where it is used.
-Source: Ke et al., "LightGBM", NeurIPS 2017; Wolpert, "Stacked generalization", 1992.
+trees would learn to trust them for what they memorised. LightGBM trains; `dynoffload.pilot.trees`
+predicts. Source: Ke et al., "LightGBM", NeurIPS 2017; Wolpert, "Stacked generalization", 1992.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_weights
+from dynoffload.errors import PilotError
+from dynoffload.pilot.artifact import checked_integers, checked_weights
 from dynoffload.pilot.association import ORDERS, Association, learn_association
-from dynoffload.pilot.booster_text import check_booster_text
+from dynoffload.pilot.codes import load_books, stored_books
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
-from dynoffload.pilot.mlp import load_book
 from dynoffload.pilot.sources import source_folds
+from dynoffload.pilot.trees import Masks, Trees
 from dynoffload.profiler.sample import Sample
-
-if TYPE_CHECKING:
-    import lightgbm
 
 Bools = npt.NDArray[np.bool_]
 
@@ -37,14 +35,18 @@ ROUNDS = 24
 LEAVES = 15
 FOLDS = 3
 MAX_ROWS = 300_000
-"""Rows of (sample, block) that the booster is trained on at most."""
+"""Rows of (sample, block) that the trees are trained on at most."""
+PRIOR = 2
+"""The column of evidence that depends on the block alone."""
 EVIDENCE = 5
-"""Columns that depend on both sample and block; see `_fill`."""
+"""Columns of evidence; see `evidence`."""
 
 
 @dataclass(frozen=True)
 class BoostedTables:
-    """Association tables and the booster that reads them.
+    """Association tables and the trees that read them.
+
+    The trees' columns are the evidence, then the blocks' features, then the sample's numbers.
 
     Attributes:
         association: the tables.
@@ -52,7 +54,7 @@ class BoostedTables:
         described: the blocks' features, ``[blocks, features]``.
         sites: the number of each block's site, ``[blocks]``.
         scaler: how a sample's numbers become a vector.
-        booster: LightGBM's own, giving log-odds.
+        trees: give log-odds.
     """
 
     association: Association
@@ -60,33 +62,49 @@ class BoostedTables:
     described: Floats
     sites: npt.NDArray[np.int64]
     scaler: Scaler
-    booster: lightgbm.Booster
+    trees: Trees
+    _by_block: Masks = field(init=False, repr=False, compare=False)
 
     kind = "lightgbm"
 
+    def __post_init__(self) -> None:
+        """Look up the columns that no sample changes, once."""
+        masks = self.trees.every_leaf(len(self.prior))
+        if PRIOR in self.trees.columns:
+            masks &= self.trees.leaves(PRIOR, self.prior)
+        for number, column in enumerate(self.described.T, start=EVIDENCE):
+            if number in self.trees.columns:
+                masks &= self.trees.leaves(number, column)
+        object.__setattr__(self, "_by_block", masks)
+
     def probabilities(self, sample: Sample) -> Floats:
         """Return P(the block runs) for each optional block, ``[blocks]``."""
-        rows = feature_rows(
-            self.association, self.prior, self.described, self.sites, self.scaler, sample
-        )
-        odds = self.booster.predict(rows, raw_score=True, num_threads=1, validate_features=False)
+        trees = self.trees
+        masks = self._by_block.copy()
+        shown = evidence(self.association, self.prior, self.sites, sample)
+        for number, column in enumerate(shown):
+            if number != PRIOR and number in trees.columns:
+                masks &= trees.leaves(number, column)
+        numbers = self.scaler(sample)
+        for number in range(len(numbers)):
+            column_number = EVIDENCE + self.described.shape[1] + number
+            if column_number in trees.columns:
+                masks &= trees.leaves(column_number, numbers[number : number + 1])
+        odds = trees.score(masks)
         return np.asarray(1 / (1 + np.exp(-np.clip(odds, -30, 30))), dtype=np.float32)
 
     def rest(self, sample: Sample) -> None:
         """Return None: what has run tells this model nothing."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what is stored: tables as float16, the booster as LightGBM's text."""
-        books = {f"book{i}": book.keys for i, book in enumerate(self.association.books)}
-        columns = EVIDENCE + self.described.shape[1] + len(self.scaler)
-        text = check_booster_text(self.booster.model_to_string(), features=columns)
+        """Return what is stored: tables as float16, trees as they are."""
         return {
-            **books,
+            **stored_books(self.association.books),
+            **self.trees.arrays(),
             "table": self.association.table.astype(np.float16),
             "prior": self.prior,
             "described": self.described,
             "sites": self.sites,
-            "booster": np.frombuffer(text.encode(), dtype=np.uint8),
         }
 
     def document(self) -> dict[str, Any]:
@@ -101,16 +119,16 @@ class BoostedTables:
 
         Raises:
             ValueError, KeyError, TypeError: if the parts are not those of a model for so many
-            blocks. PilotError: if LightGBM is not installed.
+            blocks.
         """
         count = int(document["books"])
         if not 0 <= count <= ORDERS:
             raise ValueError("the wrong number of code books")
-        books = tuple(load_book(arrays[f"book{i}"]) for i in range(count))
+        books = load_books(arrays, count)
         table = checked_weights("table", arrays["table"])
         prior = checked_weights("prior", arrays["prior"])
         described = checked_weights("described", arrays["described"])
-        sites = np.asarray(arrays["sites"], dtype=np.int64)
+        sites = checked_integers("sites", arrays["sites"])
         scaler = Scaler.from_json(document["scaler"])
         rows = 1 + sum(len(book) - 1 for book in books)
         if table.shape != (rows, blocks) or prior.shape != (blocks,) or sites.shape != (blocks,):
@@ -120,41 +138,29 @@ class BoostedTables:
         if (table > 0).any():
             raise ValueError("a table of chances above 1")
         if blocks and not (sites.min() >= 0 and sites.max() < blocks):
-            raise ValueError("a site that is not there")
-        text = np.asarray(arrays["booster"], dtype=np.uint8).tobytes().decode("utf-8")
-        text = check_booster_text(text, features=EVIDENCE + described.shape[1] + len(scaler))
-        booster = _lightgbm().Booster(model_str=text)
-        return cls(Association(books, table), prior, described, sites, scaler, booster)
+            raise ValueError("a site that does not exist")
+        trees = Trees.load(arrays, EVIDENCE + described.shape[1] + len(scaler))
+        return cls(Association(books, table), prior, described, sites, scaler, trees)
 
 
-def feature_rows(
-    association: Association,
-    prior: Floats,
-    described: Floats,
-    sites: npt.NDArray[np.int64],
-    scaler: Scaler,
-    sample: Sample,
+def evidence(
+    association: Association, prior: Floats, sites: npt.NDArray[np.int64], sample: Sample
 ) -> Floats:
-    """Return the booster's input for one sample, ``[blocks, EVIDENCE + features + values]``.
+    """Return what the tables say of a sample's blocks, ``[EVIDENCE, blocks]``.
 
-    The columns of evidence: log-odds of the noisy-or, log-odds of the surest element alone, prior
-    log-odds, how many blocks of the site are expected to run, and the noisy-or's place between the
-    site's mean and itself.
+    The rows: log-odds of the noisy-or, log-odds of the surest element alone, prior log-odds, how
+    many blocks of the site are expected to run, and the noisy-or's distance from the site's mean.
     """
     silent, surest = association.evidence(sample)
-    blocks = len(prior)
-    rows = np.empty((blocks, EVIDENCE + described.shape[1] + len(scaler)), dtype=np.float32)
     odds = _log_odds(silent)
     expected = np.bincount(sites, weights=-np.expm1(silent))
-    members = np.bincount(sites)
-    mean = np.bincount(sites, weights=odds) / np.maximum(members, 1)
-    rows[:, 0] = odds
-    rows[:, 1] = _log_odds(surest)
-    rows[:, 2] = prior
-    rows[:, 3] = expected[sites]
-    rows[:, 4] = odds - mean[sites]
-    rows[:, EVIDENCE : EVIDENCE + described.shape[1]] = described
-    rows[:, EVIDENCE + described.shape[1] :] = scaler(sample)
+    mean = np.bincount(sites, weights=odds) / np.maximum(np.bincount(sites), 1)
+    rows = np.empty((EVIDENCE, len(prior)), dtype=np.float32)
+    rows[0] = odds
+    rows[1] = _log_odds(surest)
+    rows[PRIOR] = prior
+    rows[3] = expected[sites]
+    rows[4] = odds - mean[sites]
     return rows
 
 
@@ -166,9 +172,8 @@ def train_tables(
     groups: Sequence[str],
     *,
     seed: int,
-    on_stage: Callable[[], None] | None = None,
 ) -> BoostedTables:
-    """Fit the tables and the booster.
+    """Fit the tables and the trees.
 
     Args:
         samples: one per step.
@@ -176,10 +181,18 @@ def train_tables(
         described: the blocks' features, ``[blocks, features]``.
         sites: the number of each block's site, ``[blocks]``.
         groups: the source of each step; tables of a step are fitted on other sources.
-        seed: for the folds and the booster.
-        on_stage: called after each of ``FOLDS + 2`` stages.
+        seed: for the folds and the trees.
+
+    Raises:
+        PilotError: if LightGBM is not installed.
     """
-    lightgbm = _lightgbm()
+    try:
+        import lightgbm
+    except ImportError as error:
+        raise PilotError(
+            "this pilot needs LightGBM, which is not installed: pip install lightgbm, "
+            "or train with model='sequence'"
+        ) from error
     rng = np.random.default_rng(seed)
     scaler = learn_scaler(samples)
     folds = source_folds(groups, FOLDS, seed)
@@ -195,11 +208,10 @@ def train_tables(
         association = learn_association([samples[i] for i in inside], present[inside])
         prior = _prior(present[inside])
         for i in np.flatnonzero(folds == fold).tolist():
-            rows = feature_rows(association, prior, described, sites, scaler, samples[i])
-            inputs.append(rows[take[i]])
+            shown = evidence(association, prior, sites, samples[i]).T
+            numbers = np.broadcast_to(scaler(samples[i]), (len(shown), len(scaler)))
+            inputs.append(np.concatenate((shown, described, numbers), axis=1)[take[i]])
             labels.append(present[i][take[i]])
-        if on_stage:
-            on_stage()
     data = lightgbm.Dataset(np.concatenate(inputs), np.concatenate(labels).astype(np.float32))
     settings = {
         "objective": "binary",
@@ -212,19 +224,12 @@ def train_tables(
         "num_threads": 1,
         "verbosity": -1,
     }
-    booster = lightgbm.train(settings, data, ROUNDS)
-    # Train, then forget the data: only the text counts, as it will be after loading.
-    text = check_booster_text(booster.model_to_string(), features=data.num_feature())
-    booster = lightgbm.Booster(model_str=text)
-    if on_stage:
-        on_stage()
+    trees = Trees.of_booster(lightgbm.train(settings, data, ROUNDS))
     association = learn_association(samples, present)
-    if on_stage:
-        on_stage()
     # Kept in the precision it is stored in, so that a file predicts as the pilot it was made of.
     table = association.table.astype(np.float16).astype(np.float32)
     association = replace(association, table=table)
-    return BoostedTables(association, _prior(present), described, sites, scaler, booster)
+    return BoostedTables(association, _prior(present), described, sites, scaler, trees)
 
 
 def _prior(present: Bools) -> Floats:
@@ -235,17 +240,3 @@ def _prior(present: Bools) -> Floats:
 def _log_odds(silent: Floats) -> Floats:
     """Return log(P / (1 - P)) where ``silent`` is log(1 - P)."""
     return np.asarray(np.log(np.maximum(-np.expm1(silent), 1e-7)) - silent, dtype=np.float32)
-
-
-def _lightgbm() -> Any:
-    """Import LightGBM where it is first needed: it takes longer than the rest of the package."""
-    from dynoffload.errors import PilotError
-
-    try:
-        import lightgbm
-    except ImportError as error:
-        raise PilotError(
-            "this pilot needs LightGBM, which is not installed: pip install lightgbm, "
-            "or train with model='mlp'"
-        ) from error
-    return lightgbm

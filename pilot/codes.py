@@ -1,25 +1,33 @@
-"""Codes: a sample's elements as columns, and the n-grams that training saw often enough.
+"""Codes: a sample's elements as columns of integers, and numbers for those that training saw.
 
-What it is: `columns_of`, which gives every sample's elements one form, and `CodeBook`, which
-numbers the n-grams of their columns so that tables can be looked up for all elements at once. What
-it is not: a model; the tables are in `dynoffload.pilot.association`, the embeddings in
-`dynoffload.pilot.mlp`.
+`columns_of` gives every sample's elements one form, `CodeBook` numbers the n-grams of their columns
+for the tables of `dynoffload.pilot.association`, and `Fields` turns elements into rows of an
+embedding for `dynoffload.pilot.sequence`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from dynoffload.profiler.sample import Sample
 
 Codes = npt.NDArray[np.int64]
 
 PAD = -1
 """The code that stands where a sequence has no earlier element."""
 MAX_COLUMNS = 8
-"""The most columns of an element that are looked at."""
+"""The most columns of an element that are read."""
+MAX_ELEMENTS = 192
+"""Elements that are embedded; of a larger sample, evenly spaced ones."""
+EMBEDDED_COLUMNS = 4
+"""Columns of an element that are embedded on their own."""
+MOST_CODES = 4096
+"""Codes kept per embedded column, and n-grams kept per order."""
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(29)
@@ -96,3 +104,87 @@ def learn_code_book(hashes: Sequence[Codes], *, least: int, most: int) -> CodeBo
     keys, counts = keys[counts >= least], counts[counts >= least]
     kept = np.argsort(-counts, kind="stable")[:most]
     return CodeBook(np.sort(keys[kept]))
+
+
+def load_books(arrays: Mapping[str, npt.NDArray[Any]], count: int) -> tuple[CodeBook, ...]:
+    """Return the code books ``book0``, ``book1`` and so on of a stored model.
+
+    Raises:
+        ValueError, KeyError: if one is missing, or its keys are not ascending int64.
+    """
+    books = tuple(CodeBook(arrays[f"book{i}"]) for i in range(count))
+    for book in books:
+        keys = book.keys
+        if keys.dtype != np.int64 or keys.ndim != 1 or not (keys[1:] > keys[:-1]).all():
+            raise ValueError("a code book that is not ascending")
+    return books
+
+
+def stored_books(books: Sequence[CodeBook]) -> dict[str, npt.NDArray[Any]]:
+    """Return code books as arrays by name, as `load_books` reads them."""
+    return {f"book{i}": book.keys for i, book in enumerate(books)}
+
+
+@dataclass(frozen=True)
+class Fields:
+    """How an element becomes rows of an embedding.
+
+    Attributes:
+        columns: the code book of each column of its own, then of the bigrams and trigrams.
+        grams: how many of the books, at the end, are of n-grams (of two columns, three, ...).
+    """
+
+    columns: tuple[CodeBook, ...]
+    grams: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding that these fields need."""
+        return sum(map(len, self.columns))
+
+    def look_up(self, sample: Sample) -> Codes:
+        """Return embedding rows ``[elements, fields]``."""
+        count = len(sample.elements)
+        codes = columns_of(sample.elements)
+        if count > MAX_ELEMENTS:
+            codes = codes[np.linspace(0, count - 1, MAX_ELEMENTS).astype(np.int64)]
+        own = len(self.columns) - self.grams
+        keys = [codes[:, min(c, codes.shape[1] - 1)] for c in range(own)]
+        if self.grams:
+            hashes = hash_prefixes(codes, self.grams + 1)[1:]
+            keys += [hashes[min(g, len(hashes) - 1)] for g in range(self.grams)] if hashes else []
+        rows = np.empty((len(codes), len(self.columns)), dtype=np.int64)
+        offset = 0
+        for field, book in enumerate(self.columns):
+            rows[:, field] = offset
+            if field < len(keys):
+                rows[:, field] += book.look_up(keys[field])
+            offset += len(book)
+        return rows
+
+    @classmethod
+    def load(cls, document: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Fields:
+        """Return the fields of a stored net; ValueError, KeyError or TypeError if they are none."""
+        count, grams = int(document["books"]), int(document["grams"])
+        if not 0 <= grams <= 2 or not grams <= count <= EMBEDDED_COLUMNS + 2:
+            raise ValueError("the wrong number of code books")
+        return cls(load_books(arrays, count), grams)
+
+
+def learn_fields(samples: Sequence[Sample]) -> Fields:
+    """Number the codes and n-grams of the samples' elements."""
+    codes = [columns_of(sample.elements) for sample in samples if len(sample.elements)]
+    if not codes:
+        return Fields((), 0)
+    least = 2 if len(codes) > 8 else 1
+    width = min(code.shape[1] for code in codes)
+    books = [
+        learn_code_book([code[:, column] for code in codes], least=least, most=MOST_CODES)
+        for column in range(min(width, EMBEDDED_COLUMNS))
+    ]
+    hashes = [hash_prefixes(code, min(width, 3))[1:] for code in codes]
+    grams = len(hashes[0])
+    for gram in range(grams):
+        of_order = [h[gram] for h in hashes]
+        books.append(learn_code_book(of_order, least=least + 1, most=MOST_CODES))
+    return Fields(tuple(books), grams)

@@ -1,14 +1,12 @@
-"""Correction within the step: the rest foretold anew from what has run so far.
+"""Correction within the step: the rest predicted anew from what has run so far.
 
-What it is: `Correction`, learned from what a model foretold of steps it had not seen and what they
-ran, and `Course`, one step's chances as they change. Two things are learned. How surprises go
-together: a block that ran against expectation makes others likelier, by the covariance of what was
-wrong, and the expectation of the rest follows from its Cholesky factor, a column per block told.
-And how much to believe whom: for each site a logistic regression blends the model's log-odds with
-what surprises say, and others these with a hint, for where the network gave one: one for hints
-given ahead, while other decisions were open before it, and one for those at hand, just before it
-fell. That also calibrates the chances. What it is not: a use of backward, which replays what
-forward ran.
+`Correction` is learned from what a model predicted of steps it had not seen and what they ran;
+`Course` is one step's chances as they change. Two things are learned. How surprises go together: a
+block that ran against expectation makes others likelier, by the covariance of what was wrong. The
+expectation of the rest follows from its Cholesky factor, one column per observed block. And how far
+to trust each source: for each site a logistic regression blends the model's log-odds with the
+surprises, and two more blend these with a hint, one given ahead (other decisions were open before
+it) or one at hand. That also calibrates the chances.
 
 Sources: Schäfer and Strimmer, "A shrinkage approach to large-scale covariance matrix estimation",
 2005 (their target D, the diagonal); Platt, "Probabilistic outputs for support vector machines",
@@ -24,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_weights
+from dynoffload.pilot.artifact import checked_integers, checked_weights
 from dynoffload.pilot.features import Floats, sigmoid, site_stops
 
 Bools = npt.NDArray[np.bool_]
@@ -83,7 +81,7 @@ class Correction:
         Raises:
             ValueError, KeyError: if the parts are not those of a correction for so many blocks.
         """
-        sites = np.asarray(arrays["correction_sites"], dtype=np.int64)
+        sites = checked_integers("correction_sites", arrays["correction_sites"])
         factor = checked_weights("correction_factor", arrays["correction_factor"])
         blend = checked_weights("correction_blend", arrays["correction_blend"])
         if sites.shape != (blocks,) or factor.shape != (blocks, blocks):

@@ -1,7 +1,4 @@
-"""Scores of predicted block orders.
-
-What it is: block-order accuracy and its companions for one order, and `score` for many. What it is
-not: a choice of what to hold out; `dynoffload.pilot.sources` offers the honest one, whole sources.
+"""Scores of predicted block orders: of one order, and of a predictor over many samples.
 
 Block-order accuracy of one sample is 1 - Levenshtein(predicted, true) / max(length), over the
 training vocabulary; a block unknown to it (-1) is always wrong.
@@ -15,8 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
+from rapidfuzz.distance import Levenshtein
 
-from dynoffload.pilot.distance import edit_distance, weighted_edit_distance
 from dynoffload.pilot.features import Example, site_name
 from dynoffload.planning.blocks import Block
 
@@ -72,7 +70,7 @@ def block_order_accuracy(predicted: Sequence[int], true: Sequence[int]) -> float
     longest = max(len(predicted), len(true))
     if not longest:
         return 1.0
-    return 1.0 - edit_distance([-2 if b < 0 else b for b in predicted], true) / longest
+    return 1.0 - Levenshtein.distance([-2 if b < 0 else b for b in predicted], true) / longest
 
 
 def byte_weighted_accuracy(
@@ -97,6 +95,34 @@ def byte_weighted_accuracy(
     if not heaviest:
         return float("nan")
     return float(1.0 - weighted_edit_distance(first, second, weights) / heaviest)
+
+
+def weighted_edit_distance(
+    first: Sequence[int], second: Sequence[int], weights: npt.NDArray[np.float64]
+) -> float:
+    """Return the least total weight of edits between two orders.
+
+    Inserting or deleting block ``b`` costs ``weights[b]``, a substitution the larger of the two
+    weights. A negative block is unknown to the vocabulary and costs the mean weight. (Libraries
+    weigh edits by their kind alone.)
+
+    Args:
+        first: indices into ``weights``, or negative.
+        second: the same.
+        weights: cost per block, ``[blocks]``, none negative; at least one block.
+    """
+    codes = np.asarray(second, dtype=np.int64)
+    by_code = np.append(weights, weights.mean())
+    rows, columns = (by_code[np.maximum(order, -1)] for order in (np.array(first, int), codes))
+    across = np.concatenate([[0.0], np.cumsum(columns)])
+    line = across.copy()
+    for block, cost in zip(first, rows, strict=True):
+        best = line + cost
+        swap = np.where((codes == block) & (codes >= 0), 0.0, np.maximum(columns, cost))
+        best[1:] = np.minimum(best[1:], line[:-1] + swap)
+        # A run of insertions: best[j] = min over i <= j of best[i] + across[j] - across[i].
+        line = np.minimum.accumulate(best - across) + across
+    return float(line[-1])
 
 
 def site_f1(

@@ -1,8 +1,7 @@
 """Features: what the pilot's models see of a sample and of a block.
 
-What it is: `Example` (one recorded sample with its order), `Scaler` (a sample's named numbers as a
-vector of fixed length) and `block_features` (a block as its idiom vector, size and place). What it
-is not: per-element features, which are in `dynoffload.pilot.codes`.
+`Example` is one recorded sample with its order, `Scaler` turns a sample's named numbers into a
+vector of fixed length, `block_features` a block into its idiom vector, size and place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Fitting a pilot from samples and the orders they ran.
 
-What it is: `fit_pilot`, from a list of `Example` to a `Pilot`, without files. What it is not:
-reading traces or scoring on held-out sources; that is `dynoffload.pilot.train`.
-
 Cross-validation over whole sources chooses the length of training, the threshold and, for
 ``"auto"``, the kind of model; the final model then learns from all of them. A kind that is far
 behind the best where one part is left out is not tried on the others.
@@ -19,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.baselines import MostFrequent
+from dynoffload.pilot.baselines import most_frequent_order
 from dynoffload.pilot.evaluate import varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
 from dynoffload.pilot.models import KINDS, Lesson, PresenceModel
@@ -36,7 +33,7 @@ from dynoffload.pilot.trials import (
     learn_or_teach,
     teach,
 )
-from dynoffload.pilot.workers import SERIAL, Workers
+from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.blocks import Vocabulary
 
 AUTO = "auto"
@@ -63,7 +60,7 @@ def fit_pilot(
     model: str = AUTO,
     seed: int = 0,
     on_progress: Progress | None = None,
-    workers: Workers = SERIAL,
+    jobs: int | None = 1,
 ) -> Pilot:
     """Fit a pilot.
 
@@ -74,8 +71,8 @@ def fit_pilot(
             cross-validation.
         seed: makes the result the same every time.
         on_progress: called now and then with what is being done.
-        workers: who fits the models of cross-validation; they do not change the result if this
-            process uses one thread, as they do (`dynoffload.pilot.workers.one_thread`).
+        jobs: processes that fit the models of cross-validation, as `run_tasks` takes them. They do
+            not change the result if this process uses one thread, as they do.
 
     Raises:
         PilotError: if there are too few samples, an order names a block that the vocabulary does
@@ -98,7 +95,7 @@ def fit_pilot(
         segments,
         0.5,
         varying_blocks(orders, len(vocabulary)),
-        tuple(MostFrequent(orders, vocabulary.blocks).order),
+        tuple(most_frequent_order(orders, vocabulary.blocks)),
         card,
     )
     optional = [skeleton.slots[index] for index in skeleton.optional]
@@ -117,9 +114,7 @@ def fit_pilot(
         np.fmax.reduceat(placed_hints(bare, examples), firsts, axis=1),
     )
     bare = replace(bare, bundles=tuple(bundles.tolist()))
-    return _fit_models(
-        bare, lesson, examples, kinds, seed, on_progress or (lambda _: None), workers
-    )
+    return _fit_models(bare, lesson, examples, kinds, seed, on_progress or (lambda _: None), jobs)
 
 
 def _fit_models(
@@ -129,7 +124,7 @@ def _fit_models(
     kinds: Sequence[str],
     seed: int,
     on_progress: Progress,
-    workers: Workers,
+    jobs: int | None,
 ) -> Pilot:
     """Choose kind, length of training and threshold by cross-validation; then learn from all.
 
@@ -146,7 +141,7 @@ def _fit_models(
         questions = [(kind, part) for kind in reversed(kinds) for part in parts]  # longest first
         tasks = [(kind, some, folds, part, seed) for kind, part in questions]
         expected = len(taught) + len(tasks)
-        for number, made in workers.run(teach, tasks):
+        for number, made in run_tasks(teach, tasks, jobs):
             taught[questions[number]] = made
             on_progress(f"choosing a model: {len(taught)} of {expected} trial fits")
 
@@ -155,17 +150,17 @@ def _fit_models(
     if len(kinds) > 1:
         steps = shown[folds[shown] == parts[0]]
         seen = [examples[i] for i in chosen[steps]]
-        behind = _behind(bare, seen, steps, {k: taught[k, parts[0]] for k in kinds}, workers)
+        behind = _behind(bare, seen, steps, {k: taught[k, parts[0]] for k in kinds}, jobs)
         kinds = [kind for kind in kinds if kind not in behind]
     try_on(parts[1:])
     trials = [(kind, some, folds, [taught[kind, part] for part in parts]) for kind in kinds]
     judged = [(bare, [examples[i] for i in chosen[shown]], shown, *trial) for trial in trials]
     tried: dict[str, LeftOut] = {}
-    for number, left_out in workers.run(judge, judged):
+    for number, left_out in run_tasks(judge, judged, jobs):
         tried[kinds[number]] = left_out
         on_progress(f"choosing a model: {len(tried)} of {len(kinds)} kinds judged")
     told = max((tried[kind] for kind in kinds), key=lambda left_out: left_out.accuracy)
-    model, told = _train(bare, lesson, examples, told, seed, on_progress, workers)
+    model, told = _train(bare, lesson, examples, told, seed, on_progress, jobs)
     card = {
         **bare.card,
         "validation_accuracy": {kind: round(tried[kind].accuracy, 4) for kind in kinds},
@@ -183,14 +178,14 @@ def _behind(
     examples: Sequence[Example],
     steps: npt.NDArray[np.int64],
     told: Mapping[str, Taught],
-    workers: Workers,
+    jobs: int | None,
 ) -> dict[str, float]:
     """Return the kinds that do worse than the best on the first part, each with how much less of
     the order they have right."""
     kinds = list(told)
     found: dict[str, npt.NDArray[np.float64]] = {}
     tasks = [(bare, examples, steps, told[kind]) for kind in kinds]
-    for number, accuracies in workers.run(at_first, tasks):
+    for number, accuracies in run_tasks(at_first, tasks, jobs):
         found[kinds[number]] = accuracies
     best = found[max(kinds, key=lambda kind: found[kind].mean())]
     return {
@@ -205,7 +200,7 @@ def _train(
     told: LeftOut,
     seed: int,
     on_progress: Progress,
-    workers: Workers,
+    jobs: int | None,
 ) -> tuple[PresenceModel, LeftOut]:
     """Train the chosen kind on all samples; return the model, and how it errs.
 
@@ -220,7 +215,7 @@ def _train(
         parts = [int(part) for part in np.unique(folds)]
         tasks += [(told.kind, lesson, seed, None, folds, part) for part in parts]
     made: dict[int, PresenceModel | Taught] = {}
-    for number, each in workers.run(learn_or_teach, tasks):
+    for number, each in run_tasks(learn_or_teach, tasks, jobs):
         made[number] = each
         on_progress(f"{doing} ({len(made)} of {len(tasks)} fits)")
     model = made.pop(0)

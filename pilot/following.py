@@ -1,11 +1,8 @@
-"""Following a step: what has run so far, and the rest foretold anew.
+"""Following a step: what has run so far, and the rest predicted anew.
 
-What it is: `Following`, one step's life after its prediction. It is told each block as it runs,
-lays it over the skeleton as it comes, hands what is thereby known to the `Course` of the optional
-blocks, and answers with the order to expect from here on. What it is not: the choice of when to
-ask, which is the runtime's, nor a judge of what a new answer is worth.
-
-Only forward is followed: backward replays what forward ran.
+`Following` observes each block as it runs, lays it over the skeleton, passes what is thereby known
+to the `Course` of the optional blocks, and answers with the order to expect from here on. Only
+forward is followed: backward replays what forward ran.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Labelling: every trace of a directory made into what a pilot learns from, once.
 
-What it is: `label_traces`, which has workers read the traces and keeps each label in a directory as
-soon as it is made, so that a job that was killed goes on where it was. What it is not: the learning
-(`dynoffload.pilot.train`).
+`label_traces` keeps each label in a directory as soon as it is made, so that a job that was killed
+goes on where it was.
 
-[Note: which labels are believed]
-A label is known by its key, the digest of the trace's name, size and time of change, of the budget
-and of the code that makes labels. Another trace under the name, another budget or another release
-gives another key, and the trace is labelled anew. Labels are written under another name and then
-moved, carry a checksum, and hold no code; what is damaged is made anew.
+[Note: which labels are valid]
+A label's key is the digest of the trace's name, size and time of change, of the budget and of the
+code that makes labels. Another trace under the name, another budget or another release gives
+another key, and the trace is labelled anew. Labels are written under another name and then moved,
+carry a checksum, and hold no code; a damaged one is made anew.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dynoffload.pilot.labels import (
     read_label,
 )
 from dynoffload.pilot.progress import Report
-from dynoffload.pilot.workers import Workers
+from dynoffload.pilot.workers import run_tasks
 from dynoffload.profiler.storage import trace_files
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Labelled:
 
 def label_traces(
     traces: str | Path,
-    workers: Workers,
+    jobs: int | None,
     report: Report,
     *,
     budget: int | None = None,
@@ -69,14 +68,13 @@ def label_traces(
 
     Args:
         traces: directory that `dynoffload profile` wrote; its ``*.trace`` files are read.
-        workers: who does it. They must find the traces under the same path.
+        jobs: processes, as `run_tasks` takes them, which find the traces under the same path.
         report: told how far it is.
         budget: bytes to plan each trace under; None for no plan.
         keep: directory in which labels are kept, and looked for; None to keep none.
 
     Raises:
         TraceError: if there is no trace, some cannot be read, or they are of several networks.
-        ClientError, PilotError: see `Workers.run`.
     """
     paths = [path.resolve() for path in trace_files(traces)]
     keys = [_key(path, budget) for path in paths]
@@ -96,9 +94,9 @@ def label_traces(
     refused: dict[int, str] = {}
     makers = makers_version()
     tasks = [(str(paths[number]), keys[number], budget, makers) for number in missing]
-    local = workers if len(tasks) > FEW or workers.cluster is not None else Workers(1)
+    jobs = jobs if len(tasks) > FEW else 1
     if tasks:
-        for done, (place, made) in enumerate(local.run(make_label, tasks), start=1):
+        for done, (place, made) in enumerate(run_tasks(make_label, tasks, jobs), start=1):
             number = missing[place]
             if isinstance(made, Refused):
                 refused[number] = made.reason
@@ -124,7 +122,7 @@ def forget(keep: Path) -> None:
 
 
 def _key(path: Path, budget: int | None) -> str:
-    """Return what a trace's label is known by; see [Note: which labels are believed]."""
+    """Return what a trace's label is known by; see [Note: which labels are valid]."""
     try:
         found = path.stat()
     except OSError as error:

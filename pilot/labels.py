@@ -1,21 +1,18 @@
 """Labels: what a pilot learns from one trace, small enough to keep thousands of.
 
-What it is: `Label`, the outline of a trace's program with its sample, its hints and, under a
-budget, its plan; `make_label`, which reads a trace file and makes its label as bytes; and
-`read_label`, which checks such bytes and reads them. What it is not: the job over a directory of
-them (`dynoffload.pilot.labelling`), nor yet an order of blocks: which calls are blocks depends on
-all traces together.
+`Label` is the outline of a trace's program with its sample, its hints and, under a budget, its
+plan; `make_label` reads a trace file and makes its label as bytes; `read_label` checks such bytes
+and reads them. Which calls are blocks depends on all traces together, so a label holds no order of
+blocks yet.
 
-A label as bytes is a line that says what it is, the SHA-256 of what follows, and a compressed
-safetensors file: arrays, and one JSON document. It holds no code, and what fails its checksum or
-does not make sense is refused.
+A label as bytes is compressed, and otherwise a file as pilots are (`dynoffload.pilot.artifact`): it
+holds no code, and what fails its checksum or does not make sense is refused.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import platform
 import zlib
 from collections.abc import Iterator, Sequence
@@ -32,34 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import DynOffloadError
+from dynoffload.pilot.artifact import MAX_FILE, BadArtifactError, pack, unpack
 from dynoffload.planning.outline import ARRAYS, Outline, outline_of
 from dynoffload.planning.recorded import PlannedStep, plan_recorded
 from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.program import resolve
 from dynoffload.profiler.sample import Sample
 from dynoffload.profiler.storage import load_trace
-from dynoffload.units import MiB
 
-MAX_LABEL = 128 * MiB
-"""The most bytes that a label may unfold to."""
-
-_MAGIC = b"dynoffload.label 1\n"
-_DIGEST = hashlib.sha256().digest_size
-_MAKERS = (
-    "pilot.labels",
-    "planning.footprint",
-    "planning.lookahead",
-    "planning.outline",
-    "planning.recorded",
-    "planning.schedule",
-    "profiler.columns",
-    "profiler.hints",
-    "profiler.idioms",
-    "profiler.program",
-    "profiler.sample",
-    "profiler.storage",
-    "profiler.trace",
-)
+_FORMAT, _VERSION = "dynoffload.label", 2
+_MAKERS = ("dynoffload.planning", "dynoffload.profiler")  # packages of which labels are made
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +83,13 @@ class BadLabelError(ValueError):
 @cache
 def makers_version() -> str:
     """Return a digest of the code that makes labels: another one's are not believed."""
-    digest = hashlib.sha256(_MAGIC)
-    for name in _MAKERS:
-        file = import_module(f"dynoffload.{name}").__file__
-        assert file is not None
-        digest.update(Path(file).read_bytes())
+    digest = hashlib.sha256()
+    folders = [folder for name in _MAKERS for folder in import_module(name).__path__]
+    for file in [
+        Path(__file__),
+        *(f for folder in folders for f in sorted(Path(folder).glob("*.py"))),
+    ]:
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -136,6 +117,8 @@ def make_label(path: str, key: str, budget: int | None, makers: str) -> bytes | 
             return _pack(outline_of(made), made.sample, made.hints, digest, plan, key)
         except DynOffloadError as error:
             return Refused(str(error))
+        except BadArtifactError as error:
+            return Refused(f"{path}: its label cannot be kept: {error}; record shorter steps")
         except OSError as error:
             return Refused(
                 f"{path}: cannot be read on {platform.node()} ({error.strerror}); workers must "
@@ -163,8 +146,6 @@ def _pack(
     plan: PlannedStep | None,
     key: str,
 ) -> bytes:
-    from safetensors.numpy import save
-
     hinted = list(dict.fromkeys(hint.blocks for hint in told))
     number = {blocks: place for place, blocks in enumerate(hinted)}
     document = {
@@ -184,9 +165,7 @@ def _pack(
     arrays["elements"] = np.ascontiguousarray(seen.elements, np.int64)
     arrays["hints"] = np.array([[h.call, number[h.blocks]] for h in told], np.int64).reshape(-1, 2)
     arrays["hint_values"] = np.array([v for h in told for v in h.values], np.float64)
-    arrays["document"] = np.frombuffer(json.dumps(document).encode(), np.uint8)
-    packed = zlib.compress(save(arrays), 1)
-    return _MAGIC + hashlib.sha256(packed).digest() + packed
+    return zlib.compress(pack(document, arrays, _FORMAT, _VERSION), 1)
 
 
 def read_label(data: bytes, key: str) -> Label:
@@ -195,28 +174,18 @@ def read_label(data: bytes, key: str) -> Label:
     Raises:
         BadLabelError: if it is none, is damaged, or was made for another ``key``.
     """
-    from safetensors.numpy import load
-
-    start = len(_MAGIC) + _DIGEST
-    packed = data[start:]
-    if (
-        data[: len(_MAGIC)] != _MAGIC
-        or hashlib.sha256(packed).digest() != data[start - _DIGEST : start]
-    ):
-        raise BadLabelError("not a label, or damaged")
     try:
         unfolding = zlib.decompressobj()
-        plain = unfolding.decompress(packed, MAX_LABEL)
+        plain = unfolding.decompress(data, MAX_FILE)
         if not unfolding.eof:
-            raise BadLabelError("a label that is too large")
-        arrays = load(plain)
-        document = json.loads(arrays.pop("document").tobytes())
+            raise BadLabelError("a label that is cut short or too large")
+        document, arrays = unpack(plain, _FORMAT, _VERSION)
         if document["key"] != key:
             raise BadLabelError("the label of another trace")
         return _label(document, arrays)
     except BadLabelError:
         raise
-    except Exception as error:  # safetensors, zlib and json have errors of their own
+    except (zlib.error, LookupError, TypeError, ValueError, AttributeError) as error:
         raise BadLabelError(f"not a label ({type(error).__name__}: {error})") from error
 
 

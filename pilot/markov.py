@@ -1,13 +1,9 @@
 """Order-k Markov: whether a block runs, from which of the k optional ones before it ran.
 
-What it is: `Markov`, a table of counts for each optional slot by the k slots before it in canonical
-order, and the chances that follow from it: of each slot before the step, by carrying the chances of
-all 2^k histories along the slots, and of the rest once some slots are known. What it is not: aware
-of the sample; it is what a prefetcher with a history would know, and a measure of how much of the
-order is in the order itself.
-
-How it fits: one of the models of `dynoffload.pilot.models`. The order k is chosen by leaving whole
-sources out, between 0 (how often each block runs) and `MAX_ORDER`.
+`Markov` is a table of counts for each optional slot by the k slots before it in canonical order.
+Before a step, chances of all 2^k histories are carried along the slots; once some slots are known,
+from these. It does not see the sample: it is the baseline of a prefetcher with a history. The order
+k is chosen by leaving whole sources out, between 0 (how often each block runs) and `MAX_ORDER`.
 """
 
 from __future__ import annotations
@@ -19,7 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.features import Floats
+from dynoffload.pilot.sources import source_folds
 from dynoffload.profiler.sample import Sample
 
 MAX_ORDER = 6
@@ -105,7 +103,7 @@ class Markov:
         Raises:
             ValueError, KeyError, TypeError: if the parts are not those of such a model.
         """
-        order, table = int(document["order"]), np.asarray(arrays["table"], dtype=np.float32)
+        order, table = int(document["order"]), checked_weights("table", arrays["table"])
         if not 0 <= order <= MAX_ORDER or table.shape != (blocks, 1 << order):
             raise ValueError("a table of the wrong shape")
         if not ((table >= 0) & (table <= 1)).all():
@@ -120,11 +118,7 @@ def learn_markov(present: npt.NDArray[np.bool_], groups: Sequence[str]) -> Marko
         present: which optional slot ran in which step, ``[steps, slots]``, in canonical order.
         groups: the source of each step; a source is told by the others in choosing.
     """
-    names = sorted(set(groups))
-    fold_of = {name: number % _FOLDS for number, name in enumerate(names)}
-    folds = np.array([fold_of[name] for name in groups])
-    if len(names) < 2:
-        folds = np.arange(len(present)) % _FOLDS
+    folds = source_folds(groups, _FOLDS, seed=0)
     best: tuple[float, int] | None = None
     for order in range(MAX_ORDER + 1):
         loss = 0.0

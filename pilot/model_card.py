@@ -1,11 +1,8 @@
 """The model card: what a pilot was made of, how good it is and where it is not.
 
-What it is: `model_card`, Markdown with YAML front matter, as model hubs show it, to stand beside
-the ``.pilot`` file, for people. What it is not: read by anything; the pilot's own file says all
-that a run needs.
-
-The same traces, seed and versions give the same card, but for its one line of times.
-Source: Mitchell et al., "Model Cards for Model Reporting", 2019, arXiv 1810.03993.
+`model_card` returns Markdown with YAML front matter, as model hubs show it, for people; a run reads
+only the pilot's own file. The same traces, seed and versions give the same card, but for its one
+line of times. Source: Mitchell et al., "Model Cards for Model Reporting", 2019, arXiv 1810.03993.
 """
 
 from __future__ import annotations

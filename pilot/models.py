@@ -1,9 +1,8 @@
-"""The pilot's models: which optional blocks a sample will run.
+"""The kinds of model that say which optional blocks a sample will run.
 
-What it is: `PresenceModel`, the one interface, and how a model of each kind is made and loaded.
-What it is not: the models themselves (`dynoffload.pilot.boosting`, `mlp`, `markov`, `paths` and
-`sequence`), nor the order of the blocks, which is in `dynoffload.pilot.skeleton`, nor what is made
-of their errors within a step, which is in `dynoffload.pilot.correction`.
+`PresenceModel` is their one interface; `learn_model` trains one and `load_model` reads one back.
+The order of the blocks is `dynoffload.pilot.skeleton`'s, and what is made of a model's errors
+within a step `dynoffload.pilot.correction`'s.
 """
 
 from __future__ import annotations
@@ -19,19 +18,21 @@ from dynoffload.errors import PilotError
 from dynoffload.pilot.boosting import BoostedTables, train_tables
 from dynoffload.pilot.features import Floats
 from dynoffload.pilot.markov import Markov, learn_markov
-from dynoffload.pilot.mlp import NoisyOrNet
-from dynoffload.pilot.mlp_training import train_net
-from dynoffload.pilot.paths import NearestPaths, learn_paths
 from dynoffload.pilot.sequence import SiteSequence
 from dynoffload.pilot.sequence_training import train_sequence
 from dynoffload.profiler.sample import Sample
 
 Bools = npt.NDArray[np.bool_]
 Rest = Callable[[Sequence[bool]], Floats]
-"""Foretells all optional blocks of one step once its first ones are known to have run or not."""
+"""Predicts all optional blocks of one step once its first ones are known to have run or not."""
 
-KINDS = ("lightgbm", "mlp", "markov", "paths", "sequence")
-"""The kinds of model there are."""
+_LOADERS: dict[str, Callable[..., PresenceModel]] = {
+    "lightgbm": BoostedTables.load,
+    "markov": Markov.load,
+    "sequence": SiteSequence.load,
+}
+KINDS = tuple(_LOADERS)
+"""The kinds of model there are; ``markov`` is a baseline that knows nothing of the sample."""
 
 
 class PresenceModel(Protocol):
@@ -47,7 +48,7 @@ class PresenceModel(Protocol):
         ...
 
     def rest(self, sample: Sample) -> Rest | None:
-        """Return how the model itself foretells the rest of a step; None where it does not."""
+        """Return how the model itself predicts the rest of a step; None where it does not."""
         ...
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -69,8 +70,8 @@ class Lesson:
         groups: the source of each step.
         described: the blocks' features, ``[blocks, features]``.
         sites: the number of each block's site, ``[blocks]``.
-        hints: what the network hinted last about each block, ahead and at hand, NaN if nothing,
-            ``[steps, blocks, 2]``; see `dynoffload.pilot.correction`.
+        hints: the network's last hint about each block, ahead and at hand, NaN where there was
+            none, ``[steps, blocks, 2]``; see `dynoffload.pilot.correction`.
     """
 
     samples: Sequence[Sample]
@@ -99,7 +100,6 @@ def learn_model(
     seed: int,
     held_out: Lesson | None = None,
     epochs: int | None = None,
-    on_stage: Callable[[], None] | None = None,
 ) -> tuple[PresenceModel, int | None]:
     """Train a model.
 
@@ -109,52 +109,30 @@ def learn_model(
         seed: for everything that is drawn.
         held_out: what to choose the length of training by, where the kind needs that.
         epochs: the length of training, where it is known.
-        on_stage: called now and then, for a progress bar.
 
     Returns:
         the model, and the length of training that was best (None where the kind has none).
-
-    Raises:
-        PilotError: if the kind is unknown.
     """
     if kind == "lightgbm":
-        tables = train_tables(
+        return train_tables(
             lesson.samples,
             lesson.present,
             lesson.described,
             lesson.sites,
             lesson.groups,
             seed=seed,
-            on_stage=on_stage,
-        )
-        return tables, None
-    if kind == "mlp":
-        trained = train_net(
-            lesson.samples,
-            lesson.present,
-            lesson.described,
-            seed=seed,
-            validation=(held_out.samples, held_out.present) if held_out else None,
-            epochs=epochs,
-            on_epoch=on_stage,
-        )
-        return trained.net, trained.epochs
+        ), None
     if kind == "markov":
         return learn_markov(lesson.present, lesson.groups), None
-    if kind == "paths":
-        return learn_paths(lesson.samples, lesson.present, lesson.groups), None
-    if kind == "sequence":
-        return train_sequence(
-            lesson.samples,
-            lesson.present,
-            lesson.described,
-            lesson.sites,
-            seed=seed,
-            validation=(held_out.samples, held_out.present) if held_out else None,
-            epochs=epochs,
-            on_epoch=on_stage,
-        )
-    raise PilotError(f"there is no pilot model {kind!r}: choose one of {', '.join(KINDS)}")
+    return train_sequence(
+        lesson.samples,
+        lesson.present,
+        lesson.described,
+        lesson.sites,
+        seed=seed,
+        validation=(held_out.samples, held_out.present) if held_out else None,
+        epochs=epochs,
+    )
 
 
 def load_model(
@@ -165,16 +143,9 @@ def load_model(
     Raises:
         PilotError: if the kind is unknown or the parts are not those of such a model.
     """
-    kinds: dict[str, Callable[..., PresenceModel]] = {
-        "lightgbm": BoostedTables.load,
-        "mlp": NoisyOrNet.load,
-        "markov": Markov.load,
-        "paths": NearestPaths.load,
-        "sequence": SiteSequence.load,
-    }
-    if kind not in kinds:
+    if kind not in _LOADERS:
         raise PilotError(f"its model is of the unknown kind {kind!r}")
     try:
-        return kinds[kind](document, arrays, blocks)
+        return _LOADERS[kind](document, arrays, blocks)
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise PilotError(f"its {kind} model is damaged: {error}") from error

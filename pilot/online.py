@@ -1,12 +1,10 @@
-"""Learning while the network trains: the pilot that corrects itself, and the one made from scratch.
+"""Learning while the network trains: the pilot that corrects itself, and one made from scratch.
 
-What it is: `OnlineLearner`, the session's one partner for predictions. Before each step it
-predicts; after it, it is told what ran. It does four things with that: corrects each block's odds
-by how often it ran of late (routing drifts as the network trains, faster than a pilot is
-retrained), keeps the latest steps to learn a new pilot from, keeps count of how its predictions do
-against repeating the last order, and notices when they do worse than they did: what was kept from
-before is forgotten then, and a new pilot due soon. What it is not: a thread; `learn` takes seconds
-and the caller says when and where.
+`OnlineLearner` predicts before each step and observes it after. It corrects each block's odds by
+how often the block ran of late (routing drifts faster than a pilot is retrained), keeps the latest
+steps to learn a new pilot from, compares its predictions with repeating the last order, and notices
+when they do worse than they did: the steps from before are forgotten then, and a new pilot is due
+soon. `learn` takes seconds; the caller says when and on which thread.
 
 The correction is online gradient descent on two numbers per optional block: what is added to its
 log-odds, with forgetting, and how far it goes on as it went last. With p the corrected chance, y

@@ -1,12 +1,9 @@
 """The pilot: from what a sample shows before its step, the order in which it will run the blocks.
 
-What it is: `Pilot` and `Prediction`. A pilot lays out the skeleton of its network, asks its model
-which optional blocks the sample runs, fills the segments from the sample's elements, and reads off
-the list. What it is not: a promise. A prediction is advice about which bytes to fetch; a wrong one
-costs time only. Nor is it the training (`dynoffload.pilot.fit`, `dynoffload.pilot.train`).
-
-How it fits: the session asks `Pilot.check` once whether the pilot knows its network, and `predict`
-before each step; a prediction takes well under a millisecond on one core.
+`Pilot` lays out the skeleton of its network, asks its model which optional blocks the sample runs,
+fills the segments from the sample's elements, and reads off the list. The session asks
+`Pilot.check` once whether the pilot knows its network, and `predict` before each step; a prediction
+takes well under a millisecond on one core.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.artifact import read_artifact, write_artifact
+from dynoffload.pilot.artifact import read_artifact, refusal, write_artifact
 from dynoffload.pilot.correction import Correction
 from dynoffload.pilot.following import Following
 from dynoffload.pilot.models import PresenceModel, load_model
@@ -274,9 +271,7 @@ class Pilot:
                 bundles,
             )
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise PilotError(
-                f"{path}: cannot be used as a pilot: {error}. Train the pilot again."
-            ) from error
+            raise refusal(path, error) from error
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
-"""A progress bar that appears only where somebody has waited for it.
+"""A progress bar that appears once a job has taken two seconds, and is gone with the job.
 
-What it is: `progress_bar`, for jobs of more than two seconds; without a terminal, a line for
-each part of the job. What it is not: a log; a short job shows nothing, and a bar is gone once its
-job is done.
+Without a terminal it is a line for each part of the job.
 """
 
 from __future__ import annotations

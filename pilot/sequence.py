@@ -1,12 +1,12 @@
 """The sequence pilot: site after site, blocks ranked by their idiom-encoded vectors.
 
-What it is: `SiteSequence`, a state that begins as what the sample shows, passes the network's sites
-in order, and takes in at each the vectors of the blocks that ran there; a block's log-odds are the
-product of its vector with the state. A block's vector is a linear function of its idiom counts,
-size and place, plus, for a block of training, one of its own: so a block that no training saw can
-be ranked, and a network that none saw too (`SiteSequence.transferred`). What is not known yet goes
-in by its chance (mean field). Inference is numpy alone. What it is not: the training, which is in
-`dynoffload.pilot.sequence_training`.
+`SiteSequence` is a state that begins as what the sample shows, passes the network's sites in order,
+and takes in at each the vectors of the blocks that ran there, or by their chance where that is not
+known yet (mean field). A block's log-odds are the product of its vector with the state. The vector
+is a linear function of its idiom counts, size and place, plus one of its own.
+
+Torch trains it (`dynoffload.pilot.sequence_training`). A prediction is numpy's: a step waits for
+it, and its arrays are too small to pay for torch's calls.
 
 Source of the state's update: Cho et al., "Learning phrase representations using RNN
 encoder-decoder", 2014 (gated recurrent unit), arXiv 1406.1078.
@@ -15,7 +15,7 @@ encoder-decoder", 2014 (gated recurrent unit), arXiv 1406.1078.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.pilot.artifact import checked_weights
+from dynoffload.pilot.codes import Fields, stored_books
 from dynoffload.pilot.features import MAX_SITES, Floats, Scaler
-from dynoffload.pilot.mlp import Fields
 from dynoffload.profiler.sample import Sample
 
 WEIGHTS = (
@@ -110,8 +110,7 @@ class SiteSequence:
         w = self.weights
         state = self.scaler(sample) @ w["value_weight"] + w["start_bias"]
         if len(sample.elements) and len(self.fields.columns):
-            rows, _ = self.fields.look_up(sample)
-            own = w["embedding"][rows].sum(axis=1)
+            own = w["embedding"][self.fields.look_up(sample)].sum(axis=1)
             state = state + np.concatenate((own.mean(axis=0), own.max(axis=0))) @ w["code_weight"]
         return np.asarray(np.tanh(state), dtype=np.float32)
 
@@ -142,28 +141,14 @@ class SiteSequence:
             state = new + gates[width:] * (state - new)
         return chances
 
-    def transferred(self, described: Floats, stops: Sequence[int]) -> SiteSequence:
-        """Return the net for another network's blocks, none of which it knows by itself.
-
-        Args:
-            described: the features of that network's blocks, ``[blocks, features]``.
-            stops: where each of its sites ends.
-        """
-        blocks, width = len(described), self.weights["own"].shape[1]
-        weights = dict(self.weights)
-        weights["own"] = np.zeros((blocks, width), dtype=np.float32)
-        weights["odds"] = np.full(blocks, float(self.weights["odds"].mean()), dtype=np.float32)
-        return replace(self, described=described, stops=tuple(stops), weights=weights)
-
     def rest(self, sample: Sample) -> Callable[[Sequence[bool]], Floats]:
         """Return how the rest of a step is foretold: `given`, from the sample's state."""
         return partial(self.given, self.start(sample))
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored: weights as float16, code books as int64."""
-        books = {f"book{i}": book.keys for i, book in enumerate(self.fields.columns)}
         stored = {name: self.weights[name].astype(np.float16) for name in WEIGHTS}
-        return {**books, **stored, "described": self.described}
+        return {**stored_books(self.fields.columns), **stored, "described": self.described}
 
     def document(self) -> dict[str, Any]:
         """Return what is stored beside the arrays, as plain JSON data."""

@@ -1,24 +1,22 @@
 """Training of the sequence pilot.
 
-What it is: `train_sequence`, which fits a `SiteSequence` on the likelihood of which blocks ran,
-where of each sample the first sites, as many as chance says, are known and the rest goes in by its
-own chances: what a prediction meets, at the start of a step and within it. Gradients are torch's;
-random numbers come from a generator of its own, so that a run beside it keeps its own. What it is
-not: the net that predicts, which is numpy's.
+`train_sequence` fits a `SiteSequence` on the likelihood of which blocks ran. Of each sample the
+first sites, as many as chance says, are known and the rest goes in by its own chances: what a
+prediction meets, at the start of a step and within it. Random numbers come from a generator of its
+own, so that a training run beside it keeps its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dynoffload.pilot.codes import Fields, learn_fields
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler, site_stops
-from dynoffload.pilot.mlp import Fields
-from dynoffload.pilot.mlp_training import learn_fields, planned_epochs
 from dynoffload.pilot.sequence import WEIGHTS, SiteSequence, shapes_of
 from dynoffload.profiler.sample import Sample
 
@@ -27,6 +25,8 @@ BATCH = 16
 LEARNING_RATE = 4e-3
 DECAY = 0.02
 DROPOUT = 0.1
+MIN_EPOCHS, MAX_EPOCHS, EPOCH_SAMPLES = 8, 30, 15_000
+"""Epochs: as many as show `EPOCH_SAMPLES` samples in all, within these limits."""
 
 
 def train_sequence(
@@ -38,7 +38,6 @@ def train_sequence(
     seed: int,
     validation: tuple[Sequence[Sample], npt.NDArray[np.bool_]] | None = None,
     epochs: int | None = None,
-    on_epoch: Callable[[], None] | None = None,
 ) -> tuple[SiteSequence, int]:
     """Fit a net.
 
@@ -50,7 +49,6 @@ def train_sequence(
         seed: for everything that is drawn.
         validation: samples held out to choose the epoch by; without it the last one is kept.
         epochs: stop after so many epochs of the usual schedule.
-        on_epoch: called after each epoch.
 
     Returns:
         the net of the best epoch, and how many epochs had been run by then.
@@ -79,10 +77,13 @@ def train_sequence(
             aside = _loss(made, *validation) if validation else math.nan
             if best is None or not validation or aside < best[0]:
                 best = (aside, made, epoch)
-            if on_epoch:
-                on_epoch()
     assert best is not None
     return best[1], best[2]
+
+
+def planned_epochs(samples: int) -> int:
+    """Return the length of the schedule for so many samples."""
+    return max(MIN_EPOCHS, min(MAX_EPOCHS, EPOCH_SAMPLES // max(samples, 1)))
 
 
 class Inputs:
@@ -92,7 +93,7 @@ class Inputs:
         self._values = torch.from_numpy(np.stack([scaler(sample) for sample in samples]))
         coded = bool(fields.columns)
         self._rows = [
-            torch.from_numpy(fields.look_up(s)[0] if coded and len(s.elements) else _NO_ROWS)
+            torch.from_numpy(fields.look_up(s) if coded and len(s.elements) else _NO_ROWS)
             for s in samples
         ]
 
@@ -109,8 +110,6 @@ class Trainee:
 
     Attributes:
         weights: by the names in `WEIGHTS`.
-        stranger: the log-odds, before anything else is known, of a block that is known by what
-            describes it alone; None: those that are its own.
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class Trainee:
         blocks = present.shape[1]
         shapes = shapes_of(fields.rows, len(scaler), blocks, described.shape[1], WIDTH)
         share = (present.sum(axis=0) + 0.5) / (len(present) + 1.0)
-        self.stranger: torch.Tensor | None = None
         self.weights: dict[str, torch.Tensor] = {}
         for name in WEIGHTS:
             shape = shapes[name]
@@ -154,11 +152,10 @@ class Trainee:
         state = self._start(*batch)
         keep = torch.rand(state.shape, generator=generator, device="cpu") >= DROPOUT
         state = state * keep / (1 - DROPOUT)
-        # Half of the batches know no block but by what describes it, as strangers are known.
+        # Half of the batches know blocks only by what describes them: rare blocks lean on that.
         known_by_itself = torch.rand((), generator=generator, device="cpu") < 0.5
         vectors = self._described @ w["block_weight"] + w["own"] * known_by_itself
-        odds = self._described @ w["odds_weight"]
-        odds = odds + (w["odds"] if self.stranger is None or known_by_itself else self.stranger)
+        odds = self._described @ w["odds_weight"] + w["odds"]
         # Half of the samples begin with nothing known, as every step does.
         known = torch.randint(0, len(self._stops), (len(ran),), generator=generator, device="cpu")
         known = known * (torch.rand(len(ran), generator=generator, device="cpu") < 0.5)

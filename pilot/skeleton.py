@@ -1,11 +1,8 @@
 """The skeleton: what the orders of all samples have in common.
 
-What it is: `Skeleton`, learned from recorded block orders. It puts every place a block was seen in
-into one canonical sequence of slots, says which slots are always filled, and marks the stretches in
-which blocks repeat a varying number of times (one cell per tree node, say) as segments. What it is
-not: a predictor; which optional slots are filled is for `dynoffload.pilot.models` to say, and what
-stands in a segment for `dynoffload.pilot.segments`. It has a single level, and takes strangers as
-they come.
+`Skeleton` puts every place a block was seen in into one canonical sequence of slots, says which
+slots are always filled, and marks the stretches in which blocks repeat a varying number of times
+(one cell per tree node, say) as segments. It has one level and tolerates unknown blocks.
 
 A slot is ``(block, occurrence)`` or ``(SEGMENT - family, run)``: a block that always runs twice has
 two slots, and a family of looping blocks that runs in two stretches has two segments.

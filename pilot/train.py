@@ -1,8 +1,7 @@
 """The offline job: from a directory of traces to a pilot with its scores.
 
-What it is: `train_pilot` and `evaluate_pilot`, which read traces, hold whole sources out, and score
-the pilot and the baselines it must beat on the same samples. What it is not: the fitting itself
-(`dynoffload.pilot.fit`), nor learning within a run (`dynoffload.pilot.online`).
+`train_pilot` and `evaluate_pilot` read traces, hold whole sources out, and score the pilot and the
+baselines it must beat on the same samples.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.pilot.sources import split_by_source
-from dynoffload.pilot.workers import SERIAL, Workers, one_thread
+from dynoffload.pilot.workers import one_thread, run_tasks
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.recorded import PlannedStep
@@ -153,12 +152,12 @@ def train_pilot(
     holdout: float = HOLDOUT,
     seed: int = 0,
     progress: bool = True,
-    workers: Workers = SERIAL,
+    jobs: int | None = None,
     keep: Path | None = None,
 ) -> TrainResult:
     """Train a pilot on a directory of traces and score it on sources it has not seen.
 
-    The same traces and seed give the same pilot, byte for byte, whoever the workers are.
+    The same traces and seed give the same pilot, byte for byte, whatever the number of processes.
 
     Args:
         traces: directory that `dynoffload profile` wrote; its ``*.trace`` files are read.
@@ -167,20 +166,21 @@ def train_pilot(
         holdout: share of the samples held out, in whole sources, between 0 and 1.
         seed: makes the result the same every time.
         progress: show a bar on stderr once the job has taken two seconds.
-        workers: who labels the traces, on a cluster too, and fits the models, on this machine.
+        jobs: processes that label the traces and fit the models, as
+            `dynoffload.pilot.workers.run_tasks` takes them; None for those of
+            `joblib.parallel_config`, which may be a cluster's.
         keep: directory in which labels are kept as they are made, so that a job that was killed
             goes on there (see `dynoffload.pilot.labelling`); None to keep none.
 
     Raises:
         TraceError: if there is no trace, some cannot be read, or they are of several networks.
-        PilotError: if there are too few traces, the model is unknown, or the cluster fails.
-        ClientError: if the library of the cluster is not installed.
+        PilotError: if there are too few traces, or the model is unknown.
     """
     if not 0 < holdout < 1:
         raise PilotError(f"holdout is a share between 0 and 1, not {holdout}")
     start = perf_counter()
     with progress_bar(progress) as report, one_thread():
-        labelled = label_traces(traces, workers, report, budget=budget, keep=keep)
+        labelled = label_traces(traces, jobs, report, budget=budget, keep=keep)
         labels = labelled.labels
         if len(labels) < 4:
             raise PilotError(
@@ -195,13 +195,12 @@ def train_pilot(
         held_out = [encode_example(vocabulary, labels[i]) for i in aside]
         data = TraceSet.of(labelled)
         del labels, labelled
-        near = workers.here()
         pilot = fit_pilot(
-            vocabulary, examples, model=model, seed=seed, on_progress=report, workers=near
+            vocabulary, examples, model=model, seed=seed, on_progress=report, jobs=jobs
         )
         pilot = replace(pilot, card={**pilot.card, "traces": learned})
         report("scoring")
-        evaluation = evaluate(pilot, held_out, near)
+        evaluation = evaluate(pilot, held_out, jobs)
     seconds = perf_counter() - start
     logger.info(
         "pilot (%s) learned from %d samples in %.1f s: block-order accuracy %.3f on %d held out",
@@ -215,7 +214,7 @@ def train_pilot(
 
 
 def evaluate_pilot(
-    pilot: Pilot, traces: str | Path, *, progress: bool = True, workers: Workers = SERIAL
+    pilot: Pilot, traces: str | Path, *, progress: bool = True, jobs: int | None = None
 ) -> Evaluation:
     """Score a pilot on a directory of traces.
 
@@ -224,14 +223,14 @@ def evaluate_pilot(
         PilotError: if the traces are of another network than the pilot's.
     """
     with progress_bar(progress) as report, one_thread():
-        labels = label_traces(traces, workers, report).labels
+        labels = label_traces(traces, jobs, report).labels
         pilot.check(labels[0].outline.network)
         report("scoring")
         examples = [encode_example(pilot.vocabulary, label) for label in labels]
         known = pilot.card.get("traces")
         learned = set(map(str, known)) if isinstance(known, list) else set()
         again = sum(_mark(label) in learned for label in labels)
-        return replace(evaluate(pilot, examples, workers), trained_on=again)
+        return replace(evaluate(pilot, examples, jobs), trained_on=again)
 
 
 def _mark(label: Label) -> str:
@@ -239,7 +238,7 @@ def _mark(label: Label) -> str:
     return label.digest[:_MARK]
 
 
-def evaluate(pilot: Pilot, examples: Sequence[Example], workers: Workers = SERIAL) -> Evaluation:
+def evaluate(pilot: Pilot, examples: Sequence[Example], jobs: int | None = 1) -> Evaluation:
     """Score a pilot and the baselines on samples, in the order given."""
     blocks, varying = pilot.vocabulary.blocks, pilot.varying
     times: list[float] = []
@@ -263,7 +262,7 @@ def evaluate(pilot: Pilot, examples: Sequence[Example], workers: Workers = SERIA
         following=score(following, examples, blocks, varying),
         last_order=score(LastOrder(frequent), examples, blocks, varying),
         most_frequent=score(lambda _: frequent, examples, blocks, varying),
-        one_ahead=float(np.mean(_ahead(pilot, examples, workers))),
+        one_ahead=float(np.mean(_ahead(pilot, examples, jobs))),
         latency_s=float(np.median(times)),
         latency_p95_s=float(np.quantile(times, 0.95)),
         sources=tuple(sorted({example.source for example in examples})),
@@ -277,13 +276,13 @@ def _columns(sample: Sample) -> int:
     return 1 if sample.elements.ndim == 1 else int(sample.elements.shape[1])
 
 
-def _ahead(pilot: Pilot, examples: Sequence[Example], workers: Workers) -> list[float]:
+def _ahead(pilot: Pilot, examples: Sequence[Example], jobs: int | None) -> list[float]:
     """Return `one_ahead` of each example."""
     if len(examples) < FOLLOWED_BY_ONE:
         return _ahead_of(pilot, examples)
     shares = [list(examples[start::CHUNKS]) for start in range(CHUNKS)]
     found = [0.0] * len(examples)
-    for start, part in workers.run(_ahead_of, [(pilot, share) for share in shares]):
+    for start, part in run_tasks(_ahead_of, [(pilot, s) for s in shares], jobs):
         found[start::CHUNKS] = part
     return found
 

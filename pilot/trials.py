@@ -1,9 +1,8 @@
-"""Trial fits: what a kind of model foretells of steps that were left out, and how it errs.
+"""Trial fits: what a kind of model predicts of steps that were left out, and how it errs.
 
-What it is: the tasks that `dynoffload.pilot.fit` has workers do: `teach`, one model on all but
-one part of the steps; `at_first`, what the first part says of a kind, and `is_behind`, whether that
-is enough to give it up; `judge`, what all parts say; `learn_or_teach`, the same beside the final
-model. What it is not: the choice among kinds.
+These are the tasks of `dynoffload.pilot.fit`: `teach`, one model on all but one part of the steps;
+`at_first` and `is_behind`, whether a kind is given up after the first part; `judge`, the verdict of
+all parts; `learn_or_teach`, the same beside the final model.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import numpy.typing as npt
 from dynoffload.pilot.correction import Correction, learn_correction
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example, Floats
-from dynoffload.pilot.mlp_training import planned_epochs
 from dynoffload.pilot.models import Lesson, PresenceModel, Rest, learn_model
 from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.sequence_training import planned_epochs
 
 MAX_WATCHED = 96
 """Samples of the part left out that the length of training is chosen by at most."""

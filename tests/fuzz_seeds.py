@@ -93,7 +93,7 @@ def make_seeds(folder: Path) -> Seeds:
         ),
     }
     pilots = {}
-    chosen = {"moe": ("lightgbm", "mlp", "sequence"), "exits": KINDS[1:], "tree": ("markov",)}
+    chosen = {"moe": ("lightgbm", "sequence"), "exits": KINDS, "tree": ("markov",)}
     for network, kinds in chosen.items():
         programs = load_programs(folder / network)
         vocabulary = build_vocabulary(programs)

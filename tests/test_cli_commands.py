@@ -25,7 +25,6 @@ from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
 from dynoffload.pilot.evaluate import Scores
 from dynoffload.pilot.train import Evaluation, TraceSet, TrainResult
-from dynoffload.pilot.workers import Workers
 from dynoffload.planning.blocks import Vocabulary
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
@@ -356,14 +355,14 @@ def test_training_shows_scores_and_saves_the_pilot(
     asked: dict[str, Any] = {}
 
     class Trained:
-        kind = "mlp"
+        kind = "sequence"
         model = None
         vocabulary = Vocabulary("n" * 64, ())
         card: ClassVar = {
-            "validation_accuracy": {"mlp": 0.8},
+            "validation_accuracy": {"sequence": 0.8},
             "validation_samples": 30,
             "folds": 3,
-            "behind": {"paths": 0.123},
+            "behind": {"markov": 0.123},
         }
 
         def save(self, path: Path) -> None:
@@ -376,31 +375,31 @@ def test_training_shows_scores_and_saves_the_pilot(
 
     monkeypatch.setattr("dynoffload.pilot.train.train_pilot", train)
     out = tmp_path / "deep" / "x.pilot"
-    words = ["pilot", "train", str(tmp_path), "-o", str(out), "--model", "mlp", "--seed", "3"]
-    more = ["--budget", "1MiB", "--jobs", "2", "--cluster", "tcp://host:8786"]
+    words = ["pilot", "train", str(tmp_path), "-o", str(out), "--model", "sequence", "--seed", "3"]
+    more = ["--budget", "1MiB", "--jobs", "2"]
     result = runner.invoke(app, [*words, *more, "--work", str(tmp_path / "kept")])
     assert result.exit_code == 0, result.output
     assert asked == {
         "traces": tmp_path,
-        "model": "mlp",
+        "model": "sequence",
         "seed": 3,
         "budget": 1024**2,
-        "workers": Workers(2, "tcp://host:8786"),
+        "jobs": 2,
         "keep": tmp_path / "kept",
     }
     told = (tmp_path / "deep" / "x.pilot.card.md").read_text()
-    assert "| mlp | 80.0% |" in told
-    assert "| paths | 12.3 points behind on the first part" in told
+    assert "| sequence | 80.0% |" in told
+    assert "| markov | 12.3 points behind on the first part" in told
     assert out.read_text() == "pilot"
     for expected in (
         "pilot, online",
         "95.0%",
         "repeat-last",
-        "model: mlp; one prediction takes 200 µs",
+        "model: sequence; one prediction takes 200 µs",
     ):
         assert expected in result.stdout
     numbers = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
-    assert (numbers["model"], numbers["train_samples"], numbers["seconds"]) == ("mlp", 30, 1.5)
+    assert (numbers["model"], numbers["train_samples"], numbers["seconds"]) == ("sequence", 30, 1.5)
     assert numbers["labels_there"] == 5
     assert asked["keep"] == out.with_name("x.pilot.labels")
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
-from dynoffload.errors import ConfigError, PilotError
-from dynoffload.experiments import pilot_accuracy, pilot_recording, pilot_transfer, zoo
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import pilot_accuracy, pilot_recording, zoo
 from dynoffload.experiments.children import answer_of
 from dynoffload.experiments.pilot_accuracy_views import page_of, said, write_figure
 from dynoffload.experiments.pilot_cases import CASES, DATA, STRUCTURE
@@ -21,25 +20,18 @@ from dynoffload.experiments.pilot_recording import MOMENTS, Recording, record
 from dynoffload.experiments.pilot_scores import (
     BASELINES,
     PARTS,
+    RecordedOrder,
     agreement,
     chosen_kind,
+    repeated_ahead,
     scores,
     steering,
-)
-from dynoffload.experiments.pilot_transfer import (
-    Course,
-    common,
-    course_of,
-    train_shared,
-    transfer,
-    transferred_pilot,
 )
 from dynoffload.experiments.pilot_verdicts import summary, verdicts
 from dynoffload.experiments.workers import WorkerError
 from dynoffload.experiments.zoo import ALL, FUSED
 from dynoffload.pilot import fit
-from dynoffload.pilot.baselines import RecordedOrder, repeated_ahead
-from dynoffload.pilot.features import Example, site_stops
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.profiler.sample import Sample
 
@@ -133,16 +125,16 @@ def test_running_samples_again_leaves_the_training_as_it_is(
 
 
 def test_scores_are_those_of_the_kinds_and_the_baselines(slim: Recording) -> None:
-    found = scores(slim, 0, ("markov", "paths"))
-    assert set(found["kinds"]) == {"markov", "paths"}
-    assert found["chosen"] == "paths"  # a history knows nothing of the sample's width
+    found = scores(slim, 0, ("markov", "lightgbm"))
+    assert set(found["kinds"]) == {"markov", "lightgbm"}
+    assert found["chosen"] == "lightgbm"  # a history knows nothing of the sample's width
     for name in BASELINES:
         accuracy = found["baselines"][name]["block_order_accuracy"]
-        assert accuracy < found["kinds"]["paths"]["block_order_accuracy"]
+        assert accuracy < found["kinds"]["lightgbm"]["block_order_accuracy"]
     assert len(found["curve"]) == len(PARTS) + 1
     assert found["curve"][-1]["samples"] == found["train_samples"]
-    assert found["kinds"]["paths"]["artifact_bytes"] > 1000
-    assert found["kinds"]["paths"]["steering"]["block_order_accuracy"] > accuracy
+    assert found["kinds"]["lightgbm"]["artifact_bytes"] > 1000
+    assert found["kinds"]["lightgbm"]["steering"]["block_order_accuracy"] > accuracy
     json.dumps(found, allow_nan=False)
 
 
@@ -162,67 +154,11 @@ def test_a_pilot_that_steers_learns_from_every_step_what_has_changed(depths: Rec
 def test_the_chosen_kind_is_the_one_that_auto_takes(
     depths: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = ("markov", "paths")
+    kinds = ("markov", "lightgbm")
     monkeypatch.setattr(fit, "KINDS", kinds)
     found = scores(depths, 0, kinds)
     assert found["chosen"] == fit_pilot(depths.vocabulary, depths.learned, seed=0).kind
     assert chosen_kind(found["kinds"]) == found["chosen"]
-
-
-# Transfer
-
-
-def _signs(blocks: int, seed: int, steps: int = 96) -> Course:
-    """Steps in which a block runs as its third feature and a number of the sample say."""
-    rng = np.random.default_rng(seed)
-    described = rng.normal(size=(blocks, 11)).astype(np.float32)
-    signs = np.sign(rng.normal(size=steps))
-    samples = [Sample({"x": float(sign)}) for sign in signs]
-    present = signs[:, None] * described[:, 2] > 0
-    return Course(samples, present, described, site_stops(np.arange(blocks) // 4))
-
-
-def test_what_several_networks_teach_ranks_the_blocks_of_another() -> None:
-    shared = train_shared([_signs(48, 0), _signs(32, 1)], seed=0)
-    other = _signs(12, 3)
-    moved = shared.transferred(other.described, other.stops)
-    for sample, ran in list(zip(other.samples, other.present, strict=True))[:20]:
-        chances = moved.probabilities(sample)
-        assert chances[ran].mean() > chances[~ran].mean() + 0.4
-
-
-def test_codes_of_other_kinds_of_samples_are_kept_apart() -> None:
-    codes = np.arange(6).reshape(3, 2)
-    image, text = (Sample({name: 1.0}, codes) for name in ("pixels", "tokens"))
-    assert common(image).elements.shape == common(text).elements.shape == (3, 3)
-    assert not set(common(image).elements[:, 0].tolist()) & set(
-        common(text).elements[:, 0].tolist()
-    )
-    again = common(Sample({"pixels": 2.0}, codes))
-    assert np.array_equal(again.elements, common(image).elements)
-
-
-def test_a_transferred_pilot_foretells_a_real_network(
-    slim: Recording, depths: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pilot_transfer, "planned_epochs", lambda _: 2)
-    monkeypatch.setattr(pilot_transfer, "AUTO", "paths")
-    found = transfer("slim", {"slim": slim, "depths": depths}, 0)
-    assert found["networks"] == 1
-    for name in ("transferred", "own", "own_sequence", "last_order", "most_frequent"):
-        assert 0 <= found[name]["block_order_accuracy"] <= 1
-    own = fit_pilot(slim.vocabulary, slim.learned, model="markov")
-    moved = transferred_pilot(train_shared([course_of(own, slim.learned)], seed=0), own)
-    assert moved.predict(slim.scored[0].sample).blocks
-
-
-def test_nothing_is_transferred_where_a_rule_says_all(depths: Recording) -> None:
-    always = [replace(one, blocks=[0, 1, 2]) for one in depths.examples]
-    rule = replace(depths, examples=always)
-    with pytest.raises(PilotError, match="nothing to transfer"):
-        course_of(fit_pilot(rule.vocabulary, rule.learned), rule.learned)
-    assert "rule" in transfer("depths", {"depths": rule}, 0)["why"]
-    assert "no other" in transfer("depths", {"depths": depths}, 0)["why"]
 
 
 # Verdicts and pages
@@ -237,7 +173,7 @@ def _scored(order: float) -> dict[str, Any]:
     }
 
 
-def _seed(order: float, ahead: float, kind: str = "mlp", other: float = 0.5) -> dict[str, Any]:
+def _seed(order: float, ahead: float, kind: str = "sequence", other: float = 0.5) -> dict[str, Any]:
     """Return one seed's scores: alone every predictor is worse by 0.1."""
     costs = {
         "latency_s": 5e-4,
@@ -292,19 +228,12 @@ def _result(*seeds: dict[str, Any]) -> dict[str, Any]:
         }
         for key, o in (("moe_64", DATA), ("tree", STRUCTURE))
     }
-    names = ("transferred", "own", "own_sequence", "last_order", "most_frequent")
-    numbers = {name: {"block_order_accuracy": 0.61} for name in names}
-    moved = {
-        "moe_64": {"networks": 7, "own_kind": "lightgbm", **numbers},
-        "tree": {"own_kind": "rule", "own": numbers["own"], "why": "a rule"},
-    }
     return {
         "samples": 480,
         "seeds": len(seeds),
         "cases": cases,
-        "transfer": moved,
         "failed": {"esmfold, seed 0": "no transformers"},
-        "verdicts": verdicts(cases, moved),
+        "verdicts": verdicts(cases),
     }
 
 
@@ -314,13 +243,12 @@ def test_page_and_figure_tell_the_numbers(tmp_path: Path) -> None:
     (row,) = (
         line
         for line in page.splitlines()
-        if line.startswith("| top-2 of 64, 64 t") and "mlp |" in line
+        if line.startswith("| top-2 of 64, 64 t") and "sequence |" in line
     )
     assert "82.0% ±2.0" in row
     assert "| 50.0% |" in row
     assert "missed, by any kind" in row
     assert "![Accuracy by network, and over samples](x.svg)" in page
-    assert "lightgbm" in page
     assert any("Tree-LSTM" in line and "0 of 1" in line for line in said(result))
     assert "- esmfold, seed 0 failed: no transformers" in page
     write_figure(result, tmp_path / "x.svg")
@@ -340,8 +268,7 @@ def test_the_experiment_runs_and_goes_on_where_it_ended(
         "only": ("slim",),
         "seeds": 1,
         "samples": 24,
-        "kinds": ("paths",),
-        "transfer": False,
+        "kinds": ("lightgbm",),
         "keep": tmp_path / "kept",
     }
     page, numbers = tmp_path / "page.md", tmp_path / "numbers.json"

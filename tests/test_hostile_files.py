@@ -64,38 +64,49 @@ def _spoil(name: str, value: float) -> Change:
     return change
 
 
-def _leaf(value: str) -> Change:
+def _tree(name: str, place: int, value: float) -> Change:
     def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
-        lines = arrays["booster"].tobytes().decode().split("\n")
-        at = next(i for i, line in enumerate(lines) if line.startswith("leaf_value="))
-        grown = len(value) - len(lines[at].removeprefix("leaf_value=").split(" ")[0])
-        lines[at] = " ".join([f"leaf_value={value}", *lines[at].split(" ")[1:]])
-        sizes = next(i for i, line in enumerate(lines) if line.startswith("tree_sizes="))
-        first, *rest = lines[sizes].removeprefix("tree_sizes=").split(" ")
-        lines[sizes] = " ".join([f"tree_sizes={int(first) + grown}", *rest])
-        arrays["booster"] = np.frombuffer("\n".join(lines).encode(), np.uint8)
+        array = arrays[f"tree_{name}"].copy()
+        array[place] = value
+        arrays[f"tree_{name}"] = array
 
     return change
 
 
 HOSTILE: dict[str, tuple[str, Change]] = {
-    "a number that is infinite once it is read": ("mlp", _put("card", value={"x": float("inf")})),
-    "half of a surrogate pair": ("mlp", _put("card", value={"x": "\ud800"})),
+    "a number that is infinite once it is read": (
+        "lightgbm",
+        _put("card", value={"x": float("inf")}),
+    ),
+    "half of a surrogate pair": ("lightgbm", _put("card", value={"x": "\ud800"})),
     "a segment as sure as infinity": ("rule", _put("segments", 0, "fidelity", value=7.0)),
     "a correction of no model": ("rule", _put("corrects", value=True)),
-    "a correction that is neither": ("mlp", _put("corrects", value=1)),
+    "a correction that is neither": ("lightgbm", _put("corrects", value=1)),
     "families that share blocks": ("rule", _put("families", value=[[2, 3], [3]])),
     "a family of nothing": ("rule", _put("families", value=[[]])),
-    "too many slots": ("mlp", _put("slots", value=[[0, i] for i in range(MAX_SLOTS + 1)])),
-    "a scale that makes numbers overflow": ("mlp", _put("model", "scaler", "scale", value=[1e-38])),
-    "a centre that does": ("paths", _put("model", "scaler", "centre", value=[3e38])),
-    "weights beyond half precision": ("mlp", _spoil("hidden_weight", 3e38)),
-    "records far away": ("paths", _spoil("points", 3e38)),
+    "too many slots": ("lightgbm", _put("slots", value=[[0, i] for i in range(MAX_SLOTS + 1)])),
+    "a scale that makes numbers overflow": (
+        "lightgbm",
+        _put("model", "scaler", "scale", value=[1e-38]),
+    ),
+    "a centre that does": ("sequence", _put("model", "scaler", "centre", value=[3e38])),
+    "weights beyond half precision": ("sequence", _spoil("embedding", 3e38)),
+    "chances above one": ("markov", _spoil("table", 3.0)),
     "a sequence's weights": ("sequence", _spoil("state_weight", 1e30)),
     "a blend that overflows": ("markov", _spoil("correction_blend", 3e38)),
     "a table of log-chances that does": ("lightgbm", _spoil("table", -3e38)),
-    "a leaf that does": ("lightgbm", _leaf("1e300")),
-    "a leaf that is infinite": ("lightgbm", _leaf("1e999")),
+    "a leaf that does": ("lightgbm", _tree("value", 0, 1e300)),
+    "a leaf that is infinite": ("lightgbm", _tree("value", -1, np.inf)),
+    "a leaf that is no number": ("lightgbm", _tree("value", 0, np.nan)),
+    "a threshold that is no number": ("lightgbm", _tree("threshold", 0, np.nan)),
+    "a split on a column that is not there": ("lightgbm", _tree("feature", 0, 999)),
+    "a split on a column before the first": ("lightgbm", _tree("feature", 0, -1)),
+    "a tree of too many leaves": ("lightgbm", _tree("splits", 0, 16)),
+    "a tree of less than one leaf": ("lightgbm", _tree("splits", 0, -1)),
+    "a tree that takes another's splits": ("lightgbm", _tree("splits", 0, 15)),
+    "a split that is its own child": ("lightgbm", _tree("left", 0, 0)),
+    "a child that is not there": ("lightgbm", _tree("right", 0, 2**62)),
+    "a leaf that is not there": ("lightgbm", _tree("right", 0, -(2**62))),
 }
 
 

@@ -1,4 +1,4 @@
-"""Edit distances agree with the textbook's table."""
+"""Scores of orders agree with the textbook's table of edits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynoffload.pilot.distance import edit_distance, weighted_edit_distance
+from dynoffload.pilot.evaluate import block_order_accuracy, weighted_edit_distance
 
 orders = st.lists(st.integers(0, 6), max_size=90)
 
@@ -29,8 +29,13 @@ def table(first: Sequence[int], second: Sequence[int], weights: Sequence[float])
 
 
 @given(orders, orders)
-def test_bit_parallel_distance_is_the_levenshtein_distance(a: list[int], b: list[int]) -> None:
-    assert edit_distance(a, b) == table(a, b, [1.0] * 7)
+def test_accuracy_is_by_the_levenshtein_distance(a: list[int], b: list[int]) -> None:
+    longest = max(len(a), len(b), 1)
+    assert block_order_accuracy(a, b) == pytest.approx(1 - table(a, b, [1.0] * 7) / longest)
+
+
+def test_an_unknown_block_is_wrong_even_where_one_was_predicted() -> None:
+    assert block_order_accuracy([-1, 3], [-1, 3]) == 0.5
 
 
 @given(orders, orders, st.lists(st.integers(0, 50), min_size=7, max_size=7))

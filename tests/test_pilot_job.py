@@ -1,4 +1,4 @@
-"""`pilot train` as a job: resumed after a kill, on a cluster, the same bytes by any workers."""
+"""`pilot train` as a job: resumed after a kill, on a cluster, the same bytes by any processes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import joblib
 import psutil
 import pytest
 from typer.testing import CliRunner
 
 from dynoffload.cli import app
 from dynoffload.datasets.trees import trees
-from dynoffload.errors import ClientError, ConfigError, PilotError, TraceError
+from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments.zoo import tree_lstm
 from dynoffload.pilot import fit, labelling, labels
 from dynoffload.pilot.labelling import FEW, label_traces
 from dynoffload.pilot.labels import BadLabelError, Refused, make_label, makers_version, read_label
 from dynoffload.pilot.train import encode_example, load_programs, train_pilot
-from dynoffload.pilot.workers import Workers
+from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.recorded import PlannedStep
 from dynoffload.profiler.profiling import profile
@@ -65,7 +67,7 @@ def test_labels_give_the_vocabulary_and_the_examples_that_programs_give(
     traces: Path, budget: int | None
 ) -> None:
     programs = load_programs(traces)
-    made = label_traces(traces, Workers(1), silent, budget=budget).labels
+    made = label_traces(traces, 1, silent, budget=budget).labels
     from_programs = build_vocabulary(programs, budget)
     from_labels = build_vocabulary([label.outline for label in made], budget)
     assert from_labels == from_programs
@@ -97,14 +99,14 @@ def test_the_pilot_is_the_same_byte_for_byte_whoever_works_on_it(
     copy: Path, tmp_path: Path
 ) -> None:
     train_pilot(copy, progress=False, seed=5).pilot.save(tmp_path / "one")
-    train_pilot(copy, progress=False, seed=5, workers=Workers(2)).pilot.save(tmp_path / "two")
+    train_pilot(copy, progress=False, seed=5, jobs=2).pilot.save(tmp_path / "two")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     # Steps keep their order, whatever their files are called and whenever a worker ends.
     names = [f"{number}.trace" for number in range(COUNT)]
     random.Random(0).shuffle(names)
     for path, name in zip(sorted(copy.iterdir()), names, strict=True):
         path.rename(copy / name)
-    train_pilot(copy, progress=False, seed=5, workers=Workers(2)).pilot.save(tmp_path / "three")
+    train_pilot(copy, progress=False, seed=5, jobs=2).pilot.save(tmp_path / "three")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "three").read_bytes()
 
 
@@ -113,7 +115,7 @@ class TestLabelsThatAreKept:
 
     @pytest.fixture
     def keep(self, copy: Path, tmp_path: Path) -> Path:
-        label_traces(copy, Workers(1), silent, keep=tmp_path / "labels")
+        label_traces(copy, 1, silent, keep=tmp_path / "labels")
         return tmp_path / "labels"
 
     def test_all_of_them_are_used(
@@ -123,26 +125,26 @@ class TestLabelsThatAreKept:
             raise AssertionError("a label was made again")
 
         monkeypatch.setattr(labelling, "make_label", make)
-        assert label_traces(copy, Workers(1), silent, keep=keep).there == COUNT
+        assert label_traces(copy, 1, silent, keep=keep).there == COUNT
 
     def test_a_changed_trace_is_labelled_anew_and_no_other(self, copy: Path, keep: Path) -> None:
         first, second, *_ = sorted(copy.iterdir())
         shutil.copyfile(second, first)
-        found = label_traces(copy, Workers(1), silent, keep=keep)
+        found = label_traces(copy, 1, silent, keep=keep)
         assert found.there == COUNT - 1
         assert found.labels[0].digest == found.labels[1].digest
 
     def test_another_budget_or_other_code_makes_others(
         self, copy: Path, keep: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert label_traces(copy, Workers(1), silent, keep=keep, budget=10**6).there == 0
-        assert label_traces(copy, Workers(1), silent, keep=keep, budget=10**6).there == COUNT
+        assert label_traces(copy, 1, silent, keep=keep, budget=10**6).there == 0
+        assert label_traces(copy, 1, silent, keep=keep, budget=10**6).there == COUNT
         for module in (labels, labelling):
             monkeypatch.setattr(module, "makers_version", lambda: "newer")
-        assert label_traces(copy, Workers(1), silent, keep=keep, budget=10**6).there == 0
+        assert label_traces(copy, 1, silent, keep=keep, budget=10**6).there == 0
 
     def test_damaged_ones_are_made_again(self, copy: Path, keep: Path) -> None:
-        whole = label_traces(copy, Workers(1), silent, keep=keep).labels
+        whole = label_traces(copy, 1, silent, keep=keep).labels
         cut, flipped, empty, *_ = sorted(keep.iterdir())
         cut.write_bytes(cut.read_bytes()[:-7])
         data = bytearray(flipped.read_bytes())
@@ -150,7 +152,7 @@ class TestLabelsThatAreKept:
         flipped.write_bytes(bytes(data))
         empty.write_bytes(b"")
         (keep / ".x.part").write_bytes(b"left by a kill")
-        found = label_traces(copy, Workers(1), silent, keep=keep)
+        found = label_traces(copy, 1, silent, keep=keep)
         assert found.there == COUNT - 3
         assert [label.digest for label in found.labels] == [label.digest for label in whole]
 
@@ -216,12 +218,30 @@ def test_workers_end_with_a_job_that_is_killed(
     assert not left, left
 
 
+def test_a_worker_whose_first_task_begins_after_its_parent_has_gone_ends() -> None:
+    program = """
+import os, time
+from dynoffload.pilot.workers import _numbered
+parent = os.getpid()
+if not os.fork():
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    print("began", flush=True)
+    _numbered(parent, time.sleep, 0, 20)
+    print("went on", flush=True)
+os._exit(0)
+"""
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "began\n"
+
+
 def test_workers_outlive_the_thread_that_asked_for_them() -> None:
     """A second run, at once, has the same processes."""
     found: list[dict[int, int]] = []
 
     def ask() -> None:
-        found.append(dict(Workers(2).run(abs, ((-number,) for number in range(6)))))
+        found.append(dict(run_tasks(abs, ((-number,) for number in range(6)), 2)))
 
     for _ in range(2):
         thread = threading.Thread(target=ask)
@@ -235,9 +255,9 @@ def test_where_there_are_no_processes_below_work_is_done_here(tmp_path: Path) ->
     """As in a worker of `multiprocessing`, which may have no children."""
     program = """
 import multiprocessing, sys
-from dynoffload.pilot.workers import Workers
+from dynoffload.pilot.workers import run_tasks
 def work():
-    print(sorted(Workers(2).run(abs, ((-n,) for n in range(4)))))
+    print(sorted(run_tasks(abs, ((-n,) for n in range(4)), 2)))
 if __name__ == "__main__":
     process = multiprocessing.get_context("spawn").Process(target=work, daemon=True)
     process.start()
@@ -254,10 +274,10 @@ if __name__ == "__main__":
 
 
 def test_the_bar_says_how_many_labels_were_there(copy: Path, tmp_path: Path) -> None:
-    label_traces(copy, Workers(1), silent, keep=tmp_path / "labels")
+    label_traces(copy, 1, silent, keep=tmp_path / "labels")
     max(copy.iterdir()).touch()
     said: list[str] = []
-    label_traces(copy, Workers(1), lambda *a: said.append(a[0]), keep=tmp_path / "labels")
+    label_traces(copy, 1, lambda *a: said.append(a[0]), keep=tmp_path / "labels")
     assert f"labelling traces ({COUNT - 1} of {COUNT} labels were there)" in said
 
 
@@ -273,7 +293,7 @@ def test_broken_traces_are_named_and_counted_and_the_rest_is_kept(
     assert len(list((tmp_path / "labels").glob("*.label"))) == COUNT - 6
     for path in broken:
         path.unlink()
-    assert label_traces(copy, Workers(1), silent, keep=tmp_path / "labels").there == COUNT - 6
+    assert label_traces(copy, 1, silent, keep=tmp_path / "labels").there == COUNT - 6
 
 
 class TestTheCard:
@@ -354,88 +374,58 @@ def test_scores_on_what_a_pilot_was_trained_on_say_so(traces: Path, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Iterator[str]:
-    """The address of a Dask cluster of two processes on this machine."""
+def client() -> Iterator[Any]:
+    """Of a Dask cluster of two processes on this machine."""
     distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
-    ) as cluster:
-        yield cluster.scheduler_address
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with (
+        distributed.LocalCluster(processes=True, **options) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
 
 
-def test_a_dask_cluster_labels_the_same(traces: Path, tmp_path: Path, scheduler: str) -> None:
-    here = label_traces(traces, Workers(1), silent, keep=tmp_path / "here")
-    far = label_traces(traces, Workers(1, scheduler), silent, keep=tmp_path / "far")
-    assert (here.there, far.there) == (0, 0)
-    assert len(far.labels) == COUNT
+def test_a_dask_cluster_makes_the_same_labels(traces: Path, tmp_path: Path, client: Any) -> None:
+    label_traces(traces, 1, silent, keep=tmp_path / "here")
+    with joblib.parallel_config("dask", client=client):
+        far = label_traces(traces, None, silent, keep=tmp_path / "far")
+    assert (far.there, len(far.labels)) == (0, COUNT)
     for path in (tmp_path / "here").iterdir():
         assert path.read_bytes() == (tmp_path / "far" / path.name).read_bytes()
 
 
-def test_the_command_trains_on_a_dask_cluster(traces: Path, tmp_path: Path, scheduler: str) -> None:
-    out = tmp_path / "far.pilot"
-    command = ["pilot", "train", str(traces), "-o", str(out), "--model", "markov"]
-    result = CliRunner().invoke(app, [*command, "--cluster", scheduler, "--jobs", "1"])
-    assert result.exit_code == 0, result.output
+def test_a_dask_cluster_computes_and_trains_the_same_pilot(
+    traces: Path, tmp_path: Path, client: Any
+) -> None:
+    with joblib.parallel_config("dask", client=client):
+        workers = dict(run_tasks(os.getpid, [()] * 8))
+        train_pilot(traces, model="markov", progress=False).pilot.save(tmp_path / "far")
+    assert os.getpid() not in workers.values()
     train_pilot(traces, model="markov", progress=False).pilot.save(tmp_path / "here")
-    assert out.read_bytes() == (tmp_path / "here").read_bytes()
+    assert (tmp_path / "far").read_bytes() == (tmp_path / "here").read_bytes()
 
 
-def test_a_trace_that_a_cluster_cannot_read_is_named(copy: Path, scheduler: str) -> None:
+def test_a_trace_that_a_cluster_cannot_read_is_named(copy: Path, client: Any) -> None:
     victim = min(copy.iterdir())
     victim.write_bytes(b"PAR1 no trace PAR1")
-    with pytest.raises(TraceError, match=victim.name):
-        label_traces(copy, Workers(1, scheduler), silent)
+    with (
+        joblib.parallel_config("dask", client=client),
+        pytest.raises(TraceError, match=victim.name),
+    ):
+        label_traces(copy, None, silent)
 
 
-class TestClustersThatCannotServe:
-    """A clear error within seconds, never a hang."""
+@pytest.mark.parametrize("jobs", [0, -2])
+def test_no_processes_are_not_a_number_of_them(jobs: int) -> None:
+    with pytest.raises(ConfigError, match="from 1 on"):
+        list(run_tasks(abs, [(1,)], jobs))
 
-    def test_nobody_listens(self, traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("distributed")
-        monkeypatch.setattr("dynoffload.pilot.workers.CONNECT_SECONDS", 1.0)
-        with pytest.raises(PilotError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9"):
-            label_traces(traces, Workers(1, "tcp://127.0.0.1:9"), silent)
 
-    def test_the_address_is_none(self, traces: Path) -> None:
-        pytest.importorskip("distributed")
-        with pytest.raises(PilotError, match="no Dask scheduler answers at nonsense://"):
-            label_traces(traces, Workers(1, "nonsense://x"), silent)
-
-    def test_a_scheduler_without_workers(self, traces: Path) -> None:
-        distributed = pytest.importorskip("distributed")
-        with distributed.LocalCluster(n_workers=0, dashboard_address=None) as cluster:
-            with pytest.raises(PilotError, match="has no workers"):
-                label_traces(traces, Workers(1, cluster.scheduler_address), silent)
-
-    @pytest.mark.parametrize(
-        ("address", "module", "remedy"),
-        [
-            ("tcp://host:1", "distributed", r"dynoffload\[cluster\]"),
-            ("ray://host:1", "ray", r"ray\[client\]"),
-        ],
-    )
-    def test_its_library_is_missing(
-        self,
-        traces: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        address: str,
-        module: str,
-        remedy: str,
-    ) -> None:
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ClientError, match=remedy):
-            label_traces(traces, Workers(1, address), silent)
-
-    def test_no_processes_are_not_a_number_of_them(self) -> None:
-        with pytest.raises(ConfigError, match="from 1 on"):
-            Workers(0)
-
-    def test_other_code_on_a_worker_is_told(self, traces: Path) -> None:
-        made = make_label(str(min(traces.iterdir())), "key", None, "other")
-        assert isinstance(made, labels.Refused)
-        assert "same release" in made.reason
-        assert os.uname().nodename in made.reason
+def test_other_code_on_a_worker_is_told(traces: Path) -> None:
+    made = make_label(str(min(traces.iterdir())), "key", None, "other")
+    assert isinstance(made, labels.Refused)
+    assert "same release" in made.reason
+    assert os.uname().nodename in made.reason
 
 
 def test_trial_fits_see_some_samples_and_the_pilot_errs_as_all_do(
@@ -445,7 +435,7 @@ def test_trial_fits_see_some_samples_and_the_pilot_errs_as_all_do(
     vocabulary, examples = synthetic["routed"](120, noise=0.1)
     whole = fit.fit_pilot(vocabulary, examples, model="markov")
     monkeypatch.setattr(fit, "MAX_CHOOSING", 40)
-    some = fit.fit_pilot(vocabulary, examples, model="markov", workers=Workers(2))
+    some = fit.fit_pilot(vocabulary, examples, model="markov", jobs=2)
     assert (whole.card["validation_samples"], some.card["validation_samples"]) == (120, 40)
     assert some.threshold == whole.threshold
     assert some.correction is not None

@@ -1,4 +1,4 @@
-"""What is each model's own: histories, neighbours, and blocks that no training saw."""
+"""What is each model's own: histories, and blocks that no training saw."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 
 from dynoffload.pilot.features import MAX_SITES, site_stops
 from dynoffload.pilot.markov import HORIZON, MAX_ORDER, Markov, learn_markov
-from dynoffload.pilot.paths import MAX_RECORDS, NearestPaths, learn_paths
 from dynoffload.pilot.sequence import SiteSequence
 from dynoffload.pilot.sequence_training import train_sequence
 from dynoffload.profiler.sample import Sample
@@ -74,39 +73,6 @@ def test_markov_of_many_slots_looks_no_farther_than_its_horizon() -> None:
     assert model.order <= MAX_ORDER
 
 
-def test_paths_finds_the_samples_that_are_alike() -> None:
-    rng = np.random.default_rng(0)
-    kinds = rng.integers(4, size=300)
-    shown = rng.random((4, 10)) < 0.5
-    samples = [
-        Sample({"kind": float(10 * kind + rng.random()), "noise": float(rng.random())})
-        for kind in kinds
-    ]
-    model = learn_paths(samples, shown[kinds], _groups(300))
-    for kind in range(4):
-        chances = model.probabilities(Sample({"kind": 10 * kind + 0.5, "noise": 0.5}))
-        assert ((chances > 0.5) == shown[kind]).all()
-
-
-def test_paths_keeps_the_latest_records_only() -> None:
-    count = MAX_RECORDS + 50
-    samples = [Sample({"x": float(step)}) for step in range(count)]
-    present = np.zeros((count, 3), dtype=np.bool_)
-    present[-50:] = True
-    model = learn_paths(samples, present, _groups(count))
-    assert len(model.points) == MAX_RECORDS
-    assert model.probabilities(samples[-10]).min() > 0.9
-
-
-def test_paths_refuses_records_that_do_not_belong_together() -> None:
-    samples = [Sample({"x": float(step)}) for step in range(9)]
-    model = learn_paths(samples, np.eye(9, dtype=np.bool_), _groups(9))
-    again = NearestPaths.load(model.document(), model.arrays(), 9)
-    assert np.array_equal(again.probabilities(samples[3]), model.probabilities(samples[3]))
-    with pytest.raises(ValueError, match="wrong shape"):
-        NearestPaths.load(model.document(), model.arrays(), 99)
-
-
 def _echoes(steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return steps of five sites with four blocks: one is drawn, the others run the same."""
     rng = np.random.default_rng(seed)
@@ -127,23 +93,6 @@ def test_the_sequence_follows_what_ran() -> None:
         rest = net.rest(NOBODY)(step[:4].tolist())
         assert ((rest > 0.5) == step).all()
     assert net.probabilities(NOBODY) == pytest.approx(0.25, abs=0.1)
-
-
-def test_the_sequence_ranks_blocks_of_a_network_it_never_saw() -> None:
-    # Whether a block runs follows from its idioms and a number of the sample.
-    rng = np.random.default_rng(0)
-    described = rng.normal(size=(96, 9)).astype(np.float32)
-    sites = np.repeat(np.arange(24), 4)
-    signs = np.sign(rng.normal(size=500))
-    samples = [Sample({"x": float(sign)}) for sign in signs]
-    present = signs[:, None] * described[:, 2] > 0
-    net, _ = train_sequence(samples, present, described, sites, seed=0)
-    other = rng.normal(size=(12, 9)).astype(np.float32)
-    moved = net.transferred(other, site_stops(np.repeat(np.arange(3), 4)))
-    for sign in (-1.0, 1.0):
-        chances = moved.probabilities(Sample({"x": sign}))
-        runs = sign * other[:, 2] > 0
-        assert chances[runs].mean() > chances[~runs].mean() + 0.4
 
 
 def test_the_sequence_is_stored_and_damage_is_refused() -> None:

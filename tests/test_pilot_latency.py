@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from reference_work import times_reference
 
-from dynoffload.pilot import mlp_training
-from dynoffload.pilot.distance import edit_distance
+from dynoffload.pilot import sequence_training
+from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.models import KINDS
@@ -36,7 +36,7 @@ def test_384_experts_at_64_tokens(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, following the steps, and learning from one, however well it was taught."""
-    monkeypatch.setattr(mlp_training, "MAX_EPOCHS", mlp_training.MIN_EPOCHS)
+    monkeypatch.setattr(sequence_training, "MAX_EPOCHS", sequence_training.MIN_EPOCHS)
     vocabulary, examples = routed(24, tokens=64, experts=64, layers=6, codes=256)
     fit_pilot(vocabulary, examples, model=kind).save(tmp_path / "x.pilot")
     pilot = Pilot.load(tmp_path / "x.pilot")
@@ -63,4 +63,4 @@ def test_trees_of_200_nodes() -> None:
 def test_comparing_two_orders_of_400_blocks() -> None:
     rng = np.random.default_rng(0)
     first, second = (rng.integers(390, size=400).tolist() for _ in range(2))
-    assert times_reference(lambda: edit_distance(first, second)) < 1
+    assert times_reference(lambda: block_order_accuracy(first, second)) < 1

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from dynoffload.errors import PilotError
+from dynoffload.pilot import fit
 from dynoffload.pilot.association import learn_association
 from dynoffload.pilot.baselines import LastOrder
 from dynoffload.pilot.boosting import train_tables
 from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.fit import fit_pilot
-from dynoffload.pilot.mlp_training import Batch, Weights, loss_and_gradients
 from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.trials import LEAST_COMPARED, is_behind, teach
-from dynoffload.pilot.workers import Workers
+from dynoffload.pilot.workers import run_tasks
 from dynoffload.profiler.sample import Sample
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
@@ -52,67 +52,21 @@ def test_association_of_a_sample_without_elements_says_nothing() -> None:
     assert silent.tolist() == surest.tolist() == [0.0]
 
 
-def test_gradients_of_the_noisy_or_net_are_those_of_its_loss() -> None:
-    rng = np.random.default_rng(3)
-    width, hidden, blocks, rows = 5, 6, 4, 9
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape) * 0.5
-
-    weights: Weights = {
-        "embedding": normal(rows, width),
-        "position": normal(64, width),
-        "context": normal(2 * width, width),
-        "hidden_weight": normal(width, hidden),
-        "hidden_bias": normal(hidden),
-        "out_weight": normal(hidden, blocks),
-        "out_bias": normal(blocks),
-        "value_weight": normal(2, width),
-        "value_bias": normal(width),
-        "value_out_weight": normal(width, blocks),
-        "value_out_bias": normal(blocks),
-        "shared": normal(hidden, 3),
-    }
-    stands_for = np.array([[1.0, 1, 1, 0], [2, 2, 0, 0]])
-    batch = Batch(rng.integers(rows, size=(2, 4, 3)), stands_for, normal(2, 2))
-    present = rng.random((2, blocks)) < 0.5
-    described = normal(blocks, 3)
-    _, gradients = loss_and_gradients(weights, batch, present, described, None)
-    assert set(gradients) == set(weights)
-    step = 1e-3
-    for name, weight in weights.items():
-        for place in map(tuple, np.argwhere(np.ones(weight.shape))[::7]):
-            at = weight[place]
-            losses = []
-            for moved in (at + step, at - step):
-                weight[place] = moved
-                losses.append(loss_and_gradients(weights, batch, present, described, None)[0])
-            weight[place] = at
-            slope = (losses[0] - losses[1]) / (2 * step)
-            assert gradients[name][place] == pytest.approx(slope, abs=2e-3, rel=2e-2), name
-
-
-BY_CODE = ("lightgbm", "mlp")
-"""The kinds in which each element speaks for itself."""
-
-
-@pytest.mark.parametrize("kind", BY_CODE)
-def test_a_model_learns_the_rule_from_codes_to_experts(kind: str) -> None:
+def test_the_tables_learn_the_rule_from_codes_to_experts() -> None:
     vocabulary, examples = routed(320)
     _, fresh = routed(60, seed=5)
-    pilot = fit_pilot(vocabulary, examples, model=kind)
-    assert pilot.kind == kind
+    pilot = fit_pilot(vocabulary, examples, model="lightgbm")
+    assert pilot.kind == "lightgbm"
     scores = score(lambda e: pilot.predict(e.sample).blocks, fresh, vocabulary.blocks, frozenset())
     last = score(LastOrder(), fresh, vocabulary.blocks, frozenset())
     assert scores.block_order_accuracy > 0.95
     assert scores.block_order_accuracy > last.block_order_accuracy + 0.3
 
 
-@pytest.mark.parametrize("kind", ["paths", "sequence"])
-def test_a_model_of_whole_samples_learns_part_of_the_rule(kind: str) -> None:
+def test_the_sequence_learns_part_of_the_rule_from_whole_samples() -> None:
     vocabulary, examples = routed(160)
     _, fresh = routed(60, seed=5)
-    pilot = fit_pilot(vocabulary, examples, model=kind)
+    pilot = fit_pilot(vocabulary, examples, model="sequence")
     scores = score(lambda e: pilot.predict(e.sample).blocks, fresh, vocabulary.blocks, frozenset())
     usual = score(lambda _: pilot.most_frequent, fresh, vocabulary.blocks, frozenset())
     assert scores.block_order_accuracy > usual.block_order_accuracy + 0.03
@@ -185,18 +139,20 @@ def test_auto_takes_the_model_that_does_better_aside() -> None:
     assert tried[pilot.kind] == max(tried.values())
 
 
-def test_a_kind_that_is_far_behind_is_given_up_after_one_part() -> None:
+def test_a_kind_that_is_far_behind_is_given_up_after_one_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     vocabulary, examples = routed(160, noise=0.0)  # what runs follows from the sample alone
     tried: list[tuple[str, int]] = []
 
-    class Counting(Workers):
-        def run(self, task: Any, given: Any) -> Any:
-            tasks = list(given)
-            if task is teach:
-                tried.extend((kind, part) for kind, _, _, part, _ in tasks)
-            return super().run(task, tasks)
+    def counting(task: Any, given: Any, jobs: Any) -> Any:
+        tasks = list(given)
+        if task is teach:
+            tried.extend((kind, part) for kind, _, _, part, _ in tasks)
+        return run_tasks(task, tasks, jobs)
 
-    pilot = fit_pilot(vocabulary, examples, workers=Counting(1))
+    monkeypatch.setattr(fit, "run_tasks", counting)
+    pilot = fit_pilot(vocabulary, examples)
     behind = pilot.card["behind"]
     assert "markov" in behind  # it knows nothing of the sample
     assert all(gap > 0 for gap in behind.values())
@@ -228,7 +184,7 @@ def test_a_network_without_optional_blocks_needs_no_model() -> None:
 
 def test_confidence_is_given_for_each_block_and_tells_sure_from_unsure() -> None:
     vocabulary, examples = routed(200, noise=0.15)
-    pilot = fit_pilot(vocabulary, examples[:150], model="mlp")
+    pilot = fit_pilot(vocabulary, examples[:150], model="lightgbm")
     hits, misses = [], []
     for example in examples[150:]:
         prediction = pilot.predict(example.sample)
@@ -243,7 +199,7 @@ def test_what_cannot_be_learned_from_is_refused() -> None:
     vocabulary, examples = routed(10)
     with pytest.raises(PilotError, match="at least 2"):
         fit_pilot(vocabulary, examples[:1])
-    with pytest.raises(PilotError, match="choose one of auto, lightgbm, mlp"):
+    with pytest.raises(PilotError, match="choose one of auto, lightgbm, markov"):
         fit_pilot(vocabulary, examples, model="oracle")
     _, wide = routed(10, experts=99)
     with pytest.raises(PilotError, match="do not fit the vocabulary"):

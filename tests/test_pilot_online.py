@@ -106,7 +106,7 @@ def test_correction_does_no_harm_where_nothing_drifts() -> None:
 
 def test_learning_on_another_thread_does_not_stop_the_steps() -> None:
     vocabulary, examples = routed(120)
-    learner = OnlineLearner(vocabulary, model="mlp")
+    learner = OnlineLearner(vocabulary, model="lightgbm")
     for example in examples[:60]:
         learner.observe(example.sample, example.blocks)
     failures: list[BaseException] = []
@@ -184,7 +184,7 @@ def test_a_pilot_that_drifts_and_may_not_learn_is_only_told_of(
 
 def test_a_drift_during_the_learning_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, examples = routed(200, noise=0.02)
-    learner = OnlineLearner(vocabulary, model="paths")
+    learner = OnlineLearner(vocabulary, model="markov")
     for example in examples[:40]:
         learner.predict(example.sample)
         learner.observe(example.sample, example.blocks)

@@ -34,9 +34,7 @@ class ModelChoice(str, enum.Enum):
 
     AUTO = "auto"
     LIGHTGBM = "lightgbm"
-    MLP = "mlp"
     MARKOV = "markov"
-    PATHS = "paths"
     SEQUENCE = "sequence"
 
 
@@ -45,14 +43,6 @@ Traces = Annotated[
 ]
 Jobs = Annotated[
     int | None, typer.Option(min=1, help="Processes on this machine; by default one per core.")
-]
-Cluster = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Read the traces on a cluster: tcp://HOST:8786 of a Dask scheduler (dynoffload's "
-        "extra 'cluster'), ray://HOST:10001 of Ray. Workers find the traces under the same path.",
-    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
 
@@ -72,7 +62,6 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same pilot.")] = 0,
     jobs: Jobs = None,
-    cluster: Cluster = None,
     work: Annotated[
         Path | None,
         typer.Option(
@@ -93,15 +82,12 @@ def train(
 
     ```
     $ dynoffload pilot train traces/ -o moe.pilot --model auto
-
-    $ dynoffload pilot train traces/ -o moe.pilot --cluster tcp://scheduler:8786
     ```
     """
     from dynoffload.pilot.artifact import write_whole
     from dynoffload.pilot.labelling import forget
     from dynoffload.pilot.model_card import card_path, model_card
     from dynoffload.pilot.train import train_pilot
-    from dynoffload.pilot.workers import Workers
 
     out.parent.mkdir(parents=True, exist_ok=True)
     limit = None if budget is None else parse_bytes(budget, "--budget")
@@ -111,7 +97,7 @@ def train(
         model=model.value,
         budget=limit,
         seed=seed,
-        workers=Workers(jobs, cluster),
+        jobs=jobs or -1,
         keep=labels,
     )
     result.pilot.save(out)
@@ -164,11 +150,10 @@ def evaluate(
     """
     from dynoffload.pilot.pilot import Pilot
     from dynoffload.pilot.train import evaluate_pilot
-    from dynoffload.pilot.workers import Workers
 
     loaded = Pilot.load(pilot)
     try:
-        evaluation = evaluate_pilot(loaded, traces, workers=Workers(jobs))
+        evaluation = evaluate_pilot(loaded, traces, jobs=jobs or -1)
     except PilotError as error:
         raise PilotError(f"{pilot} and {traces}: {error}") from error
     _show(f"{pilot.name} on {traces}", {"model": loaded.kind}, evaluation, as_json)
