@@ -71,6 +71,7 @@ def run(
 
     make_room(out, "--out")
     begin = time.perf_counter()
+    _say("six phases, which take two to three minutes on two cores without other work")
     with progress_bar(sys.stderr.isatty()) as report, tempfile.TemporaryDirectory() as scratch:
         _say(
             f"1/6 recording {profiled} plain steps of a language model of routed experts, and "
