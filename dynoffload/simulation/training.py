@@ -311,6 +311,8 @@ class Training:
             else:
                 self.pager.lock(slot.update_regions())
                 self._pending[slot] = step
+                if step.states.get(slot.number) and not slot.states:
+                    self._update(slot)  # the first makes the state, and does not wait
         self.chunks.settle()
         self._outstanding.clear()
 
