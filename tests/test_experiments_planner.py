@@ -23,7 +23,7 @@ from dynoffload.experiments.planner.plan import Plan, PlanError, check
 from dynoffload.experiments.planner.problem import Again, Problem, recomputable
 from dynoffload.experiments.planner.search import plan
 from dynoffload.experiments.planner.windows import room_of
-from dynoffload.planning import Kind, Use
+from dynoffload.planning.schedule import Kind, Use
 
 QUICK = 20_000
 
