@@ -112,7 +112,7 @@ def make_label(path: str, key: str, budget: int | None, makers: str) -> bytes | 
             recorded_trace = load_trace(Path(path))  # refuses what is larger than any trace
             with Path(path).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            made = resolve(recorded_trace, work=False)
+            made = resolve(recorded_trace)
             plan = None if budget is None else plan_recorded(recorded_trace, budget)
             return _pack(outline_of(made), made.sample, made.hints, digest, plan, key)
         except DynOffloadError as error:

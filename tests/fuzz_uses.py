@@ -6,7 +6,6 @@ What it is not: the judge of what else they raise; see `fuzzing`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +124,6 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         trace.operators
     ):
         raise Malformed("a program that lacks operators")
-    if not all(math.isfinite(visit.seconds) for visit in program.visits):
-        raise Malformed("a time that is not finite")
     label = label_of(program)
     beside = good.labels.get(trace.network, [])
     for labels in ([label], [*beside, label])[0 if learn else 1 :]:

@@ -41,17 +41,11 @@ class Call:
 def program(root: Sequence[Call], network: str = "net") -> Outline:
     """Write the outline of some calls; a call with ``own`` bytes has one parameter and two states.
 
-    Every visit takes 1 s in forward and 2 s in backward, and leaves 10 bytes of activations.
+    Every visit of forward leaves 10 bytes of activations.
     """
     calls: list[ModuleCall] = []
     visits: list[Visit] = []
     regions: dict[str, RegionInfo] = {}
-    counts: dict[str, int] = {}
-
-    def count(call: Call) -> None:
-        counts[call.path] = counts.get(call.path, 0) + 1
-        for inner in call.inner:
-            count(inner)
 
     def write(call: Call, parent: int, operator: int) -> int:
         index, start = len(calls), operator
@@ -64,28 +58,22 @@ def program(root: Sequence[Call], network: str = "net") -> Outline:
                 ]
             }  # fmt: skip
             regions.update((n, RegionInfo(n, kind, call.own)) for n, kind in names.items())
-            variant = call.key if counts[call.path] > 1 else ""
-            visits.append(
-                Visit(call.path, variant, Phase.FORWARD, Idioms(stream=1), 1.0,
-                      (f"{call.path}.weight",), 10, (operator, operator + 1))
-            )  # fmt: skip
+            used = (f"{call.path}.weight",)
+            place = (operator, operator + 1)
+            visits.append(Visit(call.path, Phase.FORWARD, Idioms(stream=1), used, 10, place))
             operator += 1
         for inner in call.inner:
             operator = write(inner, index, operator)
         calls[index] = ModuleCall(call.path, call.key, parent, start, operator)
         return operator
 
-    for call in root:
-        count(call)
     last = 0
     for call in root:
         last = write(call, -1, last)
     for number, visit in enumerate(reversed(visits)):
         used = (*visit.regions, f"{visit.path}.weight:grad")
         place = (last + number, last + number + 1)
-        visits.append(
-            Visit(visit.path, visit.variant, Phase.BACKWARD, Idioms(), 2.0, used, 0, place)
-        )
+        visits.append(Visit(visit.path, Phase.BACKWARD, Idioms(), used, 0, place))
     return outline_of(Program(network, tuple(visits), regions, tuple(calls), Sample({}), "", 0))
 
 
