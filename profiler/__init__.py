@@ -1,7 +1,7 @@
 """What a training step did: operators, idioms, regions and costs.
 
 `Recorder` (or `profile`, without a loop of one's own) makes a `Trace` of each step; `resolve` makes
-a `Program` of a trace, and a `CostModel` tells what either takes on a machine.
+a `Program` of a trace, and a `CostModel` tells what a trace takes on a machine.
 """
 
 from __future__ import annotations

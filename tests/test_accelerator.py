@@ -26,7 +26,8 @@ from dynoffload.memory.accelerator import host as host_tier
 from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
 from dynoffload.memory.accelerator.streams import Streams
 from dynoffload.memory.device import Cause, EventKind
-from dynoffload.planning import Action, Kind, LookAhead, Use
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Action, Kind, Use
 from dynoffload.runtime.residency import Residence
 from dynoffload.units import KiB, MiB
 

@@ -30,7 +30,8 @@ from dynoffload.cli import app
 from dynoffload.errors import ClientError, TraceError
 from dynoffload.integrations.chakra import schema, write_chakra
 from dynoffload.integrations.chakra.graph import Node, nodes_of
-from dynoffload.planning import Action, Kind, LookAhead, NextUse, Schedule, Use
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
 from dynoffload.profiler import Recorder, Trace
 
 

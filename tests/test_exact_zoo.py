@@ -30,7 +30,7 @@ from dynoffload.experiments import zoo
 from dynoffload.memory.pager import probe
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
-from dynoffload.planning import footprint
+from dynoffload.planning.footprint import footprint
 from dynoffload.profiler import Trace, profile
 from dynoffload.runtime.sizing import sizing_of
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz_traces import repack, unpack
+from synthetic_pilot import label_of
 from torch import Tensor, nn
 
 from dynoffload.errors import TraceError
@@ -173,9 +174,9 @@ def test_what_a_decider_says_is_checked(
 
 def _examples(name: str, count: int, **shape: Any) -> tuple[Vocabulary, list[Example]]:
     _, traces = _recorded(name, count, **shape)
-    programs = [resolve(trace) for trace in traces]
-    vocabulary = build_vocabulary(programs)
-    return vocabulary, [encode_example(vocabulary, program) for program in programs]
+    labels = [label_of(resolve(trace)) for trace in traces]
+    vocabulary = build_vocabulary([label.outline for label in labels])
+    return vocabulary, [encode_example(vocabulary, label) for label in labels]
 
 
 def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it() -> None:

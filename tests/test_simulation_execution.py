@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynoffload.errors import BudgetError
-from dynoffload.planning.bound import phase_bound
+from dynoffload.experiments.bound import phase_bound
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
 from dynoffload.simulation.execution import Execution, State, StepResult

@@ -15,9 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynoffload.errors import BudgetError, ConfigError
-from dynoffload.planning.drafting import choose_drafts, drafted_regions
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
+from dynoffload.planning.reference import (
+    Reference,
+    Saved,
+    Visit,
+    choose_drafts,
+    completing,
+    drafted_regions,
+    visits_made,
+)
 from dynoffload.planning.schedule import NextUse, Policy, Schedule
 from dynoffload.simulation.chunks import Chunks
 from dynoffload.simulation.execution import StepResult

@@ -427,11 +427,8 @@ def _vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
             path=unit.path,
             variant="",
             visits=(unit.path,),
-            regions=tuple(slot.name for slot in unit.slots),
             nbytes=sum(local_bytes(slot.parameter) for slot in unit.slots),
             activation_bytes=0,
-            forward_s=0.0,
-            backward_s=0.0,
             idioms=_ZERO,
         )
         for number, unit in enumerate(units)

@@ -1,9 +1,4 @@
-"""Execution blocks of a step: cut at decision points, and between them where least is exposed.
-
-What it is: `partition`, the choice of cuts for one step on one machine, and `decision_cuts`, which
-finds in a program where a vocabulary says that samples decide. What it is not: the vocabulary's own
-blocks, which are the same for all samples and are what a pilot predicts (see `planning.cutting`);
-these refine them, and join what no sample parts.
+"""Execution blocks of a step, cut where least is exposed.
 
 [Note: least exposed]  While a block runs, what the next one lacks is fetched, and what it has done
 with is written. So it exposes what these transfers take longer than its uses. What moves is what
@@ -16,23 +11,18 @@ O(uses * lengths^2).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from dynoffload.errors import ConfigError
-from dynoffload.planning.blocks import UNSEEN, Vocabulary
-from dynoffload.planning.timed.choosing import Chooser
-from dynoffload.planning.timed.plan import Plan
-from dynoffload.planning.timed.planner import ALLOWANCE, plan
-from dynoffload.planning.timed.problem import Problem
-from dynoffload.planning.timed.step import Step
-from dynoffload.profiler.program import Program, Visit
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
+from dynoffload.experiments.planner.choosing import Chooser
+from dynoffload.experiments.planner.plan import Plan
+from dynoffload.experiments.planner.problem import Problem
+from dynoffload.experiments.planner.search import ALLOWANCE, plan
+from dynoffload.experiments.planner.step import Step
 
-    Seconds = np.ndarray[Any, np.dtype[np.float64]]
+Seconds = np.ndarray[Any, np.dtype[np.float64]]
 
 LENGTHS = (1, 2, 3, 4)
 """Visits that a block may have. Longer ones expose less by the rule above, and more once they are
@@ -42,43 +32,17 @@ _CUT = 1e-7
 """What a cut costs, in seconds of the step: among partitions that expose alike the coarser."""
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Where a step is cut.
-
-    Attributes:
-        stops: one past the last use of each block, ascending.
-        exposed_s: seconds that the blocks expose; see [Note: least exposed].
-    """
-
-    stops: tuple[int, ...]
-    exposed_s: float
-
-
-def partition(
-    problem: Problem, cuts: Collection[int] = (), lengths: Sequence[int] = LENGTHS
-) -> Partition:
-    """Return the cuts of a step that expose least.
+def partition(problem: Problem, backward: int, lengths: Sequence[int] = LENGTHS) -> tuple[int, ...]:
+    """Return the stops of the blocks that expose least: one past the last use of each.
 
     Args:
-        problem: the step, the budget and the link; what may be computed again does not matter.
-        cuts: uses before which there must be a cut, such as `decision_cuts` and the beginning of
-            backward.
+        problem: the step, the budget and the link.
+        backward: the use with which backward begins; no block reaches over it.
         lengths: uses that a block may have; 1 must be among them.
-
-    Raises:
-        ConfigError: if 1 is not among the lengths.
     """
-    import numpy as np
-
-    if 1 not in lengths:
-        raise ConfigError(f"blocks of one use must be allowed: lengths are {tuple(lengths)}")
     costs = BlockCosts(problem, max(lengths))
     count = len(problem.uses)
     sizes = np.array(sorted(set(lengths)))
-    parted = np.zeros(count + 1, dtype=int)
-    parted[[cut for cut in cuts if 0 < cut < count]] = 1
-    before = np.cumsum(parted)  # cuts at or before a use
     penalty = _CUT * problem.compute_s
     # best[stop, kind]: what all up to `stop` exposes, less the last block, which has that length
     best = np.full((count + 1, len(sizes)), np.inf)
@@ -86,7 +50,7 @@ def partition(
     for start in range(count):
         kinds = np.nonzero(start + sizes <= count)[0]
         stops = start + sizes[kinds]
-        allowed = (before[stops - 1] == before[start]) & (
+        allowed = ((start >= backward) | (stops <= backward)) & (
             costs.need[start, sizes[kinds] - 1] <= problem.capacity
         )
         allowed |= sizes[kinds] == 1
@@ -119,47 +83,24 @@ def partition(
     while stop > 0:
         stops_found.append(stop)
         kind, stop = int(came[stop, kind]), stop - int(sizes[kind])
-    found = float(np.min(ends)) - penalty * len(stops_found)
-    return Partition(tuple(reversed(stops_found)), max(0.0, found))
+    return tuple(reversed(stops_found))
 
 
 def exposed(seconds: Any, write: Any, fetch: Any, fits: Any) -> Any:
     """Return the seconds that a block exposes beside which ``write`` and, if it ``fits``,
     ``fetch`` run; all of them arrays of seconds that can be broadcast."""
-    import numpy as np
-
     together = np.maximum(0.0, write + fetch - seconds)
     return np.where(fits, together, np.maximum(0.0, write - seconds) + fetch)
 
 
-def plan_blocks(
-    step: Step,
-    capacity: int,
-    read_bps: float,
-    write_bps: float,
-    *,
-    cuts: Collection[int] = (),
-    lengths: Sequence[int] = LENGTHS,
-    allowance: int = ALLOWANCE // 2,
-) -> tuple[Step, Plan]:
-    """Return a step in execution blocks, and its plan.
-
-    Args:
-        step: at visits.
-        capacity: bytes of fast memory.
-        read_bps: bytes per second into it.
-        write_bps: bytes per second out of it.
-        cuts: uses before which there must be a cut, as of `decision_cuts`.
-        lengths: see `partition`.
-        allowance: of the search, see `plan`.
+def plan_blocks(step: Step, capacity: int, bandwidth: float) -> tuple[Step, Plan]:
+    """Return a step at visits in execution blocks, and its plan.
 
     Raises:
         BudgetError: the regions of one use are together larger than ``capacity``.
     """
-    whole = step.on(capacity, read_bps, write_bps)
-    found = partition(whole, {*cuts, step.backward}, lengths)
-    blocks = step.fused(found.stops)
-    return blocks, plan(blocks.on(capacity, read_bps, write_bps), allowance=allowance)
+    blocks = step.fused(partition(step.on(capacity, bandwidth), step.backward))
+    return blocks, plan(blocks.on(capacity, bandwidth), allowance=ALLOWANCE // 2)
 
 
 class BlockCosts:
@@ -173,8 +114,6 @@ class BlockCosts:
     """
 
     def __init__(self, problem: Problem, longest: int) -> None:
-        import numpy as np
-
         chooser = Chooser(problem)
         layout = chooser.layout(())
         moved = chooser.filled(layout, layout.absent, problem.capacity)
@@ -221,8 +160,6 @@ def _sums(entries: Sequence[tuple[int, int, float]], shape: tuple[int, int]) -> 
 
     An entry ``(at, before, amount)`` counts in blocks that have ``at`` but not ``before``.
     """
-    import numpy as np
-
     found = np.zeros(shape)
     if not entries:
         return found
@@ -232,31 +169,3 @@ def _sums(entries: Sequence[tuple[int, int, float]], shape: tuple[int, int]) -> 
         counts = (start > before) & (start >= 0)
         np.add.at(found[:, distance], start[counts], amount[counts])
     return np.cumsum(found, axis=1)
-
-
-def decision_cuts(program: Program, vocabulary: Vocabulary) -> tuple[int, ...]:
-    """Return the visits of a program before which a sample decides, or a phase begins.
-
-    That is where one of two neighbours belongs to a block that some sample does without, that one
-    sample calls many times, or that is in no block.
-    """
-    block_of: dict[str, int] = {}
-    for block in vocabulary.blocks:
-        for path in block.visits:
-            block_of.setdefault(path, block.index)
-
-    def decides(visit: Visit) -> bool:
-        index = block_of.get(visit.path, UNSEEN)
-        if index == UNSEEN:
-            return True
-        block = vocabulary.blocks[index]
-        return block.optional or block.path in vocabulary.repeated
-
-    cuts = []
-    for number in range(1, len(program.visits)):
-        one, other = program.visits[number - 1], program.visits[number]
-        same = block_of.get(one.path, UNSEEN) == block_of.get(other.path, UNSEEN)
-        parted = decides(one) or decides(other)
-        if one.phase is not other.phase or (parted and not (same and one.path == other.path)):
-            cuts.append(number)
-    return tuple(cuts)

@@ -1,9 +1,4 @@
-"""Small problems for the planner: drawn at random, and read from recorded steps.
-
-What it is: `drawn`, a training step of a network of some shape under some budget and link, with
-sizes and seconds drawn too; `recorded` and `read`, a step of a real network in execution blocks.
-What it is not: the planner, nor what it is compared with.
-"""
+"""Small problems for the planner: drawn at random, and read from recorded steps."""
 
 from __future__ import annotations
 
@@ -12,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dynoffload.experiments.planner.blocks import partition
+from dynoffload.experiments.planner.problem import Problem, recomputable
+from dynoffload.experiments.planner.step import Step, extent, step_of
 from dynoffload.experiments.zoo import NETWORKS, build, samples
 from dynoffload.planning.schedule import Use
-from dynoffload.planning.timed import Problem, Step, computed_again, partition, step_of
-from dynoffload.profiler import Trace
+from dynoffload.profiler import Trace, resolve
 
 _CALL_S, _BYTE_S = 5e-6, 1e-10
 STEP_S = 1.0
@@ -116,11 +113,11 @@ def drawn(seed: int) -> Case:
     link = list(LINKS)[seed // (len(SHAPES) * len(BUDGETS)) % len(LINKS)]
     net = SHAPES[shape](chance)
     step = _step(net, chance, optimizer=len(net.weights) <= 4 and chance.random() < 0.7)
-    problem = squeezed(step, chance.uniform(0.8, 1.2) * LINKS[link], BUDGETS[budget], chance)
+    problem = _squeezed(step, chance.uniform(0.8, 1.2) * LINKS[link], BUDGETS[budget], chance)
     return Case(f"drawn {seed}", shape, budget, link, problem)
 
 
-def squeezed(step: Problem, ratio: float, share: float, chance: random.Random) -> Problem:
+def _squeezed(step: Problem, ratio: float, share: float, chance: random.Random) -> Problem:
     """Return ``step`` under a budget and on a link.
 
     Args:
@@ -129,7 +126,7 @@ def squeezed(step: Problem, ratio: float, share: float, chance: random.Random) -
         share: of what lies between the least that runs and all that is ever alive.
         chance: decides what is in fast memory to begin with, and the bandwidths of both directions.
     """
-    least, most = _extent(step)
+    least, most = extent(step.uses, step.sizes)
     capacity = least + int(share * (most - least))
     bandwidth = ratio * most / step.compute_s
     skew = chance.choice((1.0, 1.0, 1.6))
@@ -152,18 +149,6 @@ def squeezed(step: Problem, ratio: float, share: float, chance: random.Random) -
         resident=frozenset(resident),
         dirty=frozenset(dirty),
     )
-
-
-def _extent(step: Problem) -> tuple[int, int]:
-    """Return the bytes of the largest use, and the most that is alive at one time."""
-    least = max(sum(step.sizes[r] for r in {*use.regions, *use.creates}) for use in step.uses)
-    alive = sum(step.sizes[life.region] for life in step.lives if not life.born)
-    most = alive
-    for use in step.uses:
-        alive += sum(step.sizes[region] for region in use.creates)
-        most = max(most, alive)
-        alive -= sum(step.sizes[region] for region in use.frees)
-    return least, max(most, least)
 
 
 def _step(net: _Net, chance: random.Random, *, optimizer: bool) -> Problem:
@@ -249,7 +234,7 @@ def _step(net: _Net, chance: random.Random, *, optimizer: bool) -> Problem:
         capacity=sum(sizes) * 2,
         read_bps=1.0,
         write_bps=1.0,
-        again=computed_again(uses, sizes, calls, backward),
+        again=recomputable(uses, sizes, calls, backward),
     )
 
 
@@ -270,7 +255,7 @@ def recorded(name: str) -> Step:
         )
         for operator in trace.operators
     ]
-    return step_of(trace).at_visits()
+    return step_of(trace, resolve(trace)).at_visits()
 
 
 def _of_the_zoo(name: str) -> Trace:
@@ -301,9 +286,9 @@ def read(name: str, step: Step, budget: str, link: str) -> Case:
     least, most = step.extent()
     seconds = sum(use.seconds for use in step.uses)
     bandwidth = LINKS[link] * most / seconds
-    roomy = step.on(least + int(BUDGETS["loose"] * (most - least)), bandwidth, bandwidth)
-    blocks = step.fused(partition(roomy, (step.backward,), LENGTHS).stops)
+    roomy = step.on(least + int(BUDGETS["loose"] * (most - least)), bandwidth)
+    blocks = step.fused(partition(roomy, step.backward, LENGTHS))
     least, most = blocks.extent()
     capacity = least + int(BUDGETS[budget] * (most - least))
-    problem = blocks.on(capacity, bandwidth, bandwidth)
+    problem = blocks.on(capacity, bandwidth)
     return Case(f"{name} {budget} {link}", "recorded", budget, link, problem)

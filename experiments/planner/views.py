@@ -1,7 +1,4 @@
-"""Tables and the figure of `dynoffload.experiments.planner_optimality`.
-
-What it is: its numbers as people read them. What it is not: their computation.
-"""
+"""Tables and the figure of `dynoffload.experiments.planner.optimality`."""
 
 from __future__ import annotations
 

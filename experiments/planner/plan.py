@@ -1,18 +1,151 @@
-"""Carrying a plan out slot by slot, to see that it holds.
+"""A plan: what is recomputed, what moves in which slots, the seconds of the step; and its checker.
 
-What it is: `check`, which knows the model and the plan's transfers and stays, and nothing of how
-they were found. What it is not: an execution on a machine (see `dynoffload.simulation`).
+`check` carries a plan out by the model and knows nothing of the search that found it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from dynoffload.errors import PlanError
+from dynoffload.experiments.planner.choosing import Choice
+from dynoffload.experiments.planner.problem import Problem
 from dynoffload.planning.schedule import Kind
-from dynoffload.planning.timed.plan import Plan, Stay, Transfer
 
 _EPS = 1e-9
+
+
+class PlanError(ValueError):
+    """A plan that the model does not allow."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One region on the link, once.
+
+    Attributes:
+        region: its index.
+        kind: the direction.
+        first: the first slot in which it may run. From it on a fetched region takes room.
+        last: one past the last slot in which it may run. A written region takes room up to it; a
+            fetched one is used in it.
+        pieces: ``(slot, seconds)`` of what runs beside compute.
+        exposed_s: seconds of the rest, in the pause before ``last``.
+    """
+
+    region: int
+    kind: Kind
+    first: int
+    last: int
+    pieces: tuple[tuple[int, float], ...]
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Slots ``first`` to ``last - 1`` in which a region takes room."""
+
+    region: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is to run; see [Note: the model] of `problem`.
+
+    Attributes:
+        problem: what it is a plan of.
+        again: numbers of the calls that are recomputed.
+        transfers: by their first slot.
+        stays: where regions take room.
+        seconds: of the step.
+    """
+
+    problem: Problem
+    again: tuple[int, ...]
+    transfers: tuple[Transfer, ...]
+    stays: tuple[Stay, ...]
+    seconds: float
+
+    def taken(self) -> list[int]:
+        """Return the bytes that are taken in each slot."""
+        change = [0] * (self.problem.slots + 1)
+        for stay in self.stays:
+            change[stay.first] += self.problem.sizes[stay.region]
+            change[stay.last] -= self.problem.sizes[stay.region]
+        taken = list(accumulate(change[:-1]))
+        for number in self.again:
+            taken[self.problem.slot_of_again[number]] += self.problem.again[number].scratch
+        return taken
+
+
+def plan_of(choice: Choice) -> Plan:
+    """Return the plan that ``choice`` describes."""
+    layout, windows = choice.layout, choice.windows()
+    problem = layout.problem
+    assert windows.feasible
+    transfers: list[Transfer] = []
+    stays: list[Stay] = []
+    for gap, moves in enumerate(choice.moved):
+        region, before, after = layout.region[gap], layout.before[gap], layout.after[gap]
+        if not moves:
+            stays.append(Stay(region, before + 1, after))
+            continue
+        if windows.stop[gap] > before + 1:
+            stays.append(Stay(region, before + 1, windows.stop[gap]))
+        if layout.fetch[gap]:
+            first = windows.start[gap]
+            if first < after:
+                stays.append(Stay(region, first, after))
+            pieces = tuple(reversed(windows.fetch_pieces.get(gap, ())))
+            transfers.append(Transfer(region, Kind.FETCH, first, after, pieces, windows.left[gap]))
+    for content, gaps in enumerate(layout.gaps_of):
+        first_moved = next((gap for gap in gaps if choice.moved[gap]), -1)
+        if first_moved >= 0:
+            transfers.append(
+                Transfer(
+                    layout.region[first_moved],
+                    Kind.EVICT,
+                    layout.begins[content] + 1,
+                    windows.stop[first_moved],
+                    tuple(windows.write_pieces.get(content, ())),
+                    windows.unsaved[content],
+                )
+            )
+    return Plan(
+        problem=problem,
+        again=tuple(sorted(layout.active)),
+        transfers=tuple(sorted(transfers, key=lambda t: (t.first, t.kind, t.region))),
+        stays=_joined((*stays, *_touches(problem, layout.active))),
+        seconds=choice.seconds,
+    )
+
+
+def _touches(problem: Problem, active: Iterable[int]) -> list[Stay]:
+    """Return a stay of one slot for each touch, of what is recomputed too."""
+    stays = []
+    for use, slot in zip(problem.uses, problem.slot_of_use, strict=True):
+        stays += [Stay(r, slot, slot + 1) for r in dict.fromkeys((*use.regions, *use.creates))]
+    for number in active:
+        call, slot = problem.again[number], problem.slot_of_again[number]
+        stays += [Stay(region, slot, slot + 1) for region in (*call.inputs, *call.makes)]
+    return stays
+
+
+def _joined(stays: Iterable[Stay]) -> tuple[Stay, ...]:
+    """Return the stays with neighbours of one region made one."""
+    joined: list[Stay] = []
+    for stay in sorted(stays, key=lambda stay: (stay.region, stay.first)):
+        if stay.first >= stay.last:
+            continue
+        if joined and joined[-1].region == stay.region and joined[-1].last == stay.first:
+            joined[-1] = replace(joined[-1], last=stay.last)
+        else:
+            joined.append(stay)
+    return tuple(joined)
 
 
 def check(plan: Plan) -> None:

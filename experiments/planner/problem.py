@@ -1,13 +1,9 @@
-"""What a timed plan is made for: a step, a budget, a link, and what may be computed again.
+"""What a timed plan is made for: a step, a budget, a link, and what may be recomputed.
 
-What it is: `Problem`, in which a step is a string of uses, and `Again`, a module call of forward
-that may be checkpointed. What it is not: a plan (see `plan`), nor a reader of traces (see
-`reading`). It knows regions by index, so that it can be tested without a network.
+[Note: the model]  Search, exact optimum and checker share this model of time and memory.
 
-[Note: the model]  Planner, exact optimum and checker all mean this by the time of a plan.
-
-* *Slots.* Uses run one after the other, each in a slot of its own for its seconds. A module that is
-  computed again gets one slot more, right before the first use that wants something it makes.
+* *Slots.* Uses run one after the other, each in a slot of its own for its seconds. A module call
+  that is recomputed gets one more slot, right before the first use of anything it makes.
   Before every slot there may be a *pause*, in which nothing is computed.
 * *Link.* Transfers take turns on one link: bytes divided by the bandwidth of their direction. A
   transfer may be cut into pieces and others run in between. In a slot transfers run beside compute
@@ -22,33 +18,35 @@ that may be checkpointed. What it is not: a plan (see `plan`), nor a reader of t
   nobody wants that content again. Else the content is written first, once, in any slots from after
   the use that modified it on. What exists before the step and what is not freed at its end must
   survive it; what is dirty and resident at the end may stay so.
-* *Again.* Computing a module call again takes the seconds of its forward. During its slot are
+* *Recompute.* Recomputing a module call takes the seconds of its forward. During its slot are
   resident what it reads from outside, all that it makes for backward, and its temporaries, counted
-  as the most that forward held at one time. What it makes was released for nothing after its last
-  use in the call. What it reads lives on until then.
+  as the most that forward held at one time. What it makes was dropped after its last use in the
+  call. What it reads lives on until then.
 
-The objective is the seconds of the step: uses, recomputation and pauses. Links that move more with
-both directions at once than in turns finish no later than this says.
+The objective is the seconds of the step: uses, recomputation and pauses.
+
+[Note: may be recomputed]  A call may be recomputed if it gives the same result again and changes
+nothing outside: it writes only what it created, what it read is not written or freed before it is
+recomputed, and something that it made waits for backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynoffload.errors import ConfigError
 from dynoffload.planning.schedule import Use, infeasible
 
 
 @dataclass(frozen=True)
 class Again:
-    """A call of a module in forward that may be computed again.
+    """A call of a module in forward that may be recomputed.
 
     Attributes:
-        name: of the call, for people.
+        name: of the call.
         start: first use of the call.
         stop: one past its last use.
-        before: the use before which it is computed again: the first that wants something it made.
+        before: the use before which it is recomputed: the first that wants something it made.
         inputs: regions that it reads and did not make.
         makes: regions that it made and that nothing but ``before`` and later uses wants.
         scratch: most bytes of all else that it made and held at one time.
@@ -65,7 +63,7 @@ class Again:
     seconds: float
 
     def overlaps(self, other: Again) -> bool:
-        """Whether both share a use; of such calls at most one is computed again."""
+        """Whether both share a use; of such calls at most one is recomputed."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -79,8 +77,8 @@ class Life:
         slots: at which it is touched, ascending.
         modifies: whether each touch modifies it.
         survives: whether it must outlive the step.
-        again: ``(number, slot, makes)`` of calls that, computed again in ``slot``, read it or make
-            it anew; by slot.
+        again: ``(number, slot, makes)`` of calls that, recomputed in ``slot``, read it or make it
+            anew; by slot.
     """
 
     region: int
@@ -104,11 +102,10 @@ class Problem:
         resident: regions in fast memory before the first use; what else is not created by the step
             is in the tier below.
         dirty: those of them whose copy below is stale.
-        again: calls that may be computed again.
+        again: calls that may be recomputed.
 
     Raises:
         BudgetError: the regions of one use are together larger than ``capacity``.
-        ConfigError: a number is out of range, or a use names what does not exist or is dead.
     """
 
     uses: tuple[Use, ...]
@@ -124,18 +121,6 @@ class Problem:
     lives: tuple[Life, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not (self.read_bps > 0 and self.write_bps > 0):
-            raise ConfigError(
-                f"bandwidths must be above 0 bytes/s: read {self.read_bps}, write {self.write_bps}"
-            )
-        if not self.dirty <= self.resident or not self.resident <= set(range(len(self.sizes))):
-            raise ConfigError("dirty regions must be among the resident, and those must exist")
-        held = sum(self.sizes[region] for region in self.resident)
-        if held > self.capacity:
-            raise ConfigError(
-                f"{held} bytes are resident before the first use, and there are {self.capacity}: "
-                "give a start that fits"
-            )
         by_position: dict[int, list[int]] = {}
         for number, call in enumerate(self.again):
             by_position.setdefault(call.before, []).append(number)
@@ -152,7 +137,7 @@ class Problem:
 
     @property
     def slots(self) -> int:
-        """How many slots there are, of calls that may be computed again too."""
+        """How many slots there are, of calls that may be recomputed too."""
         return len(self.uses) + len(self.again)
 
     @property
@@ -165,7 +150,6 @@ def _lives(problem: Problem) -> list[Life]:
     sizes, slots = problem.sizes, problem.slot_of_use
     lives: list[Life] = []
     current: dict[int, Life] = {}
-    dead: set[int] = set()
     calls = sorted(range(len(problem.again)), key=lambda n: problem.again[n].start)
     pending = list(reversed(calls))
     open_calls: dict[int, dict[int, Life]] = {}  # call -> the lives that it touches
@@ -175,11 +159,6 @@ def _lives(problem: Problem) -> list[Life]:
     for position, use in enumerate(problem.uses):
         slot = slots[position]
         touched = dict.fromkeys((*use.regions, *use.creates))
-        named = (*touched, *use.writes, *use.frees)
-        if named and not (min(named) >= 0 and max(named) < len(sizes)):
-            raise ConfigError(
-                f"use {position} names a region beyond the {len(sizes)} there are: give each a size"
-            )
         need = sum(sizes[region] for region in touched)
         if need > problem.capacity:
             raise infeasible(position, need, problem.capacity)
@@ -190,12 +169,6 @@ def _lives(problem: Problem) -> list[Life]:
                     current[region].survives = False
                 life = current[region] = Life(region, born=True)
                 lives.append(life)
-                dead.discard(region)
-            elif region in dead:
-                raise ConfigError(
-                    f"use {position} names region {region}, which an earlier use freed: create it "
-                    "anew first"
-                )
             else:
                 found = current.get(region)
                 if found is None:
@@ -213,17 +186,103 @@ def _lives(problem: Problem) -> list[Life]:
         for region in use.frees:
             if region in current:
                 current.pop(region).survives = False
-            dead.add(region)
     for life in lives:
         life.again.sort(key=lambda again: again[1])
     return lives
 
 
 def _note(problem: Problem, number: int, touching: Mapping[int, Life]) -> None:
-    """Tell the lives that a call touches that it may be computed again."""
+    """Add a call to the lives that it touches."""
     call, slot = problem.again[number], problem.slot_of_again[number]
     for makes, regions in ((False, call.inputs), (True, call.makes)):
         for region in regions:
-            if region not in touching:
-                raise ConfigError(f"{call.name} does not touch region {region}, which it names")
             touching[region].again.append((number, slot, makes))
+
+
+def recomputable(
+    uses: Sequence[Use],
+    sizes: Sequence[int],
+    calls: Iterable[tuple[str, int, int]],
+    backward: int,
+) -> tuple[Again, ...]:
+    """Return those of ``calls`` that may be recomputed; see [Note: may be recomputed].
+
+    Args:
+        uses: of the step.
+        sizes: bytes of each region.
+        calls: name, first and one past the last use of calls of modules in forward.
+        backward: the use with which backward begins.
+    """
+    touches: dict[int, list[int]] = {}
+    modified: dict[int, list[int]] = {}
+    for position, use in enumerate(uses):
+        for region in dict.fromkeys((*use.regions, *use.creates)):
+            touches.setdefault(region, []).append(position)
+            if region in use.writes or region in use.creates:
+                modified.setdefault(region, []).append(position)
+    found = []
+    spans: set[tuple[int, int]] = set()
+    for name, start, stop in calls:
+        if (start, stop) in spans or not 0 <= start < stop <= backward:
+            continue
+        spans.add((start, stop))
+        call = _call(name, start, stop, uses, sizes, touches, modified, backward)
+        if call is not None:
+            found.append(call)
+    return tuple(found)
+
+
+def _call(
+    name: str,
+    start: int,
+    stop: int,
+    uses: Sequence[Use],
+    sizes: Sequence[int],
+    touches: dict[int, list[int]],
+    modified: dict[int, list[int]],
+    backward: int,
+) -> Again | None:
+    made: set[int] = set()
+    inputs: dict[int, None] = {}
+    freed: set[int] = set()
+    for use in uses[start:stop]:
+        for region in use.regions:
+            if region not in made and region not in use.creates:
+                inputs[region] = None
+        if any(region in freed for region in use.creates):
+            return None  # a name used twice within the call
+        made.update(use.creates)
+        if any(region not in made for region in use.writes):
+            return None
+        freed.update(use.frees)
+    after = {
+        region: _first(touches[region], stop, len(uses)) for region in made if region not in freed
+    }
+    makes = tuple(sorted(region for region, use in after.items() if backward <= use < len(uses)))
+    if not makes or not any(sizes[region] for region in makes):
+        return None
+    before = min(after[region] for region in makes)
+    for region in inputs:
+        if any(start <= position < before for position in modified.get(region, ())):
+            return None
+    if any(_first(modified[region], stop, len(uses)) <= before for region in makes):
+        return None  # made anew, or first modified, by who wants it
+    wanted, alive, scratch = set(makes), 0, 0
+    for use in uses[start:stop]:
+        alive += sum(sizes[region] for region in use.creates if region not in wanted)
+        scratch = max(scratch, alive)
+        alive -= sum(sizes[r] for r in use.frees if r in made and r not in wanted)
+    return Again(
+        name=name,
+        start=start,
+        stop=stop,
+        before=before,
+        inputs=tuple(sorted(inputs)),
+        makes=makes,
+        scratch=scratch,
+        seconds=sum(use.seconds for use in uses[start:stop]),
+    )
+
+
+def _first(positions: Sequence[int], at: int, none: int) -> int:
+    return next((position for position in positions if position >= at), none)

@@ -1,8 +1,5 @@
 """A step as recorded, in uses as coarse as wanted: operators, visits or blocks.
 
-What it is: `Step` and `step_of`, which reads one from a trace. What it is not: a problem until it
-is given a machine (`Step.on`), nor the choice of where to cut (see `partition`).
-
 [Note: fused]  Uses that are fused need all their regions at once. What is created and freed within
 is a temporary: all are one region, of the most bytes that they took at one time. Regions that
 the fused uses touch, create, write and free alike are one region from then on.
@@ -14,11 +11,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dynoffload.errors import ConfigError
+from dynoffload.experiments.planner.problem import Problem, recomputable
 from dynoffload.planning.schedule import Use
-from dynoffload.planning.timed.again import computed_again
-from dynoffload.planning.timed.problem import Problem
-from dynoffload.profiler.program import Program, resolve
+from dynoffload.profiler.program import Program
 from dynoffload.profiler.trace import Phase, Trace
 
 _PERSISTENT = frozenset(("parameter", "buffer", "state"))
@@ -31,7 +26,6 @@ class Step:
     Attributes:
         uses: in order.
         sizes: bytes of each region.
-        regions: for each region, the regions of the trace that it consists of.
         spans: for each use, its operators in the trace, half-open.
         calls: name and operators of each module call of forward.
         backward: the use with which backward begins.
@@ -40,31 +34,20 @@ class Step:
 
     uses: tuple[Use, ...]
     sizes: tuple[int, ...]
-    regions: tuple[tuple[int, ...], ...]
     spans: tuple[tuple[int, int], ...]
     calls: tuple[tuple[str, int, int], ...]
     backward: int
     visits: tuple[int, ...]
 
-    def on(
-        self,
-        capacity: int,
-        read_bps: float,
-        write_bps: float,
-        *,
-        resident: Iterable[int] = (),
-        dirty: Iterable[int] = (),
-    ) -> Problem:
-        """Return the problem of planning the step under ``capacity`` bytes; see `Problem`."""
+    def on(self, capacity: int, bandwidth: float) -> Problem:
+        """Return the problem of planning the step under ``capacity`` bytes, nothing resident."""
         return Problem(
             uses=self.uses,
             sizes=self.sizes,
             capacity=capacity,
-            read_bps=read_bps,
-            write_bps=write_bps,
-            resident=frozenset(resident),
-            dirty=frozenset(dirty),
-            again=computed_again(self.uses, self.sizes, self.call_uses(), self.backward),
+            read_bps=bandwidth,
+            write_bps=bandwidth,
+            again=recomputable(self.uses, self.sizes, self.call_uses(), self.backward),
         )
 
     def call_uses(self) -> list[tuple[str, int, int]]:
@@ -81,17 +64,8 @@ class Step:
         return found
 
     def extent(self) -> tuple[int, int]:
-        """Return the bytes of the largest use, and the most that is alive at one time."""
-        created = {region for use in self.uses for region in use.creates}
-        named = {region for use in self.uses for region in use.regions}
-        alive = sum(self.sizes[region] for region in named - created)
-        least, most = 0, alive
-        for use in self.uses:
-            least = max(least, sum(self.sizes[r] for r in {*use.regions, *use.creates}))
-            alive += sum(self.sizes[region] for region in use.creates)
-            most = max(most, alive)
-            alive -= sum(self.sizes[region] for region in use.frees)
-        return least, max(least, most)
+        """See `extent`."""
+        return extent(self.uses, self.sizes)
 
     def at_visits(self) -> Step:
         """Return the step with a use for each visit that touches data."""
@@ -102,16 +76,8 @@ class Step:
     def fused(self, stops: Sequence[int]) -> Step:
         """Return the step with the uses up to each of ``stops`` made one; see [Note: fused].
 
-        Raises:
-            ConfigError: if the stops do not ascend to the number of uses, or one use would reach
-                from forward into backward.
+        ``stops`` ascend to the number of uses and contain ``backward``.
         """
-        if list(stops) != sorted(set(stops)) or not stops or stops[-1] != len(self.uses):
-            raise ConfigError(
-                f"cuts must ascend to the number of uses, {len(self.uses)}: they are {list(stops)}"
-            )
-        if 0 < self.backward < len(self.uses) and self.backward not in stops:
-            raise ConfigError(f"no cut at {self.backward}, where backward begins: add it")
         uses: list[Use] = []
         spans = []
         sizes = list(self.sizes)
@@ -121,13 +87,10 @@ class Step:
             uses.append(_fuse(self.uses[start:stop], sizes, born))
             spans.append((self.spans[start][0], self.spans[stop - 1][1]))
             start = stop
-        temporaries = [()] * (len(sizes) - len(self.sizes))
-        regions = [*self.regions, *temporaries]
         merged, members = _merged(uses, sizes)
         return Step(
             uses=merged,
             sizes=tuple(sum(sizes[region] for region in group) for group in members),
-            regions=tuple(tuple(o for r in group for o in regions[r]) for group in members),
             spans=tuple(spans),
             calls=self.calls,
             backward=sum(stop <= self.backward for stop in stops),
@@ -135,18 +98,25 @@ class Step:
         )
 
 
-def step_of(trace: Trace, program: Program | None = None) -> Step:
-    """Return the step of a trace, a use for each operator that touches data.
+def extent(uses: Sequence[Use], sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes of the largest use, and the most that is alive at one time."""
+    created = {region for use in uses for region in use.creates}
+    named = {region for use in uses for region in use.regions}
+    alive = sum(sizes[region] for region in named - created)
+    least, most = 0, alive
+    for use in uses:
+        least = max(least, sum(sizes[r] for r in {*use.regions, *use.creates}))
+        alive += sum(sizes[region] for region in use.creates)
+        most = max(most, alive)
+        alive -= sum(sizes[region] for region in use.frees)
+    return least, max(least, most)
+
+
+def step_of(trace: Trace, program: Program) -> Step:
+    """Return the step of a trace and its program, a use for each operator that touches data.
 
     The time of others is that of the next. What is made in the step ends with its last use, what
     comes from outside too; parameters, buffers and optimizer state do not end.
-
-    Args:
-        trace: of the step.
-        program: of the same trace, where it is at hand.
-
-    Raises:
-        ConfigError: if no operator touches data.
     """
     regions = trace.regions
     last: dict[int, int] = {}
@@ -176,16 +146,13 @@ def step_of(trace: Trace, program: Program | None = None) -> Step:
         uses.append(Use(touched, created, frees, seconds, operator.writes))
         spans.append((begin, number + 1))
         begin, seconds = number + 1, 0.0
-    if not uses:
-        raise ConfigError("the trace has no operator that touches data: profile a training step")
     return Step(
         uses=tuple(uses),
         sizes=tuple(region.nbytes for region in regions),
-        regions=tuple((region,) for region in range(len(regions))),
         spans=tuple(spans),
         calls=tuple((call.path or "(root)", call.start, call.stop) for call in trace.calls),
         backward=len(uses) if backward < 0 else backward,
-        visits=tuple(visit.operators[1] for visit in (program or resolve(trace)).visits),
+        visits=tuple(visit.operators[1] for visit in program.visits),
     )
 
 

@@ -1,8 +1,4 @@
-"""The planner: keep, move or compute again, for each region and the times of a step.
-
-What it is: `plan`, which searches a bounded number of choices, always in the same order, and
-returns the best. What it is not: exact (compare ``dynoffload experiment planner-optimality``), nor
-the runtime's planner, which has no times and follows a prediction (see `planning.lookahead`).
+"""The search: `plan` tries a bounded number of choices, in a fixed order, and returns the best.
 
 [Note: how it searches]
 
@@ -27,16 +23,16 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 
 from dynoffload.errors import BudgetError
-from dynoffload.planning.timed.choosing import (
+from dynoffload.experiments.planner.choosing import (
     Choice,
     Chooser,
     cheapest,
     farthest,
     longest,
 )
-from dynoffload.planning.timed.plan import Plan, plan_of
-from dynoffload.planning.timed.problem import Again, Problem
-from dynoffload.planning.timed.windows import FIRST, LAST, ORDERS, Order, room_of
+from dynoffload.experiments.planner.plan import Plan, plan_of
+from dynoffload.experiments.planner.problem import Again, Problem
+from dynoffload.experiments.planner.windows import FIRST, LAST, ORDERS, Order, room_of
 
 ALLOWANCE = 250_000
 """Slots and gaps that a search may go through, beyond its first choices."""
@@ -55,8 +51,8 @@ def plan(
         problem: the step, the budget and the link.
         allowance: how far to search; see `ALLOWANCE`.
         move: whether what is there to begin with may leave; without it regions are only dropped to
-            be computed again.
-        again: whether anything may be computed again.
+            be recomputed.
+        again: whether anything may be recomputed.
 
     Raises:
         BudgetError: without ``move``, if what has to be there at one time does not fit.
@@ -76,7 +72,7 @@ class _Search:
     def best(self) -> Choice:
         """Return the best choice: of those that move alone first, then of all.
 
-        The first part is the same whether anything may be computed again or not, so that having
+        The first part is the same whether anything may be recomputed or not, so that having
         the choice is never a loss.
         """
         calls = self._again and bool(self._problem.again)
@@ -92,7 +88,7 @@ class _Search:
         if self._best is None:
             raise BudgetError(
                 "with nothing moved, more must be in fast memory at one time than there is room "
-                f"for ({self._problem.capacity} bytes), whatever is computed again: raise the "
+                f"for ({self._problem.capacity} bytes), whatever is recomputed: raise the "
                 "budget, or let regions be moved"
             )
         return self._best
@@ -220,7 +216,7 @@ class _Search:
         return {n for n in active if not again[n].overlaps(again[number])} | {number}
 
     def _with(self, current: Choice, active: Collection[int]) -> Choice | None:
-        """Return ``current`` with other calls computed again."""
+        """Return ``current`` with other calls recomputed."""
         chooser = self._chooser
         layout = chooser.layout(active)
         if not layout.feasible:

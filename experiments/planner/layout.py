@@ -1,7 +1,6 @@
-"""The slots of a step once it is settled what is computed again, and the gaps between touches.
+"""The slots of a step for one choice of recomputed calls, and the gaps between touches.
 
-What it is: `Layout`, which a planner fills with decisions. In a *gap* between two touches a region
-is not needed; it is kept there, or moved out and in. What it is not: a decision.
+In a *gap* between two touches a region is not needed; it is kept there, or moved out and in.
 
 [Note: contents]  A content of a region begins with the touch that modifies it and ends with the
 next one that does. Whichever of its gaps are moved, it is written once, before the first of them.
@@ -11,19 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dynoffload.planning.timed.problem import Life, Problem
-
-_Gap = tuple[int, int, int, int, bool, bool]
-"""Life, slot of the touch before, of the one after, content (-1 if clean), fetch, absent."""
+from dynoffload.experiments.planner.problem import Life, Problem
 
 
 class Layout:
-    """Slots and gaps for one choice of calls that are computed again.
+    """Slots and gaps for one choice of calls that are recomputed.
 
     Attributes:
         problem: what it is of.
-        active: numbers of the calls that are computed again.
-        seconds: of each slot; 0 for calls that are not computed again.
+        active: numbers of the calls that are recomputed.
+        seconds: of each slot; 0 for calls that are not recomputed.
         need: bytes that each slot touches.
         region: of each gap.
         before: the slot of the touch before each gap; -1 if it begins with the step.
@@ -35,7 +31,7 @@ class Layout:
         begins: for each content, the slot that modified it; -1 if that was before the step.
         gaps_of: for each content, its gaps in order.
         read_s, write_s: seconds of each gap's region on the link.
-        again_s: seconds of what is computed again.
+        again_s: seconds of what is recomputed.
     """
 
     def __init__(self, problem: Problem, active: Collection[int] = ()) -> None:
@@ -70,7 +66,7 @@ class Layout:
 
     @property
     def feasible(self) -> bool:
-        """Whether every slot by itself fits; a call that is computed again may not."""
+        """Whether every slot by itself fits; a call that is recomputed may not."""
         return max(self.need, default=0) <= self.problem.capacity
 
     def __len__(self) -> int:

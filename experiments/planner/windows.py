@@ -1,11 +1,9 @@
-"""When transfers run, once it is settled which gaps are moved: as much as can be beside compute.
+"""When the transfers of the moved gaps run: as much as can be beside compute.
 
-What it is: `Windows`, two sweeps over the slots. The one from the end to the start gives fetches
-the latest seconds before they are due; the one from the start to the end gives writes the earliest
-after their content was made. Whatever a transfer takes in slots beyond those in which its region is
-there anyway, it must find room for. What finds no place is exposed. What it is not: the choice of
-gaps (see `planner`), nor always the best placing for one; which sweep goes first is up to the
-caller, as what it takes of link and room the other cannot have.
+`Windows` sweeps twice over the slots. From the end to the start, fetches get the latest seconds
+before they are due; from the start to the end, writes get the earliest after their content was
+made. In slots beyond those of its uses a transfer must find room. The rest is exposed. Which sweep
+goes first is up to the caller: it takes link and room from the other.
 
 Each sweep serves in the order of deadlines, which hides most where there is room for all (Horn
 1974), in O((slots + gaps) log gaps) and a step for each slot in which a region waits.
@@ -13,11 +11,12 @@ Each sweep serves in the order of deadlines, which hides most where there is roo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import Flag, auto
 from heapq import heappop, heappush
 
-from dynoffload.planning.timed.layout import Layout
+from dynoffload.experiments.planner.layout import Layout
 
 _EPS = 1e-12
 Piece = tuple[int, float]
@@ -56,7 +55,6 @@ class Windows:
         order: of the sweeps.
         ranks: of fetches by their gap, and of writes by the complement ``~gap`` of the first gap
             that is moved: `FIRST`, `LAST`, or 0.
-        pieces: keep what runs in which slot.
 
     Attributes:
         feasible: whether what is kept fits.
@@ -67,6 +65,8 @@ class Windows:
         left: for each gap, seconds of its fetch that are exposed.
         unsaved: for each content, seconds of its write that are exposed.
         work: slots that were looked at for room.
+        fetch_pieces: for each gap, what of its fetch runs in which slot.
+        write_pieces: for each content, what of its write runs in which slot.
     """
 
     def __init__(
@@ -75,8 +75,6 @@ class Windows:
         moved: Sequence[bool],
         order: Order = PLAIN,
         ranks: Mapping[int, int] | None = None,
-        *,
-        pieces: bool = False,
     ) -> None:
         self.layout, self.moved = layout, moved
         self.room = room_of(layout, moved)
@@ -88,8 +86,8 @@ class Windows:
         self._reach = max(_REACH, _SLOTS // max(1, layout.slots))
         self.left = [0.0] * len(layout)
         self.unsaved = [0.0] * len(layout.begins)
-        self.fetch_pieces: dict[int, list[Piece]] | None = {} if pieces else None
-        self.write_pieces: dict[int, list[Piece]] | None = {} if pieces else None
+        self.fetch_pieces: defaultdict[int, list[Piece]] = defaultdict(list)
+        self.write_pieces: defaultdict[int, list[Piece]] = defaultdict(list)
         if not self.feasible:
             return
         self._link = list(layout.seconds)
@@ -137,8 +135,7 @@ class Windows:
                     room[place] -= size
                 start[gap] = slot
                 part = min(free, left[gap])
-                if self.fetch_pieces is not None:
-                    self.fetch_pieces.setdefault(gap, []).append((slot, part))
+                self.fetch_pieces[gap].append((slot, part))
                 free -= part
                 left[gap] -= part
                 if left[gap] <= _EPS:
@@ -179,8 +176,7 @@ class Windows:
                         room[place] -= size
                     stop[gap] = slot + 1
                 part = min(free, unsaved[content])
-                if self.write_pieces is not None:
-                    self.write_pieces.setdefault(content, []).append((slot, part))
+                self.write_pieces[content].append((slot, part))
                 free -= part
                 unsaved[content] -= part
                 if unsaved[content] <= _EPS:
@@ -206,8 +202,8 @@ class Windows:
                 if layout.begins[content] + 1 < self.stop[first]:
                     entry = (self.stop[first], count + content)
                     ready[layout.begins[content] + 1].append(entry)
-        if self.fetch_pieces is not None:
-            self.fetch_pieces, self.write_pieces = {}, {}
+        self.fetch_pieces.clear()
+        self.write_pieces.clear()
         heap: list[tuple[int, int]] = []
         for slot, jobs in enumerate(ready):
             for job in jobs:
@@ -223,15 +219,12 @@ class Windows:
                 pieces = self.fetch_pieces if fetch else self.write_pieces
                 place = number if fetch else number - count
                 part = min(free, where[place])
-                if pieces is not None:
-                    pieces.setdefault(place, []).append((slot, part))
+                pieces[place].append((slot, part))
                 free -= part
                 where[place] -= part
                 if where[place] <= _EPS:
                     where[place] = 0.0
                     heappop(heap)
-            link[slot] = free
-        self._link = link
 
 
 def room_of(layout: Layout, moved: Sequence[bool]) -> list[int]:

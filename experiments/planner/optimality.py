@@ -1,13 +1,9 @@
-"""How far the planner is from the exact optimum, and how long it takes for 10,000 operators.
+"""How far a planner that may recompute is from the exact optimum, and how long it takes.
 
-What it is: `dynoffload.planning.timed.plan` on small problems, drawn ones and recorded ones, each
-also solved as a mixed-integer program (see `planner_exact`); what plans without recomputation and
-without transfers of activations would take; and the seconds of processor time for large steps. What
-it is not: a measurement of training; the times are those of the model.
-
-A problem that the solver does not prove optimal within its time is reported and not counted. With
-``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``; the numbers
-are written as they come; ``--resume`` takes the optima that are there and plans anew.
+Small problems, drawn and recorded, are planned and also solved as mixed-integer programs (see
+`exact`). What the solver does not prove within its time is reported and not counted. With ``--json
+PATH`` numbers are written as they come, and the figure beside them; ``--resume`` takes the optima
+that are there and plans anew. Then large steps are planned, for the planner's own time.
 """
 
 from __future__ import annotations
@@ -17,21 +13,35 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.experiments import write_json
-from dynoffload.experiments.planner_cases import BUDGETS, LINKS, Case, drawn, read, recorded
-from dynoffload.experiments.planner_exact import Optimum, optimum
-from dynoffload.experiments.planner_scaling import scaling
-from dynoffload.experiments.planner_views import draw, show
+from dynoffload.experiments.architectures import ARCHITECTURES
+from dynoffload.experiments.idioms import trained
+from dynoffload.experiments.planner.blocks import plan_blocks
+from dynoffload.experiments.planner.cases import BUDGETS, LINKS, Case, drawn, read, recorded
+from dynoffload.experiments.planner.exact import Optimum, optimum
+from dynoffload.experiments.planner.plan import check
+from dynoffload.experiments.planner.problem import Problem
+from dynoffload.experiments.planner.search import plan
+from dynoffload.experiments.planner.step import Step, step_of
+from dynoffload.experiments.planner.views import draw, show
 from dynoffload.pilot.progress import progress_bar
-from dynoffload.planning.timed import Problem, Step, check, plan
+from dynoffload.profiler import Trace, resolve
 
 RECORDED = ("moe", "tree", "gpt2", "opt")
 """Networks whose steps are read, in every budget and on every link."""
+DEEP = "gpt2"
+"""Whose steps are planned for the time it takes, with as many layers as that needs."""
+SHARE = 0.35
+"""Where the budget of such a step lies between its largest use and all that is ever alive."""
+REPEATS = 5
 
 
 def run(
@@ -42,7 +52,6 @@ def run(
     time_limit: float = 12.0,
     operators: tuple[int, ...] = (2_500, 5_000, 10_000),
     resume: bool = False,
-    figure: bool = True,
 ) -> dict[str, Any]:
     """Compare, and time.
 
@@ -53,7 +62,6 @@ def run(
         time_limit: seconds that the solver has for one problem.
         operators: of the steps that planning is timed on.
         resume: take from ``json_path`` the optima of the same problems.
-        figure: whether to draw.
 
     Raises:
         ConfigError: nothing is to be compared, or there is nothing to resume.
@@ -63,7 +71,7 @@ def run(
         if json_path is None or not json_path.exists():
             raise ConfigError("--resume goes on from the file that --json names: there is none")
         for row in json.loads(json_path.read_text(encoding="utf-8"))["rows"]:
-            solved[row["digest"]] = Optimum(row["optimum_s"], row["bound_s"], row["proven"], ())
+            solved[row["digest"]] = Optimum(row["optimum_s"], row["bound_s"], row["proven"])
     rows: list[dict[str, Any]] = []
     todo = list(_cases(seeds, networks))
     with progress_bar(True) as report:
@@ -77,8 +85,7 @@ def run(
     result = {**summary(rows), "time_limit_s": time_limit, "scaling": scaling(operators)}
     result["rows"] = rows
     show(result)
-    if json_path is not None and figure:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
+    if json_path is not None:
         draw(result, json_path.with_suffix(".svg"))
     return result
 
@@ -191,4 +198,44 @@ def _gaps(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "mean_gap": statistics.fmean(gaps),
         "worst_gap": gaps[-1],
         "exact": sum(gap < 1e-4 for gap in gaps),
+    }
+
+
+def scaling(operators: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return the seconds from recorded steps of about so many operators to their plans."""
+    return [_planned(deep(count)) for count in operators]
+
+
+def deep(operators: int) -> Trace:
+    """Return a step of a decoder with about as many operators."""
+    torch.manual_seed(0)
+    shallow = len(_decoder(2).operators)
+    layer = len(_decoder(3).operators) - shallow
+    return _decoder(max(1, round((operators - shallow) / layer) + 2))
+
+
+def _decoder(layers: int) -> Trace:
+    architecture = ARCHITECTURES[DEEP]
+    options = {**architecture.options, "n_layer": layers}
+    return trained(replace(architecture, options=options), 2)[-1]
+
+
+def _planned(trace: Trace) -> dict[str, Any]:
+    program, taken = resolve(trace), []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        step = step_of(trace, program).at_visits()
+        least, most = step.extent()
+        compute = sum(use.seconds for use in step.uses)
+        blocks, found = plan_blocks(step, least + int(SHARE * (most - least)), most / compute)
+        taken.append(time.process_time() - began)
+    return {
+        "operators": len(trace.operators),
+        "visits": len(step.uses),
+        "blocks": len(blocks.uses),
+        "regions": len(blocks.sizes),
+        "cpu_s": statistics.median(taken),
+        "cpu_worst_s": max(taken),
+        "planned_s": found.seconds,
+        "compute_s": compute,
     }

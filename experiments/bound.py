@@ -1,8 +1,8 @@
-"""The bound: no plan under this capacity runs the string faster.
+"""The bound: no plan under a budget runs a step faster.
 
-What it is: for each phase of a step, the fewest bytes that any plan must read and write during that
-phase, and from them the least time. What it is not: a plan, or reachable in every case; it takes
-each phase by itself and a region as divisible to the byte.
+For each phase of a step, the fewest bytes that any plan must read and write during that phase, and
+from them the least time. It takes each phase by itself and a region as divisible to the byte, so no
+plan need reach it.
 
 [Note: The fewest bytes of one phase]
 Cut a phase out of a string. Whatever a plan did before it, at most C bytes are resident at its
@@ -24,17 +24,30 @@ interval covers. The same sweep drops the fewest bytes. What was dirty when the 
 for the phase that made it so.
 
 The two minima need not belong to one plan; each holds by itself for every plan.
+
+[Note: the phases]  A parameter's update may wait until its next use, so forward and optimizer are
+one phase: a plan that puts updates off may overlap the optimizer's traffic with forward's work.
+Backward is the other. Taken as three phases the figure would be larger, and no bound. A plan that
+makes updates in backward already may move some of their traffic there; for such plans only the sum
+over the phases binds, which is `StepBound.spread_s`.
+
+[Note: one link or two]  Reads and writes overlap freely on some storage and take turns on other.
+Which it is, is measured: where both directions at once moved no more than turns would have, the
+link is shared, and a phase takes at least its reads and its writes one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from dynoffload.errors import ConfigError
 from dynoffload.planning.schedule import Use, infeasible
+from dynoffload.simulation.machine import Link
+
+STATES_OF_ADAMW = 2
+"""Tensors of a parameter's size that AdamW keeps for it."""
 
 
 @dataclass(frozen=True)
@@ -60,53 +73,8 @@ class PhaseBound:
         return max(self.compute_s, reads + writes if shared_link else max(reads, writes))
 
 
-def bound(
-    uses: Sequence[Use],
-    sizes: Sequence[int],
-    capacity: int,
-    read_bw: float,
-    write_bw: float,
-    phases: Iterable[tuple[int, int]],
-    *,
-    shared_link: bool = False,
-) -> float:
-    """Return the seconds below which no plan runs ``uses``: the sum of its phases' least times.
-
-    Args:
-        uses: the reference string, with the seconds of each use.
-        sizes: bytes of each region.
-        capacity: bytes of fast memory.
-        read_bw: bytes per second from the lower tier.
-        write_bw: bytes per second to the lower tier.
-        phases: half-open ranges of positions, such as forward, backward and optimizer; phases that
-            overlap would count work twice and are refused.
-        shared_link: whether reads and writes take turns on one link.
-
-    Raises:
-        BudgetError: if the regions of one use are together larger than ``capacity``.
-        ConfigError: if a bandwidth is not positive or the phases are not ranges in order.
-    """
-    if not (read_bw > 0 and write_bw > 0):
-        raise ConfigError(f"bandwidths must be above 0 bytes/s: read {read_bw}, write {write_bw}")
-    total, reached = 0.0, 0
-    for start, stop in phases:
-        if not reached <= start <= stop <= len(uses):
-            raise ConfigError(
-                f"phase {(start, stop)} is not a range of the {len(uses)} uses after position "
-                f"{reached}: give half-open ranges in order, without overlap"
-            )
-        reached = stop
-        least = phase_bound(uses[start:stop], sizes, capacity, first=start)
-        total += least.seconds(read_bw, write_bw, shared_link=shared_link)
-    return total
-
-
-def phase_bound(
-    uses: Sequence[Use], sizes: Sequence[int], capacity: int, *, first: int = 0
-) -> PhaseBound:
+def phase_bound(uses: Sequence[Use], sizes: Sequence[int], capacity: int) -> PhaseBound:
     """Return what the phase that consists of ``uses`` costs at least.
-
-    ``first`` is the position of the phase in its string, for the error of a use that cannot run.
 
     Raises:
         BudgetError: if the regions of one use are together larger than ``capacity``.
@@ -115,7 +83,7 @@ def phase_bound(
     for position, regions in enumerate(pinned):
         need = sum(sizes[region] for region in regions)
         if need > capacity:
-            raise infeasible(first + position, need, capacity)
+            raise infeasible(position, need, capacity)
     return PhaseBound(
         sum(use.seconds for use in uses),
         _fewest_dropped(_read_gaps(uses, pinned), pinned, sizes, capacity),
@@ -203,3 +171,125 @@ def _fewest_dropped(
             if not kept[interval]:
                 heappop(farthest)
     return dropped
+
+
+@dataclass(frozen=True)
+class StepVisit:
+    """One call of a module that owns parameters: their names, and the bytes saved for backward."""
+
+    parameters: tuple[str, ...]
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class StepString:
+    """The reference string of one step.
+
+    Attributes:
+        sizes: bytes of each region.
+        forward: uses of forward, each with the pending updates of its parameters.
+        backward: uses of backward.
+    """
+
+    sizes: tuple[int, ...]
+    forward: tuple[Use, ...]
+    backward: tuple[Use, ...]
+
+
+@dataclass(frozen=True)
+class StepBound:
+    """The least time of a step, and what it is made of.
+
+    Attributes:
+        seconds: on the link as it is.
+        overlapped_s: were reads and writes to overlap freely; never larger.
+        spread_s: were traffic free to lie in either phase; never larger.
+        forward: forward with the optimizer's updates.
+        backward: backward.
+    """
+
+    seconds: float
+    overlapped_s: float
+    spread_s: float
+    forward: PhaseBound
+    backward: PhaseBound
+
+
+def step_string(
+    visits: Sequence[StepVisit],
+    parameter_bytes: Mapping[str, int],
+) -> StepString:
+    """Return the string of a step that made ``visits``, in a training that repeats such steps.
+
+    Args:
+        visits: in forward order.
+        parameter_bytes: size of each parameter, by name.
+    """
+    sizes: list[int] = []
+    weight: dict[str, int] = {}
+    gradient: dict[str, int] = {}
+    state: dict[str, int] = {}
+    for name in dict.fromkeys(name for visit in visits for name in visit.parameters):
+        for index, factor in ((weight, 1), (gradient, 1), (state, STATES_OF_ADAMW)):
+            index[name] = len(sizes)
+            sizes.append(factor * parameter_bytes[name])
+    chunks = []
+    for visit in visits:
+        chunks.append(len(sizes))
+        sizes.append(visit.saved_bytes)
+
+    forward: list[Use] = []
+    updated: set[str] = set()
+    for visit, chunk in zip(visits, chunks, strict=True):
+        fresh = [name for name in visit.parameters if name not in updated]
+        updated.update(fresh)
+        written = tuple(index[name] for name in fresh for index in (weight, state))
+        gradients = tuple(gradient[name] for name in fresh)
+        reads = dict.fromkeys((*(weight[n] for n in visit.parameters), *written, *gradients))
+        forward.append(Use(tuple(reads), creates=(chunk,), frees=gradients, writes=written))
+
+    backward: list[Use] = []
+    made: set[str] = set()
+    for visit, chunk in zip(reversed(visits), reversed(chunks), strict=True):
+        fresh = [name for name in visit.parameters if name not in made]
+        again = tuple(gradient[name] for name in visit.parameters if name in made)
+        made.update(fresh)
+        regions = (*(weight[name] for name in visit.parameters), *again, chunk)
+        creates = tuple(gradient[name] for name in fresh)
+        backward.append(Use(regions, creates=creates, frees=(chunk,), writes=again))
+    return StepString(tuple(sizes), tuple(forward), tuple(backward))
+
+
+def step_bound(
+    string: StepString,
+    budget: int,
+    link: Link,
+    forward_s: float,
+    backward_s: float,
+) -> StepBound:
+    """Return the bound of ``string`` under ``budget`` bytes.
+
+    Args:
+        string: of the step.
+        budget: bytes of fast memory.
+        link: to the file tier.
+        forward_s: seconds that forward and optimizer compute, measured without a budget.
+        backward_s: seconds that backward computes.
+
+    Raises:
+        BudgetError: one use alone is larger than the budget.
+    """
+    phases = []
+    for uses, seconds in ((string.forward, forward_s), (string.backward, backward_s)):
+        timed = [replace(uses[0], seconds=seconds), *uses[1:]] if uses else []
+        phases.append(phase_bound(timed, string.sizes, budget))
+    reads, writes = link.read_bps, link.write_bps
+    overlapped = sum(phase.seconds(reads, writes) for phase in phases)
+    actual = sum(phase.seconds(reads, writes, shared_link=link.in_turns) for phase in phases)
+    whole = PhaseBound(
+        sum(phase.compute_s for phase in phases),
+        sum(phase.bytes_in for phase in phases),
+        sum(phase.bytes_out for phase in phases),
+    )
+    spread = whole.seconds(reads, writes, shared_link=link.in_turns)
+    return StepBound(actual, overlapped, spread, phases[0], phases[1])

@@ -1,8 +1,4 @@
-"""Choosing which gaps are moved: first choices by rule, and steps from one choice to the next.
-
-What it is: `Choice`, one decision for all gaps with its seconds; `Chooser`, which makes choices and
-counts the work it takes. What it is not: the search over them (see `planner`).
-"""
+"""Choosing which gaps are moved: first choices by rule, and steps from one choice to the next."""
 
 from __future__ import annotations
 
@@ -10,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from dynoffload.planning.timed.layout import Layout
-from dynoffload.planning.timed.problem import Problem
-from dynoffload.planning.timed.windows import ORDERS, PLAIN, Order, Windows
+from dynoffload.experiments.planner.layout import Layout
+from dynoffload.experiments.planner.problem import Problem
+from dynoffload.experiments.planner.windows import ORDERS, PLAIN, Order, Windows
 
 _LAYING = 3  # times as long as going through it
 Rule = Callable[[Layout, int], float]
@@ -42,7 +38,7 @@ class Choice:
     """Which gaps of a layout are moved, and the seconds of the step.
 
     Attributes:
-        layout: what is computed again.
+        layout: what is recomputed.
         moved: for each gap of the layout.
         seconds: of the step; infinite if it does not fit.
         order: see `Windows`.
@@ -55,9 +51,9 @@ class Choice:
     order: Order = PLAIN
     ranks: Mapping[int, int] = field(default_factory=dict)
 
-    def windows(self, *, pieces: bool = False) -> Windows:
+    def windows(self) -> Windows:
         """Return where its transfers run."""
-        return Windows(self.layout, self.moved, self.order, self.ranks, pieces=pieces)
+        return Windows(self.layout, self.moved, self.order, self.ranks)
 
 
 class Chooser:
@@ -75,7 +71,7 @@ class Chooser:
         self._layouts: dict[frozenset[int], Layout] = {}
 
     def layout(self, active: Collection[int]) -> Layout:
-        """Return the layout in which ``active`` calls are computed again."""
+        """Return the layout in which ``active`` calls are recomputed."""
         key = frozenset(active)
         found = self._layouts.get(key)
         if found is None:

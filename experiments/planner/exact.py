@@ -1,8 +1,5 @@
 """The exact optimum of a timed plan, as a mixed-integer program that HiGHS solves.
 
-What it is: `optimum`, for small problems, which the planner is compared with. What it is not: a
-planner; its time grows beyond all bounds with the number of slots.
-
 [Note: why it is exact]  For each life of a region and each slot there is one binary variable that
 says whether the region is wholly there, and one for each later touch that says whether it is on its
 way in for it; room is the sum of both. Only at a touch need a fetch be over: ending it earlier
@@ -10,10 +7,10 @@ frees no room. Which part of a transfer is hidden in which slot is a continuous 
 the slots in which the region is there (a write, since the content was made) or on its way in
 (fetch). The rest is exposed, and where it lies does not matter: a write's rest fits in the pause in
 which its region is released, a fetch's in the one before its first slot of room, and a pause needs
-no more room than the slots beside it. So each feasible plan of [Note: the model] in
-`dynoffload.planning.timed.problem` is a solution with its own seconds as value, and each solution
-is such a plan. A call that is computed again is one binary variable: it gives its slot seconds and
-needs, and cuts what it makes into two contents.
+no more room than the slots beside it. So each feasible plan of [Note: the model] of `problem` is a
+solution with its own seconds as value, and each solution is such a plan. A call that is recomputed
+is one binary variable: it gives its slot seconds and needs, and cuts what it makes into two
+contents.
 """
 
 from __future__ import annotations
@@ -22,7 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynoffload.planning.timed import Life, Problem
+import numpy as np
+from scipy import optimize, sparse
+
+from dynoffload.experiments.planner.problem import Life, Problem
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,11 @@ class Optimum:
         seconds: of the best plan it found; None if it found none.
         bound: seconds below which no plan is.
         proven: whether they are the same, to within `TOLERANCE`.
-        again: the calls that its plan computes again.
     """
 
     seconds: float | None
     bound: float
     proven: bool
-    again: tuple[int, ...]
 
 
 TOLERANCE = 1e-5
@@ -108,9 +106,6 @@ class _Program:
 
     def solved(self, time_limit: float) -> Optimum:
         """Solve it."""
-        import numpy as np
-        from scipy import optimize, sparse
-
         data, columns, starts = [], [], [0]
         for shares, _, _ in self.rows:
             columns += list(shares)
@@ -134,10 +129,9 @@ class _Program:
         dual = getattr(result, "mip_dual_bound", None)
         bound = compute if dual is None else compute + max(0.0, dual) * self.unit
         if result.x is None:
-            return Optimum(None, bound, proven=False, again=())
+            return Optimum(None, bound, proven=False)
         seconds = compute + result.fun * self.unit
-        again = tuple(n for n, variable in enumerate(self.again) if result.x[variable] > 0.5)
-        return Optimum(seconds, bound, seconds <= bound * (1 + TOLERANCE), again)
+        return Optimum(seconds, bound, seconds <= bound * (1 + TOLERANCE))
 
 
 class _Life:
@@ -235,7 +229,7 @@ class _Life:
     ) -> None:
         """Add the write of a content that is made in ``begin`` and modified in ``end``.
 
-        ``maker`` is the call that makes it, if it is computed again; ``anew`` has, by slot, the
+        ``maker`` is the call that makes it, if it is recomputed; ``anew`` has, by slot, the
         calls that make it anew if they are.
         """
         program = self.program
