@@ -168,6 +168,28 @@ def test_a_scaler(clip: float | None) -> None:
     assert set(made) == {True, False}
 
 
+@pytest.mark.parametrize("bad", [1.0, float("inf"), float("nan")])
+def test_a_scaler_looks_at_gradients_that_were_added_up(bad: float) -> None:
+    pair = Pair("sgd")
+    before = pair.model.out.weight.detach().clone()
+    scaler = GradScaler("cpu", init_scale=1.0)
+    for factor in (1.0, bad):
+        scaler.scale(pair.model(words(1)[0]) * factor).backward()
+    scaler.step(pair.ours)
+    assert torch.equal(pair.model.out.weight, before) == (bad != 1.0)
+
+
+def test_a_norm_that_overflows_leaves_no_step_out() -> None:
+    """In float16 the norm of finite elements may be infinite."""
+    parameter = nn.Parameter(torch.zeros(100, dtype=torch.float16))
+    optimizer = HostOptimizer([parameter], torch.optim.SGD, lr=1e-4, threads=1)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    assert torch.full_like(parameter, 60000.0).norm().isinf()
+    scaler.scale((parameter * 60000.0).sum()).backward()
+    scaler.step(optimizer)
+    assert float(parameter[0].detach()) == -6.0
+
+
 def test_a_scaler_is_of_the_device_at_hand() -> None:
     here = torch.accelerator.current_accelerator(check_available=True)
     scaler = GradScaler(init_scale=4.0)

@@ -106,7 +106,6 @@ class HostOptimizer(Optimizer):
         self._rule = UpdateRule(kind, options)
         size = parse_bytes(tile_bytes, "tile_bytes")
         check_options(size, delayed, warmup_steps, spill_dir, host_budget)
-        budget = None if host_budget is None else parse_bytes(host_budget, "host_budget")
         self._storage: HostStorage | None = None
         self._states: dict[torch.Tensor, ParameterState] = {}
         self._by_scaler = self._closed = False
@@ -122,7 +121,7 @@ class HostOptimizer(Optimizer):
             workers,
             tile_bytes=size,
             spill_dir=None if spill_dir is None else Path(spill_dir),
-            host_budget=budget,
+            host_budget=0 if host_budget is None else parse_bytes(host_budget, "host_budget"),
             banks=2 if delayed else 1,
         )
         self._hooks = GradientHooks(self, storage.gradients)

@@ -33,7 +33,7 @@ class HostStorage:
         workers: that update; they end with this.
         tile_bytes: of the masters in a tile.
         spill_dir: for masters and moments, or None.
-        host_budget: bytes of memory for them where there is a file; None for none.
+        host_budget: bytes of memory for them where there is a file.
         banks: of memory for gradients: two where one step's are read while the next come.
 
     Attributes:
@@ -50,12 +50,12 @@ class HostStorage:
         *,
         tile_bytes: int,
         spill_dir: Path | None,
-        host_budget: int | None,
+        host_budget: int,
         banks: int,
     ) -> None:
         self.link, self._workers = link, workers
         self._tile_bytes, self._spill_dir = tile_bytes, spill_dir
-        self._budget, self._banks = host_budget or 0, banks
+        self._budget, self._banks = host_budget, banks
         self._buffers: list[StateBuffer] = []
         self._gradient_memory: list[torch.Tensor] = []
         self.tiles: list[Tile] = []
