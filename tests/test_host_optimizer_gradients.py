@@ -10,7 +10,15 @@ import pytest
 import torch
 from exactness import assert_same
 from gloo_ranks import run_ranks
-from host_reference import Pair, Reference, odd, on_accelerator, racing, step_of_replica, words
+from host_reference import (
+    Pair,
+    Reference,
+    odd,
+    on_accelerator,
+    racing,
+    step_of_replica,
+    words,
+)
 from torch import nn
 
 from dynoffload.errors import ConfigError
@@ -280,6 +288,25 @@ def test_a_gradient_is_held_until_it_has_left_and_no_longer() -> None:
     offload.settle()
     assert gone == [0, 1, 2, 3]
     assert [float(state.gradient_memory[0][0]) for state in states] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_step_leaves_no_gradient_on_the_accelerator() -> None:
+    """Copies of `Held` are not over until somebody waits for them."""
+    gone: list[int] = []
+
+    def made(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        weakref.finalize(parameter.grad.untyped_storage(), gone.append, 0)
+
+    model = odd()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(made)
+    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW, threads=1, queues=Held())
+    model(words(1)[0]).backward()
+    made_all = sum(p.requires_grad for p in model.parameters()) - 2  # two are never used
+    assert len(gone) < made_all
+    optimizer.step()
+    assert len(gone) == made_all
 
 
 @pytest.mark.parametrize("seed", range(2))

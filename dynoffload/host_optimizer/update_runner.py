@@ -104,6 +104,7 @@ class UpdateRunner:
             return
         with self._losing():
             interrupt = self._run(update)
+        self._storage.gradients.settle()  # all have been copied: lets go of them
         if interrupt is not None:
             raise interrupt
 
