@@ -157,17 +157,27 @@ def test_a_directory_that_cannot_be_used() -> None:
     assert model.out.weight.grad is not None, "a hook is left"
 
 
-def test_groups_that_come_later_get_a_file_too(tmp_path: Path) -> None:
-    """With tiles larger than any before."""
-    model = odd()
-    optimizer = HostOptimizer(
-        model.out.parameters(), AdamW, lr=1e-2, tile_bytes=64 * KiB, spill_dir=tmp_path
-    )
-    optimizer.add_param_group({"params": model.embedding.parameters()})
-    other = odd()
-    plain = HostOptimizer([*other.out.parameters(), *other.embedding.parameters()], AdamW, lr=1e-2)
-    for sample in words(3):
-        for one, its in ((model, optimizer), (other, plain)):
-            one(sample).backward()
-            its.step()
-    assert_same(optimizer.state_dict()["state"], plain.state_dict()["state"], "state")
+@pytest.mark.parametrize("delayed", [False, True])
+def test_groups_that_come_later_get_a_file_too(delayed: bool, tmp_path: Path) -> None:
+    """With tiles larger than any before, while an update may be under way."""
+    states = []
+    for where in (None, tmp_path):
+        model = odd()
+        optimizer = HostOptimizer(
+            model.out.parameters(),
+            AdamW,
+            lr=1e-2,
+            threads=1,
+            delayed=delayed,
+            tile_bytes=64 * KiB,
+            spill_dir=where,
+        )
+        for number, sample in enumerate(words(5)):
+            if number == 2:
+                optimizer.add_param_group({"params": model.embedding.parameters()})
+                model.embedding.zero_grad()
+            model(sample).backward()
+            optimizer.step()
+        optimizer.finish()
+        states.append(optimizer.state_dict()["state"])
+    assert_same(states[1], states[0], "state")

@@ -162,7 +162,6 @@ class HostOptimizer(Optimizer):
         if self._storage is None:
             return
         try:
-            self._check_open()
             self._take_in(self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
@@ -170,6 +169,7 @@ class HostOptimizer(Optimizer):
 
     def _take_in(self, groups: Sequence[Group]) -> None:
         """Give the parameters of ``groups`` their places, and take their gradients from now on."""
+        self.settle()  # larger tiles need other slots than a delayed update passes through
         storage = self._usable()
         states = [
             ParameterState(name, parameter, self._rule.moments(group))
