@@ -11,8 +11,9 @@ import torch
 from host_reference import Pair, odd, words
 from torch import nn
 
-from dynoffload.errors import BackendError, ConfigError
+from dynoffload.errors import BackendError, BudgetError, ConfigError
 from dynoffload.host_optimizer import HostOptimizer
+from dynoffload.host_optimizer.link import CpuLink
 
 
 def test_options_that_make_no_sense() -> None:
@@ -162,3 +163,12 @@ def test_states_of_others() -> None:
 def test_what_is_misspelt_is_named(kind: Any, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         HostOptimizer([nn.Parameter(torch.zeros(8))], kind, **options)
+
+
+def test_a_host_without_memory() -> None:
+    model = odd()
+    with mock.patch.object(CpuLink, "host", side_effect=MemoryError):
+        with pytest.raises(BudgetError, match="for the gradients of 9 parameters: free memory"):
+            HostOptimizer(model.parameters(), torch.optim.AdamW)
+    model(words(1)[0]).backward()
+    assert model.out.weight.grad is not None, "a hook is left"
