@@ -24,7 +24,7 @@ _HOMES = {
     "materialize": "dynoffload.runtime.offload",
     "save_checkpoint": "dynoffload.runtime.checkpointing",
     "load_checkpoint": "dynoffload.runtime.checkpointing",
-    "HostOptimizer": "dynoffload.optim",
+    "HostOptimizer": "dynoffload.host_optimizer",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
     "tile": "dynoffload.tiling.splitting",
@@ -100,7 +100,7 @@ if TYPE_CHECKING:
         ThreadError,
         TraceError,
     )
-    from dynoffload.optim import HostOptimizer
+    from dynoffload.host_optimizer import HostOptimizer
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
     from dynoffload.runtime.checkpointing import load_checkpoint, save_checkpoint
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("moe", "optim"):
+    if name in ("moe", "host_optimizer"):
         return importlib.import_module(f"dynoffload.{name}")
     home = _HOMES.get(name)
     if home is None:

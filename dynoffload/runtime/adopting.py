@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.pieces import pieces
 from dynoffload.memory.places import users_of
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import Fused, FusedStore
 from dynoffload.runtime.adoption.held import held_parameters

@@ -1,13 +1,7 @@
-"""The update itself: the code of torch's own optimizer, over pieces of masters.
-
-What it is: which optimizers are served, what they keep, and how their ``step`` is run over tensors
-that are no parameters of the user's. What it is not: a kernel; those are torch's, fused wherever it
-has them.
-"""
+"""The update itself: the step of torch's own optimizer, fused, over slices of masters."""
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,22 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from dynoffload.errors import ConfigError
 
 Group = dict[str, Any]
 
-SERVED: tuple[type[Optimizer], ...] = (Adam, AdamW, SGD)
+_SERVED: tuple[type[Optimizer], ...] = (Adam, AdamW, SGD)
 """Those of torch.optim that have a fused kernel for the CPU and state per element."""
 
-_OURS = {"fused": True, "foreach": False, "capturable": False, "differentiable": False}
-"""Options that say how a step is computed, which is decided here, and what may be asked for."""
+_FIXED = {"fused": True, "foreach": False, "capturable": False, "differentiable": False}
+"""Options that say how a step is computed, and what may be asked for."""
 
 
 @dataclass(eq=False)
-class Part:
-    """A piece that is to be updated; tensors are flat, float32, on one device.
+class Slice:
+    """What is updated as one tensor; tensors are flat, float32, on the CPU.
 
     Attributes:
         master: changed in place.
@@ -48,12 +41,8 @@ class Part:
     group: Group
 
 
-_OWN = ("place", "tile_bytes", "delayed", "warmup_steps", "threads", "spill_dir", "host_budget")
-"""Options of `HostOptimizer` beside those of its kind, which may be misspelt too."""
-
-
-class Rule:
-    """One of torch's optimizers, run over parts.
+class UpdateRule:
+    """One of torch's optimizers, run over slices.
 
     Args:
         kind: its class.
@@ -67,34 +56,27 @@ class Rule:
     """
 
     def __init__(self, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-        if isinstance(kind, Optimizer):
+        if kind not in _SERVED:
             raise ConfigError(
-                f"HostOptimizer takes the class {type(kind).__name__}, not an optimizer of it: "
-                f"pass torch.optim.{type(kind).__name__}, lr=..."
+                f"HostOptimizer cannot run {getattr(kind, '__name__', repr(kind))}: pass one of "
+                f"the classes {', '.join(one.__name__ for one in _SERVED)}, which torch has fused "
+                "kernels of for the CPU, or use the optimizer itself under offload()"
             )
-        if kind not in SERVED:
-            raise ConfigError(
-                f"HostOptimizer cannot run {getattr(kind, '__name__', repr(kind))}: it serves "
-                f"{', '.join(one.__name__ for one in SERVED)}, which torch has fused kernels of "
-                "for the CPU; pass one of these, or use the optimizer itself under offload()"
-            )
-        for name, fixed in _OURS.items():
+        for name, fixed in _FIXED.items():
             if options.get(name) not in (None, fixed):
                 raise ConfigError(
                     f"{name}={options[name]!r} of {kind.__name__} cannot be chosen here, as "
                     "HostOptimizer runs the fused step over masters: leave it out"
                 )
-        known = [name for name in inspect.signature(kind).parameters if name != "params"]
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"HostOptimizer of {kind.__name__} has no option {name!r}: known are "
-                    f"{', '.join((*known, *_OWN))}"
-                )
         self.kind = kind
-        given = {name: value for name, value in options.items() if name not in _OURS}
+        given = {name: value for name, value in options.items() if name not in _FIXED}
         factory: Callable[..., Optimizer] = kind
-        self._template = factory([nn.Parameter(torch.zeros(1))], fused=True, **given)
+        try:
+            self._template = factory([nn.Parameter(torch.zeros(1))], fused=True, **given)
+        except TypeError as error:
+            raise ConfigError(
+                f"HostOptimizer takes the options of {kind.__name__}: {error}"
+            ) from error
         self.defaults: dict[str, Any] = dict(self._template.defaults)
         self._template.param_groups = []
         step = kind.step
@@ -116,41 +98,37 @@ class Rule:
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 values[key] = value.item()
-        return {**values, **_OURS}
+        return {**values, **_FIXED}
 
-    def run(self, parts: Sequence[Part]) -> None:
-        """Update ``parts`` in place, of one device."""
-        alike: dict[tuple[int, bool], list[Part]] = defaultdict(list)
-        for part in parts:
-            alike[id(part.group), part.step == 0].append(part)
+    def run(self, slices: Sequence[Slice]) -> None:
+        """Update ``slices`` in place."""
+        alike: dict[tuple[int, bool], list[Slice]] = defaultdict(list)
+        for one in slices:
+            alike[id(one.group), one.step == 0].append(one)
         for (_, first), some in alike.items():
             self._run(some, first=first)
 
-    def _run(self, parts: Sequence[Part], *, first: bool) -> None:
-        device = parts[0].master.device
-        fused = device.type in _get_fused_kernels_supported_devices()
+    def _run(self, slices: Sequence[Slice], *, first: bool) -> None:
         starts = first and self.kind is SGD  # which makes its momentum of the first gradient
         state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         stand_ins = []
-        for part in parts:
-            stand_in = nn.Parameter(part.master)
-            stand_in.grad = part.gradient
+        for one in slices:
+            stand_in = nn.Parameter(one.master)
+            stand_in.grad = one.gradient
             stand_ins.append(stand_in)
             if not starts:
-                state[stand_in] = dict(part.moments)
+                state[stand_in] = dict(one.moments)
             if self.kind is not SGD:
-                where = device if fused else torch.device("cpu")
-                state[stand_in]["step"] = torch.full((), part.step, device=where)
-        how = {} if fused else {"fused": False, "foreach": None}
+                state[stand_in]["step"] = torch.full((), one.step)
         shadow = object.__new__(self.kind)
         shadow.__dict__.update(
             self._template.__dict__,
-            param_groups=[{**parts[0].group, **how, "params": stand_ins}],
+            param_groups=[{**slices[0].group, "params": stand_ins}],
             state=state,
         )
         with torch.inference_mode(False), torch.no_grad():
             self._step(shadow)
             if starts:
-                for part, stand_in in zip(parts, stand_ins, strict=True):
-                    for key, kept in part.moments.items():
+                for one, stand_in in zip(slices, stand_ins, strict=True):
+                    for key, kept in one.moments.items():
                         kept.copy_(state[stand_in][key])

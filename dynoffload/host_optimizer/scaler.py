@@ -1,9 +1,4 @@
-"""The loss scale of half precision, for gradients that have left the accelerator.
-
-`torch.amp.GradScaler` unscales ``p.grad``, and finds none where a `HostOptimizer` has taken them to
-the host. `GradScaler` here is the same object, with the same schedule and ``state_dict``; it asks
-that optimizer whether its gradients are finite, and has it unscale them as it reads them.
-"""
+"""The loss scaler of half precision, for gradients that have left the accelerator."""
 
 from __future__ import annotations
 
@@ -12,15 +7,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dynoffload.optim.optimizer import HostOptimizer
+from dynoffload.host_optimizer.optimizer import HostOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a `HostOptimizer`, and for any other optimizer as it is.
 
-    Gradients may be float16, which torch's own refuses to unscale: they are read as float32 first,
-    so that nothing is lost. ``device`` is the accelerator of this machine where there is one, and
-    else the CPU.
+    torch's own unscales ``p.grad``, which is None here. This one has the same schedule and
+    ``state_dict``, and has the optimizer unscale gradients as it reads them. They may be float16,
+    as they are read as float32 first. ``device`` is by default the accelerator, or else the CPU.
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:

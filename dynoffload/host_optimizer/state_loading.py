@@ -8,31 +8,32 @@ from typing import Any
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.optim.shelves import MASTER, Entry, flat, shaped
+from dynoffload.host_optimizer.state_buffers import MASTER, ParameterState, flat, shaped
 
 
 def _pairs(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    entries: Mapping[torch.Tensor, Entry],
-) -> Iterator[tuple[Entry, Mapping[str, Any]]]:
-    """Yield each entry with what was saved of it, in the order of parameters."""
+    states: Mapping[torch.Tensor, ParameterState],
+) -> Iterator[tuple[ParameterState, dict[str, Any]]]:
+    """Yield each parameter's state with what was saved of it, in the order of parameters."""
     for here, there in zip(groups, state_dict["param_groups"], strict=True):
         for parameter, number in zip(here["params"], there["params"], strict=True):
-            yield entries[parameter], state_dict["state"].get(number, {})
+            saved = state_dict["state"].get(number, {})
+            yield states[parameter], {k: v for k, v in saved.items() if v is not None}
 
 
 def check_state(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    entries: Mapping[torch.Tensor, Entry],
+    states: Mapping[torch.Tensor, ParameterState],
     defaults: Collection[str],
 ) -> None:
     """Refuse a state that is not of these parameters.
 
     Args:
         state_dict: what is to be loaded.
-        groups, entries: of the optimizer.
+        groups, states: of the optimizer.
         defaults: names of its options.
 
     Raises:
@@ -57,24 +58,21 @@ def check_state(
                 f"the state has no {lacking[0]!r} in its groups: it is of another optimizer; make "
                 "the one that it was saved from"
             )
-    for entry, saved in _pairs(state_dict, groups, entries):
-        live = {key: value for key, value in saved.items() if value is not None}
-        if not live:
-            continue  # never updated
-        for key in entry.keys:
-            value = live.get(key)
+    for state, saved in _pairs(state_dict, groups, states):
+        for key in state.keys if saved else ():  # else it was never updated
+            value = saved.get(key)
             if value is None:
                 if key == MASTER or key == "momentum_buffer":
                     continue  # of torch's own; or a momentum that has not begun
                 raise ConfigError(
-                    f"the state has no {key} of {entry.name}: make the optimizer with the options "
+                    f"the state has no {key} of {state.name}: make the optimizer with the options "
                     "that it was saved with"
                 )
-            if not isinstance(value, torch.Tensor) or value.shape != entry.parameter.shape:
+            if not isinstance(value, torch.Tensor) or value.shape != state.parameter.shape:
                 shape = list(value.shape) if isinstance(value, torch.Tensor) else value
                 raise ConfigError(
-                    f"{key} of {entry.name} is {shape} in the state, and the parameter "
-                    f"{list(entry.parameter.shape)}: load the state of this model"
+                    f"{key} of {state.name} is {shape} in the state, and the parameter "
+                    f"{list(state.parameter.shape)}: load the state of this model"
                 )
 
 
@@ -82,38 +80,29 @@ def check_state(
 def fill(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    entries: Mapping[torch.Tensor, Entry],
+    states: Mapping[torch.Tensor, ParameterState],
 ) -> None:
     """Read a state that `check_state` has passed."""
-    for entry, saved in _pairs(state_dict, groups, entries):
-        live = {key: value for key, value in saved.items() if value is not None}
-        for key in entry.moments:
-            _put(entry, key, live.get(key))
-        master = live.get(MASTER)
-        if master is None:
-            entry.flat(MASTER).copy_(flat(entry.parameter))
-        else:
-            _put(entry, MASTER, master)
-        started = float("momentum_buffer" in live)  # of torch's SGD, which counts no steps
-        entry.step.fill_(float(live.get("step", started)))
-        entry.lags.fill_(bool(live.get("lags", False)))
+    for state, saved in _pairs(state_dict, groups, states):
+        for key in state.keys:
+            if key in saved:
+                shaped(state.flat(key), state.parameter).copy_(saved[key])
+            elif key == MASTER:
+                state.flat(key).copy_(flat(state.parameter))
+            else:
+                state.flat(key).zero_()
+        started = float("momentum_buffer" in saved)  # of torch's SGD, which counts no steps
+        state.step.fill_(float(saved.get("step", started)))
+        state.lags.fill_(bool(saved.get("lags", False)))
 
 
 @torch.no_grad()
-def take_over(state: MutableMapping[torch.Tensor, Any], entries: Iterable[Entry]) -> None:
-    """Let ``state`` show entries, which take over the tensors that lie in the place of theirs."""
-    for entry in entries:
-        shown = state.get(entry.parameter, {})
-        state[entry.parameter] = ours = entry.state()
+def take_over(shown: MutableMapping[torch.Tensor, Any], states: Iterable[ParameterState]) -> None:
+    """Let ``optimizer.state`` show the optimizer's own tensors, with what lies in their place."""
+    for state in states:
+        found = shown.get(state.parameter, {})
+        shown[state.parameter] = ours = state.shown()
         for key, mine in ours.items():
-            value = shown.get(key)
+            value = found.get(key)
             if isinstance(value, torch.Tensor) and value.data_ptr() != mine.data_ptr():
                 mine.copy_(value)
-
-
-def _put(entry: Entry, key: str, value: torch.Tensor | None) -> None:
-    target = entry.flat(key)
-    if value is None:
-        target.zero_()
-    else:
-        shaped(target, entry.parameter).copy_(value)
