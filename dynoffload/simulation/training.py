@@ -132,6 +132,7 @@ class Training:
         self.reference: Reference[Slot] = Reference()
         self._position = 0
         self._pending: dict[Slot, Recorded] = {}
+        self._begun: set[Slot] = set()  # those that had an update
         self._drafted: dict[Slot, None] = {}
         self._spent: list[Slot] = []
         self._chosen: dict[Slot, dict[int, int]] = {}
@@ -308,9 +309,13 @@ class Training:
                 for twin in twins:
                     self.pager.discard(twin)
                 self._spent.append(slot)
+                continue
+            self._pending[slot] = step
+            if slot not in self._begun and step.states.get(slot.number):
+                self._update(slot)  # the first, which makes the state, does not wait
             else:
                 self.pager.lock(slot.update_regions())
-                self._pending[slot] = step
+            self._begun.add(slot)
         self.chunks.settle()
         self._outstanding.clear()
 
