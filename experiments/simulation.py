@@ -27,7 +27,8 @@ from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, 
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.runtime.opening import IO_THREADS
-from dynoffload.simulation import Link, Machine, StepResult
+from dynoffload.simulation import Link, Machine
+from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.own_work import Division, Phase, Work
 from dynoffload.simulation.recorded import Network, Parameter, Recorded, recorded
 from dynoffload.simulation.training import Training

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.comparing import check_page, write_between
+from dynoffload.experiments.comparing import Table, check_page, show, write_between
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.profiler import Trace, load_traces, trace_files
 from dynoffload.simulation import (
@@ -189,7 +189,7 @@ def _tier(
 
 
 def _summary(found: Simulation) -> dict[str, Any]:
-    if not found.feasible:
+    if found.infeasible:
         return {"infeasible": found.infeasible}
     steps = found.steps[len(found.steps) // 2 :]  # the second time
     seconds = sum(step.seconds for step in steps) / len(steps)
@@ -252,38 +252,29 @@ def _slowest_link(work: Workload, machine: Machine, tolerance: float) -> float |
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    for line in (*_modelled(result), _meaning(result)):
-        console.print(line, markup=False, highlight=False)
+    show(*_modelled(result), _meaning(result))
     for name, tier in result["tiers"].items():
-        table = Table(title=_title(name, result), title_justify="left")
-        for head in _heads():
-            table.add_column(head, justify="right")
-        for cells in _cells(tier):
-            table.add_row(*cells)
-        console.print(table)
-        for line in answers(name, tier, result["tolerance"]):
-            console.print(f"  {line}", highlight=False)
+        said = answers(name, tier, result["tolerance"])
+        show(_table(name, result), *(f"  {line}" for line in said))
 
 
 def _lines(result: Mapping[str, Any]) -> list[str]:
     """Return the tables and what is to be said of each tier as Markdown."""
     lines = [line + "\n" for line in _modelled(result)]
     for name, tier in result["tiers"].items():
-        lines += [f"### {_title(name, result)}", ""]
-        rows = (_heads(), ["---:"] * len(_heads()), *_cells(tier))
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        lines += ["", *(f"- {line}" for line in answers(name, tier, result["tolerance"])), ""]
+        table = _table(name, result)
+        lines += [f"### {table.title}", "", *table.markdown(), ""]
+        lines += [*(f"- {line}" for line in answers(name, tier, result["tolerance"])), ""]
     return lines[:-1]
 
 
-def _title(name: str, result: Mapping[str, Any]) -> str:
+def _table(name: str, result: Mapping[str, Any]) -> Table:
+    tier = result["tiers"][name]
     whole = format_bytes(result["step_bytes"])
-    compute = format_seconds(_whole(result["tiers"][name])["compute_s"])
-    return f"{name}: a step takes {whole} with everything in memory, and computes for {compute}"
+    compute = format_seconds(_whole(tier)["compute_s"])
+    title = f"{name}: a step takes {whole} with everything in memory, and computes for {compute}"
+    columns = ["budget", "of it", *(head for policy in POLICIES for head in (policy, "exposed"))]
+    return Table(title, columns, list(_cells(tier)), ())
 
 
 def _modelled(result: Mapping[str, Any]) -> list[str]:
@@ -298,10 +289,6 @@ def _meaning(result: Mapping[str, Any]) -> str:
         f"means of {result['steps']} recorded steps; exposed is what a step waits for transfers, "
         "in shares of what it computes; planned knows every step, on demand fetches at first use"
     )
-
-
-def _heads() -> list[str]:
-    return ["budget", "of it", *(head for policy in POLICIES for head in (policy, "exposed"))]
 
 
 def _cells(tier: Mapping[str, Any]) -> Iterator[list[str]]:

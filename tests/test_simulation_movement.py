@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynoffload.simulation.designs import DESIGNS, pooled
-from dynoffload.simulation.hardware import Accelerator, SharedLink
+from dynoffload.simulation.designs import (
+    AGGRESSIVE,
+    CONSERVATIVE,
+    DESIGNS,
+    STRATEGIES,
+    Placement,
+    pooled,
+)
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer
 from dynoffload.simulation.movement import (
     Order,
@@ -25,7 +31,7 @@ from dynoffload.simulation.movement import (
     serial,
     visits,
 )
-from dynoffload.simulation.placement import AGGRESSIVE, CONSERVATIVE, STRATEGIES, Placement
+from dynoffload.simulation.roofline import Accelerator, SharedLink
 
 SHARD = MoeShard(
     MoeTransformer(layers=30, hidden=8192, heads=64, experts=128, vocabulary=51200),

@@ -1,8 +1,7 @@
 """What a simulated step saves for backward: in chunks filled in order, as the runtime's.
 
-What it is: `Chunks`, the books of `dynoffload.runtime.passes.activations` by sizes alone: which
-chunk a storage lies in, when a chunk ends, which number the next one has. What it is not: a store
-of anything.
+`Chunks` keeps the books of `dynoffload.runtime.passes.activations` by sizes alone: which chunk a
+storage lies in, when a chunk ends, which number the next one has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A step as visits to layers, and how long it takes when bytes move serially, or ahead.
 
-What it is: the sequence of visits that a placement makes of a step, with the regions each needs
-from remote memory and leaves there, and three ways to time it. What it is not: a simulation of
-devices one by one; all do the same at the same time.
+The sequence of visits that a placement makes of a step, with the regions each needs from remote
+memory and leaves there, and three ways to time it. All devices do the same at the same time.
 
 [Note: two orders]  In *sweeps*, all layers are recomputed before backward begins: weights are read
 three times, and the activations of all layers lie in remote memory at once. *Beside*, each layer is
@@ -19,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dynoffload.simulation.hardware import Accelerator, SharedLink
+from dynoffload.simulation.designs import Placement
 from dynoffload.simulation.moe_cluster import Layer, MoeShard
-from dynoffload.simulation.placement import Placement
-from dynoffload.simulation.roofline import Operator, work
+from dynoffload.simulation.roofline import Accelerator, Operator, SharedLink, work
 
 
 class Order(Enum):
