@@ -1,9 +1,8 @@
 """A 1T-parameter mixture of experts on 256 ranks: all-to-alls, uneven experts, layers in parts.
 
-What it is: steps of `dynoffload.simulation.moe_steps` under even and skewed routing, in parts and
-under each strategy; single layers over the share that communication takes of them; and the
-published formula of memory. What it is not: a measurement. Networks and devices are written down,
-not found.
+Steps of `dynoffload.simulation.moe_steps` under even and skewed routing, in parts and under each
+strategy; single layers over the share that communication takes of them; and the published formula
+of memory. Nothing is measured: networks and devices are written down.
 
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """

@@ -1,9 +1,9 @@
 """Four memory-expansion designs for a 1T-parameter MoE on 256 GPUs, after Heo et al. (2023).
 
-What it is: the published setting computed from formulas, compared with what was published; its
-sensitivity to what the paper does not say; and two things that it did not ask: movement ahead of
-use, and pooled memory. What it is not: a measurement. Part of `SETTING` is fitted: the paper does
-not print it, and it was chosen because it gives the published figures.
+The published setting computed from formulas, compared with what was published; its sensitivity to
+what the paper does not say; and two things that it did not ask: movement ahead of use, and pooled
+memory. Nothing is measured. Part of `SETTING` is fitted: the paper does not print it, and it was
+chosen because it gives the published figures.
 
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """

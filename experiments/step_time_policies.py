@@ -1,8 +1,7 @@
 """The policies whose step times are compared, and each one simulated.
 
-What it is: `POLICIES`, which says what of each there is to measure and to simulate, and
-`simulated`, the second side of the comparison. What it is not: the first, which stands in
-`dynoffload.experiments.step_time_runs`.
+`POLICIES` says what of each there is to measure and to simulate, and `simulated` is the second side
+of the comparison; the first stands in `dynoffload.experiments.step_time_runs`.
 
 [Note: two simulations]  What the runtime does by a plan or on demand is simulated as it does it
 (`dynoffload.simulation.Training`): by regions of whole pages, with its own work. Clairvoyance is

@@ -1,10 +1,10 @@
 """Your recorded steps on a machine that you describe: which budget, tier or link hides transfers.
 
-What it is: traces of `dynoffload profile` run on simulated machines, over budgets and over the
-tiers that a TOML file lists; the least budget and the slowest link at which a step waits for
-nothing. What it is not: a measurement. Operators take the recorded seconds, divided by how many
-times faster the machine computes, or what a cost model of it says, if the file has a table
-``[compute]``; plans know every step, so a pilot that errs waits longer.
+Traces of `dynoffload profile` run on simulated machines, over budgets and over the tiers that a
+TOML file lists; the least budget and the slowest link at which a step waits for nothing. Operators
+take the recorded seconds, divided by how many times faster the machine computes, or what a cost
+model of it says, if the file has a table ``[compute]``; plans know every step, so a pilot that errs
+waits longer.
 
 All steps are run twice, one after the other, and count the second time: what is touched for the
 first time then is in memory if it fits.
@@ -210,10 +210,9 @@ def _hidden(work: Workload, machine: Machine, tolerance: float) -> bool:
 
 def _least_budget(work: Workload, machine: Machine, whole: int, tolerance: float) -> int | None:
     """Return the least budget at which transfers are hidden; None if not even at what all takes."""
-    enough = whole + 1
+    enough, short = whole + 1, 0
     if not _hidden(work, machine.with_fast(enough), tolerance):
         return None
-    short = 0
     while enough - short > _PRECISION * whole:
         middle = (enough + short) // 2
         if _hidden(work, machine.with_fast(max(1, middle)), tolerance):
@@ -227,24 +226,17 @@ def _slowest_link(work: Workload, machine: Machine, tolerance: float) -> float |
     """Return by what to multiply the tier's bandwidths at the least; None if `FACTORS` is too
     little."""
 
-    def at(factor: float) -> Machine:
-        link = machine.link
-        scaled = replace(
-            link,
-            read_bps=factor * link.read_bps,
-            write_bps=factor * link.write_bps,
-            mixed_bps=factor * link.mixed_bps,
-        )
-        return replace(machine, link=scaled)
+    def enough_at(factor: float) -> bool:
+        return _hidden(work, replace(machine, link=machine.link.times(factor)), tolerance)
 
     enough, short = FACTORS, 1 / FACTORS
-    if not _hidden(work, at(enough), tolerance):
+    if not enough_at(enough):
         return None
-    if _hidden(work, at(short), tolerance):
+    if enough_at(short):
         return short
     while enough / short > 1 + _PRECISION:
         middle = math.sqrt(enough * short)
-        if _hidden(work, at(middle), tolerance):
+        if enough_at(middle):
             enough = middle
         else:
             short = middle

@@ -198,7 +198,6 @@ def test_bytes_of_the_update(placement: Placement) -> None:
 def test_a_pool_gives_a_device_its_port_or_its_part() -> None:
     assert pooled(2).remote.share == pooled(4).remote.share == 512e9
     assert pooled(16).remote.share == 128e9
-    assert pooled(16, pool_links=8).remote.share == 256e9
 
 
 def test_turns_at_a_pool_hide_the_others_until_it_is_full() -> None:

@@ -36,20 +36,12 @@ DESIGNS: dict[int, Accelerator] = {
 """By the number that the paper gives them."""
 
 
-def pooled(sharers: int, pool_links: int = 4) -> Accelerator:
-    """Return design 2 with one pool for ``sharers`` devices in place of a memory for each.
-
-    Args:
-        sharers: devices whose ports, as fast as in design 2, lead to the pool.
-        pool_links: how many such links the pool can serve at full rate.
-    """
+def pooled(sharers: int) -> Accelerator:
+    """Return design 2 with one pool, as fast as four such memories, for ``sharers`` devices."""
     private = DESIGNS[2]
     rate = private.remote.bytes_per_s
-    return replace(
-        private,
-        name=f"pool of {pool_links} links for {sharers} GPUs",
-        remote=SharedLink(pool_links * rate, sharers, rate),
-    )
+    pool = SharedLink(4 * rate, sharers, rate)
+    return replace(private, name=f"pool of 4 links for {sharers} GPUs", remote=pool)
 
 
 @dataclass(frozen=True)
