@@ -1,8 +1,7 @@
 """One training for `dynoffload.experiments.simulation`: plainly, under a budget, or for a pilot.
 
-What it is: ``python -m dynoffload.experiments.simulated_run TASK``, a process that builds one
-network, makes the steps that its task names, and prints what it found as one JSON object. What it
-is not: a simulation; it only runs, and records.
+``python -m dynoffload.experiments.simulated_run TASK`` is a process that builds one network, makes
+the steps that its task names, and prints what it found as one JSON object.
 """
 
 from __future__ import annotations

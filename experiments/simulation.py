@@ -1,10 +1,10 @@
 """Simulated steps beside real ones: step time and bytes moved, setting by setting.
 
-What it is: networks trained under budgets by the runtime, each in a process of its own, and the
-same steps simulated (`dynoffload.simulation.training`) from traces of plain training; a table of
-both with its misses. What it is not: a fit to what it validates: the link is measured by
-`dynoffload.doctor`, the network's own work by plain steps, and what the runtime itself takes is
-fitted on other networks under other budgets (`dynoffload.experiments.simulation_fit`).
+Networks are trained under budgets by the runtime, each in a process of its own, and the same steps
+are simulated (`dynoffload.simulation.training`) from traces of plain training. Nothing is fitted to
+what is validated: the link is measured by `dynoffload.doctor`, the network's own work by plain
+steps, and what the runtime itself takes is fitted on other networks under other budgets
+(`dynoffload.experiments.simulation_fit`).
 
 Processes compute with one thread, so that transfers have a core of their own where there are two.
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
@@ -27,7 +27,8 @@ from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, 
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report, progress_bar
 from dynoffload.runtime.opening import IO_THREADS
-from dynoffload.simulation import Link, Machine, StepResult
+from dynoffload.simulation import Link, Machine
+from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.own_work import Division, Phase, Work
 from dynoffload.simulation.recorded import Network, Parameter, Recorded, recorded
 from dynoffload.simulation.training import Training

@@ -1,8 +1,7 @@
 """What the runtime itself takes, fitted on trainings that are not those to validate by.
 
-What it is: `fitted`, a link and the seconds of the runtime's own work, from real trainings and
-their simulations. What it is not: a fit of the network's work, nor of what the link moves in a
-second, which are measured.
+`fitted` makes a link and the seconds of the runtime's own work of real trainings and their
+simulations. The network's work, and what the link moves in a second, are measured.
 
 [Note: the fit]  Real seconds less simulated ones are explained, setting by setting and phase by
 phase, relative to the setting's real step, by how often the runtime does what it does, with no

@@ -19,8 +19,7 @@ from dynoffload.memory.pager import Pager
 from dynoffload.profiler.costs import CostModel
 from dynoffload.profiler.trace import Trace
 from dynoffload.runtime.telemetry import RunLog
-from dynoffload.simulation.machine import load_machine
-from dynoffload.simulation.speeds import Speeds
+from dynoffload.simulation.machine import load_machines
 
 
 def test_every_error_is_of_one_base_and_public() -> None:
@@ -51,8 +50,7 @@ def _unreadable(path: Path) -> dict[str, Callable[[], object]]:
         "pilot": lambda: dynoffload.Pilot.load(path),
         "trace": lambda: Trace.load(path),
         "run log": lambda: RunLog.load(path),
-        "machine": lambda: load_machine(path),
-        "speeds": lambda: Speeds.load(path),
+        "machine": lambda: load_machines(path),
         "costs": lambda: CostModel.load(path),
     }
 

@@ -20,6 +20,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import step_time, zoo
 from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import why_unavailable
+from dynoffload.experiments.baselines.recomputing import DTR
 from dynoffload.experiments.simulation import Material
 from dynoffload.experiments.simulation_fit import Fit
 from dynoffload.experiments.step_time_policies import (
@@ -48,7 +49,7 @@ from dynoffload.experiments.step_time_views import page_of, reasons, write_figur
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.workers import WorkerError, worker
 from dynoffload.profiler import Trace, profile
-from dynoffload.simulation import DTR, Link, Machine, simulate
+from dynoffload.simulation import Link, Machine, simulate
 from dynoffload.simulation.own_work import Division, Work
 from dynoffload.simulation.recorded import network_of, recorded
 

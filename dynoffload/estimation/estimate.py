@@ -387,13 +387,7 @@ def _simulated(
 
     steps, training = trained(calibration.machine)
     link = calibration.machine.link
-    faster = replace(
-        link,
-        read_bps=2 * link.read_bps,
-        write_bps=2 * link.write_bps,
-        mixed_bps=2 * link.mixed_bps,
-    )
-    quicker, _ = trained(replace(calibration.machine, link=faster))
+    quicker, _ = trained(replace(calibration.machine, link=link.times(2)))
     seconds, compute, stall = (_mean(steps, key) for key in ("seconds", "compute_s", "stall_s"))
     bytes_in, bytes_out = (_mean(steps, key) for key in ("bytes_in", "bytes_out"))
     reading = bytes_in / link.read_bps >= bytes_out / link.write_bps

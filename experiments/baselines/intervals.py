@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from dynoffload.errors import BudgetError
 from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule
-from dynoffload.simulation.execution import Execution, StepResult, Victims
+from dynoffload.simulation.execution import Execution, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.policies import Strategy
@@ -58,10 +58,9 @@ class Intervals(Strategy):
     _plan: Plan | None = field(default=None, repr=False)
     _sizes: list[int] = field(default_factory=list, repr=False)
 
-    def begin(self, workload: Workload, machine: Machine) -> Victims | None:
+    def begin(self, workload: Workload, machine: Machine) -> None:
         """See `Strategy.begin`."""
         self._machine = machine
-        return None
 
     def plan(self, number: int, execution: Execution) -> Plan | None:
         """See `Strategy.plan`."""
