@@ -27,7 +27,7 @@ from dynoffload.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
     from dynoffload.reporting.tables import ComparisonRow
-    from dynoffload.runtime.telemetry import RunLog
+    from dynoffload.telemetry import RunLog
 
 logger = logging.getLogger(__name__)
 

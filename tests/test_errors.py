@@ -18,9 +18,9 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.pager import Pager
 from dynoffload.profiler.costs import CostModel
 from dynoffload.profiler.trace import Trace
-from dynoffload.runtime.telemetry import RunLog
 from dynoffload.simulation.machine import load_machine
 from dynoffload.simulation.speeds import Speeds
+from dynoffload.telemetry import RunLog
 
 
 def test_every_error_is_of_one_base_and_public() -> None:

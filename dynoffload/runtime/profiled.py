@@ -23,7 +23,7 @@ from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.interrupts import interruptible
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.telemetry import RunLog, table_of
+from dynoffload.telemetry import RunLog, table_of
 
 if TYPE_CHECKING:
     import pandas as pd
