@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.tiling.modules import Piece, pieces_of
 
 Bring = Callable[[Iterable[torch.Tensor]], None]
 """Called with tensors before they are written, to fetch their memory."""
@@ -24,6 +23,30 @@ _FITS = (
     "give one whose names and shapes are those of this model's state_dict(), as safetensors' "
     "save_file(model.state_dict(), path) writes them"
 )
+
+
+class Piece(Protocol):
+    """Where a parameter lies in a larger tensor, which files have whole."""
+
+    @property
+    def whole(self) -> str:
+        """The full name of the larger tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the larger tensor."""
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Which part of it the parameter is."""
+
+
+@runtime_checkable
+class Tiled(Protocol):
+    """A module whose parameters are pieces, as those of `dynoffload.tile`."""
+
+    def tile_pieces(self, prefix: str) -> Mapping[str, Piece]:
+        """Return its pieces by their full names, where ``prefix`` stands before its own."""
 
 
 class WeightFiles:
@@ -100,7 +123,12 @@ class WeightFiles:
     ) -> Iterator[tuple[list[str], torch.Tensor, str | None, Piece | None]]:
         """Yield each tensor of ``model``: its names, itself, the name under which it is here (None
         if it is not), and which part of that it is, if it is a tile's and what is here is whole."""
-        pieces = pieces_of(model)
+        pieces = {
+            name: piece
+            for path, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, Tiled)
+            for name, piece in module.tile_pieces(f"{path}." if path else "").items()
+        }
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
@@ -169,8 +197,7 @@ def _read(opened: Any, path: Path, name: str, piece: Piece | None) -> torch.Tens
         if piece is None:
             tensor: torch.Tensor = opened.get_tensor(name)
             return tensor
-        part = slice(piece.begin, piece.begin + piece.length)
-        tensor = opened.get_slice(name)[(slice(None),) * piece.dim + (part,)]
+        tensor = opened.get_slice(name)[piece.index]
         return tensor
 
 
