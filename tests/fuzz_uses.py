@@ -16,6 +16,7 @@ import numpy as np
 from dynoffload.errors import DynOffloadError, PilotError
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.following import Following
 from dynoffload.pilot.labels import Refused, make_label, makers_version, read_label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
@@ -96,7 +97,7 @@ def _predict(pilot: Pilot, sample: Sample) -> list[int]:
 
 def _follow(pilot: Pilot, example: Example) -> None:
     size = len(pilot.vocabulary)
-    step = pilot.follow(example.sample)
+    step = Following(pilot, example.sample)
     order = [*example.blocks[:MAX_TOLD], -1, *pilot.predict(example.sample).blocks[:MAX_TOLD]]
     for place, block in enumerate(order):
         if place % 8 == 0:
