@@ -293,7 +293,7 @@ def material(
         zoo: see `Task`.
         learned: see `Task`.
     """
-    from dynoffload.profiler import Trace, trace_files
+    from dynoffload.profiler import load_trace, trace_files
 
     own, traces = folder / name, folder / name / TRACES
     traces.mkdir(parents=True)
@@ -307,7 +307,7 @@ def material(
         tuple(Parameter(**one) for one in found["network"]["parameters"]),
         {path: tuple(numbers) for path, numbers in found["network"]["owners"].items()},
     )
-    made = [recorded(Trace.load(path), network) for path in trace_files(traces)]
+    made = [recorded(load_trace(path), network) for path in trace_files(traces)]
     # The optimizer's state appears with a parameter's first gradient: late steps have most.
     states = {number: sizes for one in made for number, sizes in one.states.items()}
     timed = tuple(

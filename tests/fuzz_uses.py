@@ -26,7 +26,7 @@ from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import footprint, temporaries
 from dynoffload.profiler.program import Program, resolve
 from dynoffload.profiler.sample import Sample
-from dynoffload.profiler.trace import Trace
+from dynoffload.profiler.storage import load_trace, save_trace
 
 MAX_TOLD = 60
 """Blocks of a step that is followed that a pilot is told."""
@@ -119,7 +119,7 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         folder: to write into.
         learn: whether a pilot is trained on it.
     """
-    trace = _named(path, lambda: Trace.load(path))
+    trace = _named(path, lambda: load_trace(path))
     program = resolve(trace)
     if sum(visit.operators[1] - visit.operators[0] for visit in program.visits) != len(
         trace.operators
@@ -149,8 +149,8 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         raise Malformed("a footprint below zero")
     if learn:
         again = folder / "again.trace"
-        trace.save(again)
-        if Trace.load(again).operators != trace.operators:
+        save_trace(trace, again)
+        if load_trace(again).operators != trace.operators:
             raise Malformed("a trace that does not come back")
 
 

@@ -39,7 +39,7 @@ from fuzz_uses import Good, Malformed, Unnamed, use_pilot, use_trace
 
 from dynoffload.errors import DynOffloadError
 from dynoffload.profiler.program import resolve
-from dynoffload.profiler.trace import Trace
+from dynoffload.profiler.storage import load_trace
 from dynoffload.units import MiB
 
 BATCH = 500
@@ -139,7 +139,7 @@ class Fuzzer:
         programs: dict[str, list[Any]] = {}
         for paths in seeds.traces.values():
             for path in paths[1:4]:
-                trace = Trace.load(path)
+                trace = load_trace(path)
                 programs.setdefault(trace.network, []).append(resolve(trace))
         self._good = Good(programs)
         self._hook_on = False

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
-from dynoffload.profiler import CostModel, Trace, profile
+from dynoffload.profiler import CostModel, Trace, load_trace, profile
 from dynoffload.profiler.costs import Kind
 from dynoffload.simulation import (
     DTR,
@@ -48,7 +48,7 @@ def recorded(model: nn.Module, samples: list[Any], **options: Any) -> list[Trace
         kinds = {kind: options.pop(kind, False) for kind in ("foreach", "fused")}
         optimizer = AdamW(model.parameters(), **kinds)
         options |= {"optimizer": optimizer, "progress": False}
-        return [Trace.load(path) for path in profile(model, samples, out=folder, **options)]
+        return [load_trace(path) for path in profile(model, samples, out=folder, **options)]
 
 
 @cache
