@@ -20,8 +20,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import step_time, zoo
 from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import why_unavailable
-from dynoffload.experiments.simulation import Material
-from dynoffload.experiments.simulation_fit import Fit
+from dynoffload.experiments.simulation_fit import Fit, Material
 from dynoffload.experiments.step_time_policies import (
     BOUND,
     PILOT,
