@@ -27,9 +27,8 @@ activations, on the CPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,28 +39,18 @@ from dynoffload.units import format_bytes, parse_bytes
 _ALIGNED = 64  # features of which tiles are multiples where they can be; see [Note: bits]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Where a tile's tensor lies in the whole one.
 
     Attributes:
         whole: name of the whole tensor.
-        dim: the dimension that is split.
-        begin: where the tile begins in it.
-        length: how far it goes.
         shape: of the whole tensor.
+        index: of the tile in it; the last slice is along the dimension that is split.
     """
 
     whole: str
-    dim: int
-    begin: int
-    length: int
     shape: tuple[int, ...]
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """What of the whole tensor it is."""
-        return (slice(None),) * self.dim + (slice(self.begin, self.begin + self.length),)
+    index: tuple[slice, ...]
 
 
 class Tiled(nn.Module):
@@ -94,7 +83,8 @@ class Tiled(nn.Module):
             shape = list(tensors[0].shape)
             shape[dim] = sum(lengths)
             for number, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
-                piece = Piece(f"{prefix}{key}", dim, end - length, length, tuple(shape))
+                index = (slice(None),) * dim + (slice(end - length, end),)
+                piece = Piece(f"{prefix}{key}", tuple(shape), index)
                 found[f"{prefix}tiles.{number}.{key}"] = piece
         return found
 
@@ -120,7 +110,7 @@ class Tiled(nn.Module):
             if tuple(whole.shape) == piece.shape:
                 part = whole[piece.index]
                 state_dict[name] = part.clone() if assigned else part
-            elif not piece.begin:
+            elif not piece.index[-1].start:
                 error_msgs.append(
                     f"size mismatch for {piece.whole}: copying a param with shape "
                     f"{tuple(whole.shape)} from checkpoint, the shape of the tiles of the current "
