@@ -45,12 +45,12 @@ class Piece(NamedTuple):
     Attributes:
         whole: name of the whole tensor.
         shape: of the whole tensor.
-        index: of the tile in it; the last slice is along the dimension that is split.
+        part: which part of it the tile is; the last slice is along the dimension that is split.
     """
 
     whole: str
     shape: tuple[int, ...]
-    index: tuple[slice, ...]
+    part: tuple[slice, ...]
 
 
 class Tiled(nn.Module):
@@ -83,8 +83,8 @@ class Tiled(nn.Module):
             shape = list(tensors[0].shape)
             shape[dim] = sum(lengths)
             for number, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
-                index = (slice(None),) * dim + (slice(end - length, end),)
-                piece = Piece(f"{prefix}{key}", tuple(shape), index)
+                part = (slice(None),) * dim + (slice(end - length, end),)
+                piece = Piece(f"{prefix}{key}", tuple(shape), part)
                 found[f"{prefix}tiles.{number}.{key}"] = piece
         return found
 
@@ -108,9 +108,9 @@ class Tiled(nn.Module):
                 continue
             whole = wholes[piece.whole]
             if tuple(whole.shape) == piece.shape:
-                part = whole[piece.index]
+                part = whole[piece.part]
                 state_dict[name] = part.clone() if assigned else part
-            elif not piece.index[-1].start:
+            elif not piece.part[-1].start:
                 error_msgs.append(
                     f"size mismatch for {piece.whole}: copying a param with shape "
                     f"{tuple(whole.shape)} from checkpoint, the shape of the tiles of the current "

@@ -158,7 +158,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in state.items():
         parts.setdefault(pieces[name].whole if name in pieces else name, []).append(tensor)
-    dims = {piece.whole: len(piece.index) - 1 for piece in pieces.values()}
+    dims = {piece.whole: len(piece.part) - 1 for piece in pieces.values()}
     made: dict[tuple[int, ...], Tensor] = {}  # of tied tiles once
     for name, found in parts.items():
         of = tuple(map(id, found))
