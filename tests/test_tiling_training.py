@@ -192,7 +192,7 @@ def test_a_model_is_not_split_within_its_block() -> None:
     model = tiled()
     optimizer = SGD(model.parameters(), lr=1e-2)
     with dynoffload.offload(model, optimizer, budget=WEIGHT, pilot=None, config=CONFIG):
-        for part in (model, model[0]):
+        for part in (model, model.head):
             for call in (dynoffload.tile, dynoffload.untile):
                 with pytest.raises(ConfigError, match=r"was called inside the offload\(\) block"):
                     call(part)
