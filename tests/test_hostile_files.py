@@ -248,10 +248,10 @@ def test_what_a_recorder_writes_keeps_within_the_limits(
     assert len(load_trace(tmp_path / "many.trace").operators) == 50_000
     wide = trace.operators[0]._replace(reads=(0,) * 400_000)
     with pytest.raises(TraceError, match="20000000 uses of regions"):
-        replace(trace, operators=[wide] * 50).save(tmp_path / "wide.trace")
+        save_trace(replace(trace, operators=[wide] * 50), tmp_path / "wide.trace")
     deep = [ModuleCall("a", "", index - 1, 0, 1) for index in range(3000)]
     with pytest.raises(TraceError, match=str(most_nesting(3000))):
-        replace(trace, calls=deep).save(tmp_path / "deep.trace")
+        save_trace(replace(trace, calls=deep), tmp_path / "deep.trace")
     for name in ("ROWS", "HEADER_BYTES", "FILE_BYTES"):
         monkeypatch.setattr(f"dynoffload.profiler.storage.MAX_{name}", 3)
         with pytest.raises(TraceError, match="record a smaller batch"):
@@ -282,7 +282,7 @@ def test_a_trace_of_no_operators_has_no_footprint(trace: Trace) -> None:
 
 def test_a_source_that_is_no_text_is_written_as_text(trace: Trace, tmp_path: Path) -> None:
     """The name of a file in another encoding, as Python gives it."""
-    replace(trace, source="caf\udce9.py").save(tmp_path / "t.trace")
+    save_trace(replace(trace, source="caf\udce9.py"), tmp_path / "t.trace")
     assert load_trace(tmp_path / "t.trace").source == "caf\\udce9.py"
 
 
