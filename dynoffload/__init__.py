@@ -12,7 +12,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from dynoffload.version import __version__
 
 _root = Path(__file__).resolve().parent
 if not (_root / "profiler").exists() and (_root.parent / "profiler").is_dir():

@@ -31,14 +31,13 @@ from statistics import fmean, median
 from typing import Any
 
 from dynoffload.errors import ConfigError, DynOffloadError
-from dynoffload.experiments import simulation
+from dynoffload.experiments import simulation_fit
 from dynoffload.experiments.baselines import DTR as DTR_RUN
 from dynoffload.experiments.baselines import REPLAY
 from dynoffload.experiments.baselines.intervals import Intervals
 from dynoffload.experiments.baselines.recomputing import DTR, Capuchin, Recomputing, Victims
 from dynoffload.experiments.baselines.simulated import Replay, UnifiedMemory
-from dynoffload.experiments.simulation import Material
-from dynoffload.experiments.simulation_fit import Fit
+from dynoffload.experiments.simulation_fit import Fit, Material
 from dynoffload.profiler.trace import Phase, Trace
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Machine, Strategy, Workload, simulate, workload
@@ -231,7 +230,7 @@ def simulated(
         if policy == BOUND:
             orders = tuple(step.order() for step in material.steps)
             material, policy = replace(material, orders=orders), PILOT
-        made = simulation.simulated(material, sizing, policy, fit.machine, fit.work)
+        made = simulation_fit.simulated(material, sizing, policy, fit.machine, fit.work)
         return _side(made.steps, counted)
     except ConfigError as error:  # the runtime does more than its simulation knows
         return Side(note=f"not simulated: {error}")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.comparing import Table, check_page, show, write_between
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.profiler import Trace, load_traces, trace_files
+from dynoffload.profiler import Trace, load_trace, load_traces, trace_files
 from dynoffload.simulation import (
     Clairvoyant,
     Link,
@@ -146,7 +146,7 @@ def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> lis
     samples = list(islice(zoo.samples("moe", seed=0, rows=1, length=tokens), steps))
     with TemporaryDirectory() as folder:
         made = profile(model, samples, out=folder, optimizer=optimizer, progress=False)
-        return [Trace.load(path) for path in made]
+        return [load_trace(path) for path in made]
 
 
 def _tier(

@@ -14,7 +14,7 @@ from dynoffload.profiler.profiling import profile
 from dynoffload.profiler.program import Program, Visit, resolve
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features, Sample, describe_sample
-from dynoffload.profiler.storage import load_traces, trace_files
+from dynoffload.profiler.storage import load_trace, load_traces, save_trace, trace_files
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
 from dynoffload.profiler.work import Kind, Work
 
@@ -40,10 +40,12 @@ __all__ = [
     "fingerprint",
     "idioms_of",
     "is_known",
+    "load_trace",
     "load_traces",
     "profile",
     "resolve",
     "rule_of",
+    "save_trace",
     "shape_key",
     "trace_files",
 ]

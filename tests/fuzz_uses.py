@@ -16,6 +16,7 @@ from synthetic_pilot import label_of
 from dynoffload.errors import DynOffloadError, PilotError
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.following import Following
 from dynoffload.pilot.labels import Label, Refused, make_label, makers_version, read_label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
@@ -25,7 +26,7 @@ from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import footprint, temporaries
 from dynoffload.profiler.program import resolve
 from dynoffload.profiler.sample import Sample
-from dynoffload.profiler.trace import Trace
+from dynoffload.profiler.storage import load_trace, save_trace
 
 MAX_TOLD = 60
 """Blocks of a step that is followed that a pilot is told."""
@@ -96,7 +97,7 @@ def _predict(pilot: Pilot, sample: Sample) -> list[int]:
 
 def _follow(pilot: Pilot, example: Example) -> None:
     size = len(pilot.vocabulary)
-    step = pilot.follow(example.sample)
+    step = Following(pilot, example.sample)
     order = [*example.blocks[:MAX_TOLD], -1, *pilot.predict(example.sample).blocks[:MAX_TOLD]]
     for place, block in enumerate(order):
         if place % 8 == 0:
@@ -118,7 +119,7 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         folder: to write into.
         learn: whether a pilot is trained on it.
     """
-    trace = _named(path, lambda: Trace.load(path))
+    trace = _named(path, lambda: load_trace(path))
     program = resolve(trace)
     if sum(visit.operators[1] - visit.operators[0] for visit in program.visits) != len(
         trace.operators
@@ -147,8 +148,8 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         raise Malformed("a footprint below zero")
     if learn:
         again = folder / "again.trace"
-        trace.save(again)
-        if Trace.load(again).operators != trace.operators:
+        save_trace(trace, again)
+        if load_trace(again).operators != trace.operators:
             raise Malformed("a trace that does not come back")
 
 

@@ -41,7 +41,7 @@ from synthetic_pilot import label_of
 from dynoffload.errors import DynOffloadError
 from dynoffload.pilot.labels import Label
 from dynoffload.profiler.program import resolve
-from dynoffload.profiler.trace import Trace
+from dynoffload.profiler.storage import load_trace
 from dynoffload.units import MiB
 
 BATCH = 500
@@ -141,7 +141,7 @@ class Fuzzer:
         labels: dict[str, list[Label]] = {}
         for paths in seeds.traces.values():
             for path in paths[1:4]:
-                trace = Trace.load(path)
+                trace = load_trace(path)
                 labels.setdefault(trace.network, []).append(label_of(resolve(trace)))
         self._good = Good(labels)
         self._hook_on = False

@@ -34,7 +34,7 @@ from dynoffload.pilot.train import encode_example, train_pilot
 from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import Footprint
-from dynoffload.profiler import Trace, resolve, trace_files
+from dynoffload.profiler import load_trace, resolve, trace_files
 from dynoffload.profiler.profiling import profile
 
 COUNT = 40
@@ -66,7 +66,7 @@ def copy(traces: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("budget", [None, 20_000])
 def test_labels_are_what_traces_give_in_order_of_step(traces: Path, budget: int | None) -> None:
-    programs = [resolve(Trace.load(path)) for path in trace_files(traces)]
+    programs = [resolve(load_trace(path)) for path in trace_files(traces)]
     read = [label_of(program) for program in sorted(programs, key=lambda program: program.step)]
     made = label_traces(traces, 1, silent, budget=budget).labels
     vocabulary = build_vocabulary([label.outline for label in made], budget)

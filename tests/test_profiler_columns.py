@@ -15,7 +15,7 @@ from dynoffload.planning.outline import outline_of
 from dynoffload.profiler import Recorder
 from dynoffload.profiler.columns import Columns, Operators
 from dynoffload.profiler.program import resolve
-from dynoffload.profiler.storage import load_trace
+from dynoffload.profiler.storage import load_trace, save_trace
 from dynoffload.profiler.trace import Operator, Trace
 
 
@@ -29,7 +29,7 @@ def trace(tmp_path: Path) -> Trace:
         model(torch.ones(4, 6)).sum().backward()
         optimizer.step()
     path = tmp_path / "step.trace"
-    traces[0].save(path)
+    save_trace(traces[0], path)
     return load_trace(path)
 
 

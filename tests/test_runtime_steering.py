@@ -30,7 +30,7 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.planning.footprint import footprint
-from dynoffload.profiler import Decider, Trace
+from dynoffload.profiler import Decider, load_trace
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.adoption.units import Unit
@@ -62,7 +62,7 @@ def _profiled(folder: Path) -> tuple[int, Pilot]:
     paths = dynoffload.profile(
         model, _samples(24, seed=5), out=folder, optimizer=optimizer, progress=False
     )
-    total = max(footprint(Trace.load(path)).total for path in paths)
+    total = max(footprint(load_trace(path)).total for path in paths)
     return total, train_pilot(folder, model="lightgbm", progress=False).pilot
 
 

@@ -21,7 +21,7 @@ from dynoffload.experiments import zoo
 from dynoffload.experiments.baselines.intervals import Intervals
 from dynoffload.experiments.baselines.recomputing import DTR, Capuchin
 from dynoffload.experiments.baselines.simulated import Replay, UnifiedMemory
-from dynoffload.profiler import CostModel, Trace, profile
+from dynoffload.profiler import CostModel, Trace, load_trace, profile
 from dynoffload.profiler.costs import Kind
 from dynoffload.simulation import (
     Clairvoyant,
@@ -50,7 +50,7 @@ def recorded(model: nn.Module, samples: list[Any], **options: Any) -> list[Trace
         kinds = {kind: options.pop(kind, False) for kind in ("foreach", "fused")}
         optimizer = AdamW(model.parameters(), **kinds)
         options |= {"optimizer": optimizer, "progress": False}
-        return [Trace.load(path) for path in profile(model, samples, out=folder, **options)]
+        return [load_trace(path) for path in profile(model, samples, out=folder, **options)]
 
 
 @cache

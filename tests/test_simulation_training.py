@@ -23,12 +23,12 @@ from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.trace import Trace
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.telemetry import StepStats
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.own_work import Division, Work
 from dynoffload.simulation.recorded import Network, Recorded, network_of, recorded
 from dynoffload.simulation.training import Training
+from dynoffload.telemetry import StepStats
 
 pytestmark = needs_pager
 

@@ -10,7 +10,7 @@ import torch
 
 from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation
-from dynoffload.moe.indices import Routing
+from dynoffload.moe.routing import Routing
 from dynoffload.moe.slices import Sliced
 
 _Weight = torch.Tensor | Sliced

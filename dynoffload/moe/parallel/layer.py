@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import ConfigError
-from dynoffload.moe.indices import Routing
 from dynoffload.moe.layer import MoE
 from dynoffload.moe.parallel.adapting import Adapting, Batch
 from dynoffload.moe.parallel.choice import Choice
@@ -29,6 +28,7 @@ from dynoffload.moe.parallel.granularity import NUMBERS
 from dynoffload.moe.parallel.laps import Lap
 from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.tiers import Tier, tier_for
+from dynoffload.moe.routing import Routing
 from dynoffload.planning.strategies import Strategy, strategy_of
 from dynoffload.runtime.ranks.replicas import Rows
 from dynoffload.units import format_bytes, parse_bytes

@@ -41,7 +41,7 @@ from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.trial import Trial
 from dynoffload.runtime.migration.worth import Worth
 from dynoffload.runtime.passes.hooks import Hook
-from dynoffload.runtime.telemetry import StepStats
+from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
 
