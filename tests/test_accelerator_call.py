@@ -278,9 +278,7 @@ def test_a_pool_without_a_count_is_as_large_as_it_may_be() -> None:
 
 
 def test_what_operators_take_makes_the_pool_smaller() -> None:
-    """The emulated allocator is made to count what operators take beside regions. The first step
-    makes its updates at once; the second is the first to make such as waited, in forward, and the
-    pool of the third is the first that follows from it."""
+    """The emulated allocator is made to count what operators take beside regions."""
     with accelerated() as queues:
         model = small()
         optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -292,7 +290,7 @@ def test_what_operators_take_makes_the_pool_smaller() -> None:
         ) as session:
             Loop(steps=6).run(model, optimizer, small_samples(6), small_loss)
         stats = session.stats
-    assert (stats["peak_allocated_bytes"].iloc[2:] <= budget).all()
+    assert (stats["peak_allocated_bytes"].iloc[1:] <= budget).all()
     small_bytes = session.sizing.budget - session.sizing.pool_bytes  # which are no regions
     assert session.log.headroom >= others - small_bytes
 
