@@ -39,7 +39,7 @@ SIZES = {"GPT-S": (768, 3072), "BERT-L": (1024, 4096), "GPT-XL": (2048, 8192)}
 LINKS = ("auto", "namespaces", "delays")
 
 _START_S = 60.0  # in which a rank imports and meets the others
-_SILENT = 10  # timeouts: a first step has a profile and trials, of each of which nothing is said
+_SILENT = 2  # timeouts in which rank 0 may say nothing
 
 
 def run(

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from dynoffload.experiments.allocations import Allocations
 from dynoffload.experiments.networks import DEVICE, SlowExchange, limit_link
 from dynoffload.moe.parallel import ExpertParallel, Strategy
-from dynoffload.moe.parallel.cost import memory, shape_of
-from dynoffload.moe.parallel.granularity import NUMBERS
+from dynoffload.moe.parallel.choice import NUMBERS
+from dynoffload.moe.parallel.memory import memory, shape_of
 
 PARTS = (1, 2, 4, 8)
 """Of which peaks of allocations are told."""
@@ -187,16 +187,10 @@ def _raced(
             raise AssertionError("a layer that was to choose has not")
         took.append(_step(layer, tokens)[0])
         _say_alive(task)
-    adapting = layer.adapting
-    if adapting.chooser is None:
-        raise AssertionError("a layer that was to choose has not")
-    (seconds,) = layer.exchange.largest([adapting.seconds], tokens.device, "seconds of trials")
     return {
         "chosen": (layer.choice.parts, layer.choice.strategy.value),
         "steps": len(took),
         "steps_s": sum(took),
-        "profile_s": seconds,
-        "trials": adapting.chooser.trials,
     }
 
 
@@ -271,8 +265,7 @@ def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> dict[s
     for name, best in best_of.items():
         race = raced[name]
         chosen_s = medians[race["chosen"]]
-        # What the choice cost: steps until it stood, with profile and trials, beyond as many steps
-        # of what was chosen.
+        # What the choice cost: steps until it stood, beyond as many steps of what was chosen.
         overhead = race["steps_s"] - race["steps"] * chosen_s
         found[name] = {
             **race,
@@ -282,7 +275,6 @@ def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> dict[s
             "behind": chosen_s / medians[best] - 1,
             "behind_again": median(final[race["chosen"]]) / median(final[best]) - 1,
             "speedup": medians[plain] / chosen_s,
-            "profile_share": race["profile_s"] / (1000 * chosen_s),
             "overhead_share": overhead / (1000 * chosen_s),
         }
     return found

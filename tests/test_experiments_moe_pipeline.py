@@ -44,14 +44,12 @@ def test_it_measures_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[s
         same = row[name]["chosen"] == row[name]["best"]
         assert row[name]["behind_again"] > -0.9
         assert (row[name]["behind_again"] == 0) is same
-        assert row[name]["trials"] >= 2
         assert row[name]["steps"] >= 1
-        # Steps until it stood, with what they were slower than, and the first one's profile.
+        # Steps until it stood, with what they were slower than.
         spent = row[name]["overhead_share"] * 1000 * row[name]["chosen_s"]
         assert spent == pytest.approx(
             row[name]["steps_s"] - row[name]["steps"] * row[name]["chosen_s"]
         )
-        assert row[name]["steps_s"] > row[name]["profile_s"] > 0
     assert row["bound"]["chosen"][1] != "none"  # no number of parts makes that fit
     (memory,) = result["memory"]
     at = {(one["parts"], one["strategy"]): one["bytes"] for one in memory["rows"]}
