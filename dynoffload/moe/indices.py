@@ -1,8 +1,5 @@
 """Which token goes to which expert: four index structures, made without a sort.
 
-What it is: `Routing`, and how it is made of a router's choice. What it is not: weights of that
-choice, or anything that has the width of a token.
-
 Source: MoEBlaze (arXiv 2601.05296), section 3. Tokens are taken in tiles. A tile's choices are a
 dense map of tokens by experts; the sums of its columns are scanned over tiles and then over
 experts, which gives each tile a place within each expert's run; within a tile the map itself is

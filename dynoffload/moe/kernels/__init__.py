@@ -1,8 +1,7 @@
 """Experts on a GPU, by Triton.
 
-What it is: whether the kernels can take a call (`refusal`), and the ways in (`routed`, `fused`).
-What it is not: the kernels (`indexing`, `products`) or their node of autograd (`function`). Triton
-is imported at the first call that is taken. Where it is missing, experts go one by one, which is
+`refusal` says whether the kernels can take a call; `routed` and `fused` run them. Triton is
+imported at the first call that is taken. Where it is missing, experts go one by one, which is
 logged once.
 
 The kernels have run in Triton's interpreter only, not on a GPU.

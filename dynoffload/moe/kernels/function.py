@@ -1,9 +1,8 @@
 """Experts on a GPU as one node of autograd.
 
-What it is: `Fused`, which launches `dynoffload.moe.kernels.products`. What it is not: for experts
-with biases, for other activations, or for matrices that are paged by expert. No tensor of (L·k, d)
-exists in forward or backward; saved are the first product, (L·k, p·h), and the activation's result,
-(L·k, h). ``torch.use_deterministic_algorithms`` fixes the blocks of the kernels, and so the bits
+`Fused` launches `dynoffload.moe.kernels.products`. No tensor of (L·k, d) exists in forward or
+backward; saved are the first product, (L·k, p·h), and the activation's result, (L·k, h).
+``torch.use_deterministic_algorithms`` fixes the blocks of the kernels, and so the bits
 between processes; within one, bits are the same in each run of a shape once blocks are chosen.
 
 The kernels have run in Triton's interpreter only, not on a GPU.

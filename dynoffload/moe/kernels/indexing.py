@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Index structures on a GPU: the kernels of `dynoffload.moe.indices.route`.
 
-What it is: the dense map of a tile of tokens by experts, made in registers; its column counts;
-their scan over tiles and then over columns; and the place of each choice, by a scan of the map
-along its tokens. There is neither a sort nor an atomic. What it is not: a check of the choice's
-form.
+A tile of tokens by experts is a dense map in registers. Its column counts are scanned over tiles
+and then over columns; a scan of the map along its tokens gives the place of each choice. There is
+neither a sort nor an atomic.
 
 Source: MoEBlaze (arXiv 2601.05296), section 3. The kernels have run in Triton's interpreter only,
 not on a GPU.

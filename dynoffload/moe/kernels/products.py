@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The products of experts on a GPU: rows are gathered as they are read, sums stay with one program.
 
-What it is: four kernels. `up_kernel` gathers tokens inside the first product and makes gate and up
-of one read of them. `combine_kernel` is a second product together with the sum over a token's
-choices; it is the forward's last and the gradient of tokens. `back_kernel` is dY·W3ᵀ with the
-derivative of the activation and of gates; `weights_kernel` is the gradient of matrices. What it is
-not: autograd (`dynoffload.moe.kernels.function`).
+`up_kernel` gathers tokens inside the first product and makes gate and up of one read of them.
+`combine_kernel` is a second product together with the sum over a token's choices; it is the
+forward's last and the gradient of tokens. `back_kernel` is dY·W3ᵀ with the derivative of the
+activation and of gates; `weights_kernel` is the gradient of matrices.
 
 [Note: combine]  A program owns a tile of tokens and columns and adds to it in registers, so there
 are no atomics, no (L·k, d) tensor, and one order of sums: through experts in order. As tokens of an
