@@ -12,7 +12,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from dynoffload.version import __version__
 
 _root = Path(__file__).resolve().parent
 if not (_root / "profiler").exists() and (_root.parent / "profiler").is_dir():
@@ -24,7 +24,7 @@ _HOMES = {
     "materialize": "dynoffload.runtime.offload",
     "save_checkpoint": "dynoffload.runtime.checkpointing",
     "load_checkpoint": "dynoffload.runtime.checkpointing",
-    "HostOptimizer": "dynoffload.optim",
+    "HostOptimizer": "dynoffload.host_optimizer",
     "Session": "dynoffload.runtime.session",
     "OffloadConfig": "dynoffload.config",
     "tile": "dynoffload.tiling.splitting",
@@ -44,7 +44,6 @@ _HOMES = {
     "CheckpointError": "dynoffload.errors",
     "TraceError": "dynoffload.errors",
     "PilotError": "dynoffload.errors",
-    "PlanError": "dynoffload.errors",
     "RankError": "dynoffload.errors",
     "BackendError": "dynoffload.errors",
     "ClientError": "dynoffload.errors",
@@ -64,7 +63,6 @@ __all__ = [
     "OffloadConfig",
     "Pilot",
     "PilotError",
-    "PlanError",
     "RankError",
     "Session",
     "SpillError",
@@ -96,14 +94,13 @@ if TYPE_CHECKING:
         DynOffloadError,
         ExchangeError,
         PilotError,
-        PlanError,
         RankError,
         SpillError,
         StepLostError,
         ThreadError,
         TraceError,
     )
-    from dynoffload.optim import HostOptimizer
+    from dynoffload.host_optimizer import HostOptimizer
     from dynoffload.pilot import Pilot
     from dynoffload.profiler import profile
     from dynoffload.runtime.checkpointing import load_checkpoint, save_checkpoint
@@ -114,7 +111,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("moe", "optim"):
+    if name in ("moe", "host_optimizer"):
         return importlib.import_module(f"dynoffload.{name}")
     home = _HOMES.get(name)
     if home is None:

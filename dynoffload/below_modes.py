@@ -12,7 +12,8 @@ conjugate that is made within be resolved: ``hfftn`` would give the transform of
 operator itself. Outside of inference mode two others are made of products that autocast casts.
 
 [Note: whether a mode is on]  A few operators choose by that alone, which nothing below the mode can
-change. They are refused where they would choose otherwise. ``eigvalsh`` comes to the mode as
+change. An accelerator's mode refuses them where they would choose otherwise, gradients as backward
+makes them. ``eigvalsh`` comes to the mode as
 ``eigh`` does, and ``svdvals`` as a reduced ``svd``, so these are refused with them.
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,41 +34,19 @@ _BELOW_AUTOGRAD = (_Key.ADInplaceOrView, _Key.ZeroTensor, _Key.Negative, _Key.Co
 _OF_PRODUCTS = {"aten::_transformer_encoder_layer_fwd", "aten::_trilinear"}
 
 
-def _has_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return torch.is_grad_enabled() and args[0].requires_grad
-
-
-def _may_be_values_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _may_be_values_alone(args: tuple[Any, ...]) -> bool:
     """Return whether ``svdvals`` or ``eigvalsh`` may have asked, which want no vectors."""
-    return not _has_gradient(args, kwargs) and args[1:2] != (True,)  # a full svd
+    has_gradient = torch.is_grad_enabled() and args[0].requires_grad
+    return not has_gradient and args[1:2] != (True,)  # a full svd
 
 
-def _is_cast(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_cast(args: tuple[Any, ...]) -> bool:
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined] # as above the mode
         return any(map(torch.is_autocast_enabled, _AUTOCAST))
 
 
-_With = Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
-_PROD: tuple[str, _With, str] = (
-    "the gradient of prod()",
-    _has_gradient,
-    "multiply its slices one by one",
-)
-_EXTREME: tuple[str, _With, str] = (
-    "the gradient of max(), min(), median() or nanmedian() of a whole tensor",
-    _has_gradient,
-    "take it over a dimension, as x.flatten().max(0)",
-)
 _VALUES = "with gradients enabled, on an input that requires a gradient"
-_BY_MODE: dict[str, tuple[str, _With, str]] = {
-    **dict.fromkeys(("aten::max", "aten::min", "aten::median", "aten::nanmedian"), _EXTREME),
-    "aten::masked_fill.Tensor": (
-        "the gradient of masked_fill()'s value",
-        lambda args, kwargs: torch.is_grad_enabled() and args[2].requires_grad,
-        "call torch.where(mask, value, x)",
-    ),
-    "aten::prod": _PROD,
-    "aten::prod.dim_int": _PROD,
+_BY_MODE: dict[str, tuple[str, Callable[[tuple[Any, ...]], bool], str]] = {
     "aten::_linalg_svd": (
         "svdvals(), cond(), the nuclear norm or a reduced svd() without gradients",
         _may_be_values_alone,
@@ -80,21 +59,48 @@ _BY_MODE: dict[str, tuple[str, _With, str]] = {
         "within torch.autocast(..., enabled=False)",
     ),
 }
+_PROD = ("prod()", "multiply slices one by one")
+_EXTREME = (
+    "max(), min(), median() or nanmedian() of a whole tensor",
+    "take it over a dimension, as x.flatten().max(0)",
+)
+_GRADIENTS_BY_MODE = {
+    "ProdBackward0": _PROD,
+    "ProdBackward1": _PROD,
+    **dict.fromkeys(
+        ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), _EXTREME
+    ),
+    "MaskedFillBackward1": ("masked_fill()'s value", "call torch.where(mask, value, x)"),
+}
+"""By the node of the graph: what it is the gradient of, and what to call instead."""
+
+
+def refuse_by_mode(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse what torch would compute otherwise only because a mode is on; see the note above.
+
+    Raises:
+        DynOffloadError: naming it, and what to call instead.
+    """
+    node = torch._C._current_autograd_node()
+    if node is not None and (found := _GRADIENTS_BY_MODE.get(node.name())) is not None:
+        ends = node.next_functions
+        if len(ends) < 2 or ends[1][0] is not None:  # of masked_fill, the value's
+            _refuse(f"the gradient of {found[0]}", found[1])
+    by_mode = _choices_of(func)[2]
+    if by_mode is not None and by_mode[1](args):
+        _refuse(by_mode[0], by_mode[2])
+
+
+def _refuse(what: str, remedy: str) -> NoReturn:
+    raise DynOffloadError(
+        f"{what} cannot keep the bits of plain PyTorch on an accelerator: torch chooses its kernel "
+        f"by whether a dispatch mode is on. Call it outside of the offload() block, or {remedy}"
+    )
 
 
 def call_below(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what ``func`` gives, called from a dispatch mode; see the notes above.
-
-    Raises:
-        DynOffloadError: torch would choose another kernel only because a mode is on.
-    """
-    composite, casts, by_mode = _choices_of(func)
-    if by_mode is not None and by_mode[1](args, kwargs):
-        raise DynOffloadError(
-            f"{by_mode[0]} cannot keep the bits of plain PyTorch on an accelerator: torch "
-            "chooses its kernel by whether a dispatch mode is on. Call it "
-            f"outside of the offload() block, or {by_mode[2]}"
-        )
+    """Return what ``func`` gives, called from a dispatch mode; see the notes above."""
+    composite, casts, _ = _choices_of(func)
     whole = composite and torch.is_inference_mode_enabled()
     if not whole and not casts:
         return func(*args, **kwargs)
@@ -119,7 +125,7 @@ def noting_views(func: Any) -> Iterator[None]:
 
 
 @functools.cache
-def _choices_of(func: Any) -> tuple[bool, bool, tuple[str, _With, str] | None]:
+def _choices_of(func: Any) -> tuple[bool, bool, Any]:
     """Return whether an operator is a composite one, whether it is made of products, and when it
     would choose by a mode."""
     if not isinstance(func, torch._ops.OpOverload):

@@ -65,10 +65,6 @@ class TraceError(DynOffloadError, ValueError):
     """A trace file is foreign, truncated, or of a version this release does not read."""
 
 
-class PlanError(DynOffloadError, ValueError):
-    """A plan cannot be carried out, or not in the time that it names."""
-
-
 class PilotError(DynOffloadError, ValueError):
     """A pilot file is corrupt, or was trained for another network."""
 

@@ -35,3 +35,11 @@ def said_by() -> str:
     """Return what stands before a line that several ranks write: ``"rank 1: "``, or ""."""
     rank = launched_rank()
     return "" if rank is None else f"rank {rank}: "
+
+
+def local_ranks() -> int:
+    """Return how many processes the launcher has started on this machine; 1 if it says none."""
+    try:
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    except ValueError:
+        return 1

@@ -36,7 +36,7 @@ EXPERIMENTS: dict[str, str] = {
     "step-time": "dynoffload.experiments.step_time:run",
     "estimates": "dynoffload.experiments.estimates:run",
     "whatif": "dynoffload.experiments.whatif:run",
-    "planner-optimality": "dynoffload.experiments.planner_optimality:run",
+    "planner-optimality": "dynoffload.experiments.planner.optimality:run",
     "idioms": "dynoffload.experiments.idioms:run",
     "capacity": "dynoffload.experiments.capacity:run",
     "max-batch": "dynoffload.experiments.max_batch:run",

@@ -54,11 +54,8 @@ class Clairvoyant:
                 path=path,
                 variant="",
                 visits=(path,),
-                regions=(),
                 nbytes=sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)),
                 activation_bytes=0,
-                forward_s=0.0,
-                backward_s=0.0,
                 idioms=_NOTHING,
             )
             for number, (path, module) in enumerate(_with_parameters(model).items())

@@ -1,9 +1,8 @@
 """A 1T-parameter mixture of experts on 256 ranks: all-to-alls, uneven experts, layers in parts.
 
-What it is: steps of `dynoffload.simulation.moe_steps` under even and skewed routing, in parts and
-under each strategy; single layers over the share that communication takes of them; the published
-formula of memory; and, with ``--speeds``, layers on a machine whose speeds were measured. What it
-is not: a measurement. Networks and devices are written down, not found.
+Steps of `dynoffload.simulation.moe_steps` under even and skewed routing, in parts and under each
+strategy; single layers over the share that communication takes of them; and the published formula
+of memory. Nothing is measured: networks and devices are written down.
 
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """
@@ -20,16 +19,15 @@ from typing import Any
 import numpy as np
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.comparing import check_page, write_between
+from dynoffload.experiments.comparing import check_page, show, write_between
 from dynoffload.experiments.memory_expansion import SETTING
 from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
 from dynoffload.simulation.designs import DESIGNS, DEVICES_PER_NODE
-from dynoffload.simulation.hardware import Accelerator, SharedLink
 from dynoffload.simulation.moe_steps import MoeSteps, StepCost
-from dynoffload.simulation.pipeline import Cost, Layer, costs, elements
+from dynoffload.simulation.pipeline import Cost, Layer, cost_of, elements, part_of
+from dynoffload.simulation.roofline import Accelerator, SharedLink
 from dynoffload.simulation.routing import Routing, Spread
-from dynoffload.simulation.speeds import Speeds
 
 GB = 1e9
 PARTS = (1, 2, 4, 8)
@@ -75,7 +73,6 @@ def run(
     ranks: int = 64,
     experts: int = 64,
     tokens: int = 16384,
-    speeds: Path | None = None,
     page: Path | None = None,
     figure: bool = True,
 ) -> dict[str, Any]:
@@ -91,19 +88,17 @@ def run(
         ranks: of a single layer, all on one flat network.
         experts: of a single layer.
         tokens: of each rank of a single layer.
-        speeds: a JSON file of measured speeds, for single layers on that machine.
         page: a Markdown file whose tables are written anew, between the lines that say
             <!-- table --> and <!-- end of table -->.
         figure: whether to draw.
     """
     check_page(page)
-    from dynoffload.experiments.cluster_views import draw, lines, show
+    from dynoffload.experiments.cluster_views import draw, lines, tables
 
     options = Options(sequences, skew, seed, between_gb, latency_us, ranks, experts, tokens)
     _check(options)
-    measured = None if speeds is None else Speeds.load(speeds)
-    result = computed(options, measured)
-    show(result)
+    result = computed(options)
+    show(*tables(result))
     if json_path is not None and figure:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         draw(result, json_path.with_suffix(".svg"))
@@ -126,7 +121,7 @@ def _check(options: Options) -> None:
         )
 
 
-def computed(options: Options, measured: Speeds | None = None) -> dict[str, Any]:
+def computed(options: Options) -> dict[str, Any]:
     """Return all numbers."""
     result = {
         "options": {**asdict(options), "sequences": list(options.sequences)},
@@ -144,7 +139,6 @@ def computed(options: Options, measured: Speeds | None = None) -> dict[str, Any]
         "layers": {name: _layer(options, name) for name in LAYERS},
         "best_parts": _best_parts(options),
         "memory": _memory(options),
-        "measured": None if measured is None else _measured(options, measured),
     }
     return {**result, "published": _published(result)}
 
@@ -189,10 +183,9 @@ def _busiest(routing: Routing, spread: Spread) -> float:
 
 def _steps(steps: MoeSteps, routings: Sequence[Routing], parts: int) -> list[dict[str, Any]]:
     """Return the steps of all strategies."""
-    split = steps.split(routings, parts)
     return [
         _step(
-            steps.made_of(split, parts, strategy),
+            steps.step(routings, parts, strategy),
             parts,
             strategy,
             steps.layer.element * steps.kept(routings, parts, strategy).total,
@@ -218,23 +211,15 @@ def _step(cost: StepCost, parts: int, strategy: Strategy, kept: float) -> dict[s
     }
 
 
-def _spread(options: Options) -> Spread:
-    return Spread(options.ranks, math.gcd(options.ranks, options.experts))
-
-
 def _of_layer(
     name: str, options: Options, network: float, tokens: int, parts: int, strategy: Strategy
 ) -> Cost:
     """Return both passes of a layer whose ranks send ``network`` bytes a second."""
-    width, inner = LAYERS[name]
-    spread = _spread(options)
-    layer = Layer(width, inner)
-    held = options.experts / spread.groups
-    speeds = Speeds.of(DEVICE, width, inner, held, layer.element)
-    routing = Routing.even(options.ranks, options.experts, tokens)
+    spread = Spread(options.ranks, math.gcd(options.ranks, options.experts))
+    routing = Routing.even(options.ranks, options.experts, tokens).part(parts)
     cluster = Cluster.flat(options.ranks, network, options.latency_us * 1e-6)
-    first, second = costs(layer, routing, spread, speeds, parts, strategy, cluster)
-    return first + second
+    part = part_of(Layer(*LAYERS[name]), routing, spread, DEVICE, cluster)
+    return cost_of(part, parts, strategy)
 
 
 def _layer(options: Options, name: str) -> list[dict[str, Any]]:
@@ -287,23 +272,6 @@ def _memory(options: Options) -> list[dict[str, Any]]:
                 for parts in PARTS[1:]
             }
             found.append({"layer": name, "tokens": tokens, "saved": saved})
-    return found
-
-
-def _measured(options: Options, speeds: Speeds) -> list[dict[str, Any]]:
-    """Return what layers take on a machine that was measured, in fp32."""
-    found = []
-    spread = _spread(options)
-    for name, (width, inner) in LAYERS.items():
-        layer = Layer(width, inner, element=4)
-        routing = Routing.even(options.ranks, options.experts, options.tokens)
-        times: dict[str, float] = {}
-        for strategy in Strategy:
-            for parts in PARTS:
-                first, second = costs(layer, routing, spread, speeds, parts, strategy)
-                times[f"{parts} {strategy.value}"] = first.seconds + second.seconds
-        best = min(times, key=times.__getitem__)
-        found.append({"layer": name, "seconds": times, "best": best})
     return found
 
 

@@ -1,17 +1,14 @@
-"""Tables and the figure of `dynoffload.experiments.cluster`.
-
-What it is: its numbers as people read them. What it is not: their computation.
-"""
+"""Tables and the figure of `dynoffload.experiments.cluster`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dynoffload.experiments.comparing import Table
 from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.pipeline import Part, backward, forward
 from dynoffload.simulation.streams import Resource
@@ -30,56 +27,16 @@ _PAINT = {Resource.COMPUTE: "compute", Resource.LINK: "optimizer", Resource.COPY
 _LAYER_PAINT = {"GPT-S": "plan", "BERT-L": "backward", "GPT-XL": "stall"}
 
 
-@dataclass(frozen=True)
-class Table:
-    """Cells as text, for a terminal and for a page; the first ``words`` columns are words."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    words: int = 1
-
-    def markdown(self) -> list[str]:
-        """Return the lines of the table."""
-        rules = ["---" if number < self.words else "---:" for number, _ in enumerate(self.columns)]
-        lines = [_line(row) for row in (self.columns, rules, *self.rows)]
-        return [f"**{self.title}.**", "", *lines, ""]
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """Return all tables."""
-    found = [_cases(result), _strategies(result), _layers(result), _batches(result)]
-    found.append(_memory(result))
-    if result["measured"]:
-        found.append(_measured(result))
-    return found
-
-
-def show(result: Mapping[str, Any]) -> None:
-    """Print all tables."""
-    from rich.console import Console
-    from rich.table import Column
-    from rich.table import Table as Rich
-
-    console = Console()
-    for one in tables(result):
-        columns = (
-            Column(name, justify="left" if number < one.words else "right", overflow="fold")
-            for number, name in enumerate(one.columns)
-        )
-        table = Rich(*columns, title=one.title, title_justify="left", box=None)
-        for row in one.rows:
-            table.add_row(*row)
-        console.print(table)
+    return [make(result) for make in (_cases, _strategies, _layers, _batches, _memory)]
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
     """Return what stands between the marks of a page."""
-    return [line for one in tables(result) for line in one.markdown()][:-1]
+    return [
+        line for one in tables(result) for line in (f"**{one.title}.**", "", *one.markdown(), "")
+    ][:-1]
 
 
 def row_of(case: Mapping[str, Any], parts: int, strategy: str) -> Mapping[str, Any]:
@@ -114,7 +71,7 @@ def _cases(result: Mapping[str, Any]) -> Table:
         *("network", "sequences", "routing (busiest rank)", "ms, n=1", "on the link"),
         *("waiting", "n=2", "n=4", "n=8", "best with shared buffers", "kept GB, n=1", "kept GB"),
     )
-    return Table("A step of the 1T network on 256 GPUs", columns, rows, 1)
+    return Table("A step of the 1T network on 256 GPUs", columns, rows)
 
 
 def _strategies(result: Mapping[str, Any]) -> Table:
@@ -135,7 +92,7 @@ def _strategies(result: Mapping[str, Any]) -> Table:
         *("on the link", "exposed", "kept GB"),
     )
     title = f"Every n and strategy: {case['network']}, {case['sequences']} sequences, even routing"
-    return Table(title, columns, rows, 2)
+    return Table(title, columns, rows, (0, 1))
 
 
 def last_even(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,23 +149,6 @@ def _memory(result: Mapping[str, Any]) -> Table:
     rows.append(["published", "", *(f"-{published[parts]:.0%}" for parts in _PARTS)])
     columns = ("layer", "tokens of a rank", "n=2", "n=4", "n=8")
     return Table("Memory of a layer, by the formula, against one part", columns, rows)
-
-
-def _measured(result: Mapping[str, Any]) -> Table:
-    rows = []
-    for row in result["measured"]:
-        plain = row["seconds"]["1 none"]
-        parts, strategy = row["best"].split()
-        rows.append(
-            [
-                row["layer"],
-                _ms(plain),
-                *(f"{plain / row['seconds'][f'{n} none']:.2f}" for n in _PARTS),
-                f"{plain / row['seconds'][row['best']]:.2f} (n={parts}, {strategy})",
-            ]
-        )
-    columns = ("layer", "ms, n=1", "n=2", "n=4", "n=8", "best")
-    return Table("On the machine of --speeds, times the speed of one part", columns, rows)
 
 
 def _ms(seconds: float) -> str:
@@ -334,9 +274,8 @@ def _gantt(figure: Any, color: Mapping[str, str]) -> None:
         ("forward", "backward"),
         strict=True,
     ):
-        timeline = make(part, 4, Strategy.S3).run()
-        for number, task in enumerate(timeline.tasks):
-            start, end = timeline.starts[number, 0], timeline.ends[number, 0]
+        for task in make(part, 4, Strategy.S3).tasks:
+            start, end = task.start[0], task.end[0]
             y = 2 - task.resource.value
             paint = color[_PAINT[task.resource]]
             axes.barh(y, end - start, 0.7, start, color=paint, edgecolor=color["paper"])

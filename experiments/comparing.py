@@ -1,12 +1,9 @@
-"""What pages and figures that set numbers of two kinds side by side have in common.
-
-What it is: a table between the marks of a page, a marked error, a diagonal with its band. What it
-is not: any one experiment's numbers.
-"""
+"""What pages and figures of experiments share: tables, their place in a page, diagonals."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +15,49 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 """Marks of a page between which the table stands."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text, for a terminal and for a page.
+
+    Attributes:
+        title: over it.
+        columns: their heads.
+        rows: cells.
+        words: columns, by number, that are words; all others are numbers.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Sequence[int] = (0,)
+
+    def markdown(self) -> list[str]:
+        """Return the lines of the table, without its title."""
+        rules = ["---" if n in self.words else "---:" for n, _ in enumerate(self.columns)]
+        return [f"| {' | '.join(row)} |" for row in (self.columns, rules, *self.rows)]
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and lines; a narrow terminal breaks words, but cuts none off."""
+    from rich.console import Console
+    from rich.table import Column
+    from rich.table import Table as Rich
+
+    console = Console()
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, markup=False, highlight=False)
+            continue
+        columns = (
+            Column(name, justify="left" if number in part.words else "right", overflow="fold")
+            for number, name in enumerate(part.columns)
+        )
+        table = Rich(*columns, title=part.title, title_justify="left", box=None)
+        for row in part.rows:
+            table.add_row(*row)
+        console.print(table)
 
 
 def check_page(page: Path | None) -> None:

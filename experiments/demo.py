@@ -27,7 +27,7 @@ from dynoffload.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from dynoffload.experiments.zoo.building import ZooSample
     from dynoffload.reporting.tables import ComparisonRow
-    from dynoffload.runtime.telemetry import RunLog
+    from dynoffload.telemetry import RunLog
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def _pilot(
     from dynoffload.experiments.pilot_cases import Case
     from dynoffload.pilot.train import train_pilot
     from dynoffload.planning.footprint import footprint
-    from dynoffload.profiler import Trace, trace_files
+    from dynoffload.profiler import load_trace, trace_files
 
     case = Case("profile", NETWORK, preset, {"length": tokens})
     with recorded(case, profiled, lr, report, keep=folder / "traces") as traces:
@@ -169,7 +169,7 @@ def _pilot(
         path = folder / "demo.pilot"
         trained.pilot.save(path)
         paths = trace_files(traces)
-        total = max(footprint(Trace.load(trace)).total for trace in paths[-8:])
+        total = max(footprint(load_trace(trace)).total for trace in paths[-8:])
     score = trained.evaluation.pilot.block_order_accuracy
     _say(
         f"recorded {profiled} steps; a pilot ({trained.pilot.kind}) learned from "

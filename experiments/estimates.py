@@ -19,6 +19,13 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments.children import answer_of
 from dynoffload.experiments.comparing import check_page
 from dynoffload.experiments.estimates_run import ESTIMATED, TRAINED, Task
+from dynoffload.experiments.estimates_views import (
+    PEAK_WORST,
+    STEP_WORST,
+    show,
+    write_figure,
+    write_table,
+)
 from dynoffload.experiments.simulation import FIT
 from dynoffload.pilot.progress import progress_bar
 
@@ -30,8 +37,6 @@ NETWORKS = (
 KINDS_FITTED = frozenset(one.network.removesuffix(" (fit)") for one in FIT)
 """Of whose kind another network, of other sizes, is among those that the runtime's own work is
 fitted on."""
-PEAK_WORST, STEP_WORST = 0.10, 0.20
-"""Relative errors that are asked for."""
 _MOST_STEPS = 10  # from the eleventh on a session may try steps without prefetch
 _TIMEOUT_S = 600.0
 
@@ -61,8 +66,6 @@ def run(
         page: a page whose table is written anew, between its marks.
         spill_dir: where the spill files lie.
     """
-    from dynoffload.experiments.estimates_views import show, write_figure, write_table
-
     check_page(page)
     names = [one for one in only.split(",") if one] or list(NETWORKS)
     unknown = [one for one in names if one not in NETWORKS]

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.experiments.comparing import draw_diagonal, marked, write_between
-from dynoffload.experiments.estimates import PEAK_WORST, STEP_WORST
 from dynoffload.units import MiB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+PEAK_WORST, STEP_WORST = 0.10, 0.20
+"""Relative errors that are asked for."""
 _COLUMNS = (
     *("network", "budget", "estimated ms", "real ms", "error"),
     *("fast MiB", "real", "error", "file MiB", "real", "error", "bound by"),

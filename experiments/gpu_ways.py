@@ -229,9 +229,7 @@ def _host_optimizer(task: Task, device: torch.device) -> Iterator[Ready]:
     import dynoffload
 
     model = _built(task).to(device)
-    optimizer = dynoffload.HostOptimizer(
-        model.parameters(), torch.optim.AdamW, place="host", lr=task.lr
-    )
+    optimizer = dynoffload.HostOptimizer(model.parameters(), torch.optim.AdamW, lr=task.lr)
     try:
         yield Ready(model, _stepping(model, optimizer, contextlib.nullcontext))
     finally:

@@ -21,7 +21,7 @@ from torch.optim import AdamW
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import zoo
-from dynoffload.optim import HostOptimizer
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.pilot.progress import progress_bar
 from dynoffload.units import KiB, MiB, format_bytes, format_seconds
 
@@ -108,7 +108,7 @@ def _train(
     """Return the loss of each step, and the median of the seconds that a step took."""
     model = zoo.build("moe", preset, seed=seed).bfloat16()
     losses, seconds = [], []
-    with HostOptimizer(model.parameters(), AdamW, lr=lr, place="host", **options) as optimizer:
+    with HostOptimizer(model.parameters(), AdamW, lr=lr, **options) as optimizer:
         for sample in islice(zoo.samples("moe", seed=seed, length=length), steps):
             start = time.perf_counter()
             loss = model(*sample.args).loss
@@ -126,7 +126,7 @@ def _rate(tile: int, elements: int, threads: int | None, where: Path | None) -> 
     parameter = nn.Parameter(torch.zeros(elements, dtype=torch.bfloat16))
     gradient = torch.full_like(parameter, 1e-3)
     options: dict[str, Any] = {"tile_bytes": tile, "threads": threads, "spill_dir": where}
-    with HostOptimizer([parameter], AdamW, place="host", **options) as optimizer:
+    with HostOptimizer([parameter], AdamW, **options) as optimizer:
         seconds = []
         for _ in range(_ROUNDS):
             parameter.grad = gradient

@@ -32,8 +32,7 @@ class LyingPilot:
         paths = [path for path, module in model.named_modules() if not list(module.children())]
         idioms = Idioms(0, 0, 0, 0, 0, 0)
         blocks = tuple(
-            Block(index, path, "", (path,), (), 0, 0, 0.0, 0.0, idioms)
-            for index, path in enumerate(paths)
+            Block(index, path, "", (path,), 0, 0, idioms) for index, path in enumerate(paths)
         )
         self.vocabulary = Vocabulary(fingerprint(model), blocks)
         self._orders = list(orders)

@@ -1,9 +1,9 @@
 """Four memory-expansion designs for a 1T-parameter MoE on 256 GPUs, after Heo et al. (2023).
 
-What it is: the published setting computed from formulas, compared with what was published; its
-sensitivity to what the paper does not say; and two things that it did not ask: movement ahead of
-use, and pooled memory. What it is not: a measurement. Part of `SETTING` is fitted: the paper does
-not print it, and it was chosen because it gives the published figures.
+The published setting computed from formulas, compared with what was published; its sensitivity to
+what the paper does not say; and two things that it did not ask: movement ahead of use, and pooled
+memory. Nothing is measured. Part of `SETTING` is fitted: the paper does not print it, and it was
+chosen because it gives the published figures.
 
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """
@@ -16,9 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.memory_expansion_views import PUBLISHED, draw, show
-from dynoffload.simulation.designs import DESIGNS, pooled
-from dynoffload.simulation.hardware import Accelerator
+from dynoffload.experiments.comparing import show
+from dynoffload.experiments.memory_expansion_views import PUBLISHED, draw, tables
+from dynoffload.simulation.designs import (
+    AGGRESSIVE,
+    CONSERVATIVE,
+    DESIGNS,
+    STRATEGIES,
+    local_areas,
+    pooled,
+    remote_areas,
+)
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer
 from dynoffload.simulation.movement import (
     Order,
@@ -33,13 +41,7 @@ from dynoffload.simulation.movement import (
     serial,
     visits,
 )
-from dynoffload.simulation.placement import (
-    AGGRESSIVE,
-    CONSERVATIVE,
-    STRATEGIES,
-    local_areas,
-    remote_areas,
-)
+from dynoffload.simulation.roofline import Accelerator
 
 GB = 1e9
 SETTING = MoeShard(
@@ -120,7 +122,7 @@ def run(
         Batch(sequences, length),
     )
     result = computed(shard)
-    show(result)
+    show(*tables(result))
     if json_path is not None and figure:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         draw(result, json_path.with_suffix(".svg"))

@@ -1,7 +1,4 @@
-"""Tables and the figure of `dynoffload.experiments.memory_expansion`.
-
-What it is: its numbers as people read them. What it is not: their computation.
-"""
+"""Tables and the figure of `dynoffload.experiments.memory_expansion`."""
 
 from __future__ import annotations
 
@@ -9,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynoffload.experiments.comparing import Table
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
-    from rich.table import Table
 
 PUBLISHED: dict[str, float] = {
     "ratio_design1": 2.82,
@@ -36,89 +34,97 @@ RATIOS = {1: "stall", 4: "plan"}
 """Designs whose ratio was published -> colour."""
 
 
-def show(result: Mapping[str, Any]) -> None:
-    """Print all tables."""
-    from rich.console import Console
-
-    console = Console()
-    for table in (_published_table, _steps, _capacity, _sensitivity, _planned_updates, _pools):
-        console.print(table(result))
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich.table import Column, Table
-
-    # A narrow terminal breaks words, but cuts none off.
-    folded = (Column(column, overflow="fold") for column in columns)
-    return Table(*folded, title=title, title_justify="left")
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """Return all tables."""
+    every = (_published_table, _steps, _capacity, _sensitivity, _planned_updates, _pools)
+    return [make(result) for make in every]
 
 
 def _published_table(result: Mapping[str, Any]) -> Table:
-    table = _table("against the paper", "published", "paper", "computed", "deviation")
+    rows = []
     for key, row in result["published"].items():
         value = row["value"]
-        table.add_row(key, f"{value:g}", f"{value * (1 + row['deviation']):.3g}", _percent(row))
+        rows.append([key, f"{value:g}", f"{value * (1 + row['deviation']):.3g}", _percent(row)])
     for key in ("order_conservative", "order_aggressive"):
-        table.add_row(f"{key}, fastest first", "", _order(result[key]), "")
-    return table
+        rows.append([f"{key}, fastest first", "", _order(result[key]), ""])
+    return Table("against the paper", ("published", "paper", "computed", "deviation"), rows)
 
 
 def _steps(result: Mapping[str, Any]) -> Table:
     columns = ("design", "strategy", "movement", "ms", *(label for label, _ in SEGMENTS.values()))
-    table = _table("a step", *columns)
-    for number, design in result["designs"].items():
-        for strategy in LABELS:
-            for name, bar in design[strategy].items():
-                cells = (f"{bar[key] * 1e3:.1f}" for key in ("seconds", *SEGMENTS))
-                table.add_row(f"{number} {design['name']}", strategy, name, *cells)
-    return table
+    rows = [
+        [
+            f"{number} {design['name']}",
+            strategy,
+            name,
+            *(f"{bar[key] * 1e3:.1f}" for key in ("seconds", *SEGMENTS)),
+        ]
+        for number, design in result["designs"].items()
+        for strategy in LABELS
+        for name, bar in design[strategy].items()
+    ]
+    return Table("a step", columns, rows, (0, 1, 2))
 
 
 def _capacity(result: Mapping[str, Any]) -> Table:
-    table = _table("capacity", "movement", "strategy", "local GB", "remote GB", "moved GB")
-    for name, schedule in result["schedules"].items():
-        for strategy in LABELS:
-            keys = ("hbm_gb", "remote_gb", "moved_gb")
-            table.add_row(name, strategy, *(f"{schedule[key][strategy]:.2f}" for key in keys))
-    return table
+    rows = [
+        [
+            name,
+            strategy,
+            *(f"{schedule[key][strategy]:.2f}" for key in ("hbm_gb", "remote_gb", "moved_gb")),
+        ]
+        for name, schedule in result["schedules"].items()
+        for strategy in LABELS
+    ]
+    columns = ("movement", "strategy", "local GB", "remote GB", "moved GB")
+    return Table("capacity", columns, rows, (0, 1))
 
 
 def _sensitivity(result: Mapping[str, Any]) -> Table:
     columns = ("changed", "ratio 1", "ratio 4", "order C", "order A", "local GB C", "A")
-    table = _table("sensitivity, serial movement", *columns)
-    for rows in result["sensitivity"].values():
-        for row in rows:
-            table.add_row(
-                changed(row),
-                f"{row['ratio_design1']:.2f}",
-                f"{row['ratio_design4']:.2f}",
-                _order(row["order_conservative"]),
-                _order(row["order_aggressive"]),
-                *(f"{row['hbm_gb'][strategy]:.1f}" for strategy in LABELS),
-            )
-        table.add_section()
-    return table
+    rows = [
+        [
+            changed(row),
+            f"{row['ratio_design1']:.2f}",
+            f"{row['ratio_design4']:.2f}",
+            _order(row["order_conservative"]),
+            _order(row["order_aggressive"]),
+            *(f"{row['hbm_gb'][strategy]:.1f}" for strategy in LABELS),
+        ]
+        for rows in result["sensitivity"].values()
+        for row in rows
+    ]
+    return Table("sensitivity, serial movement", columns, rows)
 
 
 def _planned_updates(result: Mapping[str, Any]) -> Table:
     columns = ("optimizer I/O", "strategy", "local GB", *(f"design {n}" for n in result["designs"]))
-    table = _table("planned movement with optimizer I/O in each step, ms", *columns)
-    for row in result["planned_update"]:
-        for strategy in LABELS:
-            times = (f"{seconds * 1e3:.0f}" for seconds in row[strategy]["seconds"].values())
-            table.add_row(row["update"], strategy, f"{row[strategy]['hbm_gb']:.2f}", *times)
-    return table
+    rows = [
+        [
+            row["update"],
+            strategy,
+            f"{row[strategy]['hbm_gb']:.2f}",
+            *(f"{seconds * 1e3:.0f}" for seconds in row[strategy]["seconds"].values()),
+        ]
+        for row in result["planned_update"]
+        for strategy in LABELS
+    ]
+    return Table("planned movement with optimizer I/O in each step, ms", columns, rows, (0, 1))
 
 
 def _pools(result: Mapping[str, Any]) -> Table:
     columns = ("GPUs", "strategy", "GB/s at once", "at once", "in turns", "overlapped", "planned")
-    table = _table("one pool for many GPUs, ms of a step", *columns)
-    for row in result["pooled"]:
-        for strategy in LABELS:
-            cells = (f"{bar['seconds'] * 1e3:.1f}" for bar in row[strategy].values())
-            rate = f"{row['gb_per_s_at_once']:.0f}"
-            table.add_row(str(row["sharers"]), strategy, rate, *cells)
-    return table
+    rows = [
+        [
+            str(row["sharers"]),
+            strategy,
+            f"{row['gb_per_s_at_once']:.0f}",
+            *(f"{bar['seconds'] * 1e3:.1f}" for bar in row[strategy].values()),
+        ]
+        for row in result["pooled"]
+        for strategy in LABELS
+    ]
+    return Table("one pool for many GPUs, ms of a step", columns, rows, (1,))
 
 
 def changed(row: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from dynoffload.doctor import Tiers
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.baselines import DTR, REPLAY
 from dynoffload.experiments.baselines.cgroup import MemoryGroup, memory_group, swap_file
-from dynoffload.experiments.optimum import StepString, StepVisit, step_bound, step_string
+from dynoffload.experiments.bound import StepString, StepVisit, step_bound, step_string
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Step,

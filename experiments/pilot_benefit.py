@@ -169,14 +169,14 @@ def _prepare(case: Case, samples: int, lr: float, model: str, path: Path, report
     """Train a pilot into ``path`` and return the footprint of a step, the largest recorded."""
     from dynoffload.pilot.train import train_pilot
     from dynoffload.planning.footprint import footprint
-    from dynoffload.profiler import Trace, trace_files
+    from dynoffload.profiler import load_trace, trace_files
 
     with recorded(case, samples, lr, report) as traces:
         report(f"{case.key}: learning a pilot")
         train_pilot(traces, model=model, progress=False).pilot.save(path)
         found = trace_files(traces)
         # The optimizer's state appears with a parameter's first gradient: late steps have most.
-        return max(footprint(Trace.load(trace)).total for trace in found[-32:])
+        return max(footprint(load_trace(trace)).total for trace in found[-32:])
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ import numpy as np
 
 from dynoffload.experiments.pilot_cases import Case
 from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.labelling import label_traces
+from dynoffload.pilot.labels import Label
 from dynoffload.pilot.sources import split_by_source
-from dynoffload.pilot.train import HOLDOUT, encode_example, load_programs
+from dynoffload.pilot.train import HOLDOUT, encode_example
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler.sample import Sample
@@ -131,16 +133,20 @@ def record(case: Case, samples: int, seed: int) -> Recording:
     with tempfile.TemporaryDirectory() as folder:
         traces = Path(folder)
         moments = _train(model, optimizer, drawn, aside, traces)
-        programs = load_programs(traces / "steps")
-        vocabulary = build_vocabulary([programs[i] for i in inside])
-        examples = [encode_example(vocabulary, program) for program in programs]
-        del programs
+        labels = _labels(traces / "steps")
+        vocabulary = build_vocabulary([labels[i].outline for i in inside])
+        examples = [encode_example(vocabulary, label) for label in labels]
+        del labels
         again = [
-            Again(step, abs(step - moment), tuple(encode_example(vocabulary, program).blocks))
+            Again(step, abs(step - moment), tuple(encode_example(vocabulary, label).blocks))
             for moment, steps in moments.items()
-            for step, program in zip(steps, load_programs(traces / str(moment)), strict=True)
+            for step, label in zip(steps, _labels(traces / str(moment)), strict=True)
         ]
     return Recording(vocabulary, examples, aside, again)
+
+
+def _labels(traces: Path) -> list[Label]:
+    return label_traces(traces, 1, lambda *_: None).labels
 
 
 def _train(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dynoffload import __version__
+from dynoffload.version import __version__
 
 
 def provenance() -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Networks that simulations and estimates are compared by, each with its samples.
 
-What it is: networks of the zoo and of transformers with random weights, small enough to be trained
-in seconds. What it is not: a choice of which are fitted to and which validated by; the experiments
-make it, and keep the two apart.
+Networks of the zoo and of transformers with random weights, small enough to be trained in seconds.
+Experiments choose which are fitted to and which validated by, and keep the two apart.
 """
 
 from __future__ import annotations

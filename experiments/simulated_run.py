@@ -1,8 +1,7 @@
 """One training for `dynoffload.experiments.simulation`: plainly, under a budget, or for a pilot.
 
-What it is: ``python -m dynoffload.experiments.simulated_run TASK``, a process that builds one
-network, makes the steps that its task names, and prints what it found as one JSON object. What it
-is not: a simulation; it only runs, and records.
+``python -m dynoffload.experiments.simulated_run TASK`` is a process that builds one network, makes
+the steps that its task names, and prints what it found as one JSON object.
 """
 
 from __future__ import annotations
@@ -100,6 +99,7 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
     from dynoffload.pilot.pilot import Pilot
     from dynoffload.profiler.profiling import file_of_step
     from dynoffload.profiler.recorder import Recorder
+    from dynoffload.profiler.storage import save_trace
     from dynoffload.runtime.adoption.units import Unit
     from dynoffload.runtime.migration.forecast import Forecast
     from dynoffload.simulation.recorded import network_of
@@ -116,7 +116,7 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
     forecast = Forecast(model, "pilot", Pilot.load(Path(task.pilot)) if task.pilot else None, None)
     forecast.watch(units)
     count = itertools.count()
-    on_step = lambda trace: trace.save(file_of_step(folder, next(count)))  # noqa: E731
+    on_step = lambda trace: save_trace(trace, file_of_step(folder, next(count)))  # noqa: E731
     with Recorder(model, optimizer, on_step=on_step):
         for sample in itertools.islice(kind.samples(0), task.steps):
             order = forecast.begin(sample.args, sample.kwargs)

@@ -1,10 +1,10 @@
 """Simulated steps beside real ones: step time and bytes moved, setting by setting.
 
-What it is: networks trained under budgets by the runtime, each in a process of its own, and the
-same steps simulated (`dynoffload.simulation.training`) from traces of plain training; a table of
-both with its misses. What it is not: a fit to what it validates: the link is measured by
-`dynoffload.doctor`, the network's own work by plain steps, and what the runtime itself takes is
-fitted on other networks under other budgets (`dynoffload.experiments.simulation_fit`).
+Networks are trained under budgets by the runtime, each in a process of its own, and the same steps
+are simulated (`dynoffload.simulation.training`) from traces of plain training. Nothing is fitted to
+what is validated: the link is measured by `dynoffload.doctor`, the network's own work by plain
+steps, and what the runtime itself takes is fitted on other networks under other budgets
+(`dynoffload.experiments.simulation_fit`).
 
 Processes compute with one thread, so that transfers have a core of their own where there are two.
 With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
@@ -19,31 +19,31 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dynoffload.config import OffloadConfig
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.children import answer_of
 from dynoffload.experiments.comparing import check_page
 from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, Task
+from dynoffload.experiments.simulation_fit import PHASES, Fit, Material, Real, fitted, simulated
+from dynoffload.experiments.simulation_views import (
+    BYTES_WORST,
+    STEP_MEDIAN,
+    STEP_WORST,
+    show,
+    write_figure,
+    write_table,
+)
 from dynoffload.memory.spill import default_spill_dir
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.runtime.opening import IO_THREADS
-from dynoffload.simulation import Link, Machine, StepResult
-from dynoffload.simulation.own_work import Division, Phase, Work
-from dynoffload.simulation.recorded import Network, Parameter, Recorded, recorded
-from dynoffload.simulation.training import Training
+from dynoffload.simulation import Link
+from dynoffload.simulation.recorded import Network, Parameter, recorded
 from dynoffload.units import MiB
 
 if TYPE_CHECKING:
     from dynoffload.doctor import Tiers
-    from dynoffload.experiments.simulation_fit import Fit
 
-STEP_MEDIAN, STEP_WORST, BYTES_WORST = 0.10, 0.20, 0.02
-"""Relative errors that are asked for."""
 _MOST_STEPS = 10  # from the eleventh on a session may try what waits without prefetch
 _TIER_SECONDS, _TIER_BYTES = 0.2, 512 * MiB
 TRACES, PILOT_NAME = "traces", "trained.pilot"
-PHASES = ("forward_s", "backward_s", "optimizer_s")
-"""Numbers of a real step, by the phases that `Training` tells."""
 
 
 @dataclass(frozen=True)
@@ -89,70 +89,6 @@ FIT = tuple(
 _PILOTED = frozenset(one.network for one in SETTINGS if one.policy == "pilot")
 
 
-@dataclass(frozen=True)
-class Material:
-    """What is known of a network from plain training.
-
-    Attributes:
-        network: what moves of it.
-        steps: what happens in each step, with the times of plain steps.
-        orders: the paths that are predicted for each step, or None.
-        footprint: bytes of parameters, gradients, state and what the largest step saves.
-    """
-
-    network: Network
-    steps: tuple[Recorded, ...]
-    orders: tuple[Sequence[str] | None, ...]
-    footprint: int
-
-    def timed(self, runs: Sequence[Sequence[Sequence[float]]]) -> Material:
-        """Return the same with the times of other plain trainings: run by run and step by step the
-        seconds of forward, backward and optimizer, of which each step's median counts."""
-        times = [
-            [median(parts) for parts in zip(*each, strict=True)] for each in zip(*runs, strict=True)
-        ]
-        steps = zip(self.steps, times, strict=True)
-        return replace(self, steps=tuple(step.timed(*seconds) for step, seconds in steps))
-
-
-@dataclass(frozen=True)
-class Real:
-    """What a setting did, run by run and step by step.
-
-    Attributes:
-        runs: numbers of each step.
-        sizing: how the budget was divided.
-        fetches: seconds and bytes of what was waited for.
-        backend: of the session.
-        link: as measured before.
-        plain: the seconds of forward, backward and optimizer of plain steps, each run's before it:
-            how fast the machine is, and its link, changes from minute to minute.
-        pace_s: of the runtime's own work, as measured before; see `measure_pace`.
-        moves: seconds in which the kernel moved a page then, by its bytes.
-    """
-
-    runs: tuple[Sequence[Mapping[str, Any]], ...]
-    sizing: Mapping[str, int]
-    fetches: tuple[tuple[float, int], ...]
-    backend: str
-    link: Link
-    plain: tuple[Sequence[Sequence[float]], ...]
-    pace_s: float
-    moves: Mapping[int, float]
-
-    def per_step(self, key: str) -> list[float]:
-        """Return the median over runs of one number of each step."""
-        return [median(run[step][key] for run in self.runs) for step in range(len(self.runs[0]))]
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """The same steps, simulated."""
-
-    steps: tuple[StepResult, ...]
-    phases: tuple[Sequence[Phase], ...]
-
-
 def run(
     json_path: Path | None = None,
     *,
@@ -175,8 +111,6 @@ def run(
             and <!-- end of table -->.
         spill_dir: where the spill files lie.
     """
-    from dynoffload.experiments.simulation_views import show, write_figure, write_table
-
     check_page(page)
     if not warmup < steps <= _MOST_STEPS:
         raise ConfigError(
@@ -253,8 +187,6 @@ def fit_machine(
         spill: where the spill files lie, "" for the default.
         report: is told of progress.
     """
-    from dynoffload.experiments.simulation_fit import fitted
-
     report("the link", 0, None)
     tiers = _tiers(spill)
     materials = {
@@ -293,7 +225,7 @@ def material(
         zoo: see `Task`.
         learned: see `Task`.
     """
-    from dynoffload.profiler import Trace, trace_files
+    from dynoffload.profiler import load_trace, trace_files
 
     own, traces = folder / name, folder / name / TRACES
     traces.mkdir(parents=True)
@@ -307,7 +239,7 @@ def material(
         tuple(Parameter(**one) for one in found["network"]["parameters"]),
         {path: tuple(numbers) for path, numbers in found["network"]["owners"].items()},
     )
-    made = [recorded(Trace.load(path), network) for path in trace_files(traces)]
+    made = [recorded(load_trace(path), network) for path in trace_files(traces)]
     # The optimizer's state appears with a parameter's first gradient: late steps have most.
     states = {number: sizes for one in made for number, sizes in one.states.items()}
     timed = tuple(
@@ -353,25 +285,7 @@ def _real(
     )
 
 
-# Simulating
-
-
-def simulated(
-    material: Material, sizing: Mapping[str, int], policy: str, machine: Machine, work: Work
-) -> Simulated:
-    """Simulate the steps of ``material`` under a divided budget."""
-    keys = [key for key in Division.__dataclass_fields__ if key in sizing]
-    options = OffloadConfig()
-    division = Division(**{key: sizing[key] for key in keys}, draft_share=options.draft_share)
-    machine = replace(machine, workers=IO_THREADS)
-    training = Training(
-        material.network, division, machine, prefetch=policy != "on-demand", work=work
-    )
-    results, phases = [], []
-    for step, order in zip(material.steps, material.orders, strict=True):
-        results.append(training.step(step, order if policy == "pilot" else None))
-        phases.append(training.phases)
-    return Simulated(tuple(results), tuple(phases))
+# Comparing
 
 
 def _row(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int) -> dict[str, Any]:

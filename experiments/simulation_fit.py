@@ -1,8 +1,8 @@
-"""What the runtime itself takes, fitted on trainings that are not those to validate by.
+"""Real steps and the same ones simulated, and what the runtime itself takes, fitted to make up for
+what is between them.
 
-What it is: `fitted`, a link and the seconds of the runtime's own work, from real trainings and
-their simulations. What it is not: a fit of the network's work, nor of what the link moves in a
-second, which are measured.
+`fitted` finds a link's latency and the seconds of the runtime's own work. The network's work and
+what the link moves in a second are measured.
 
 [Note: the fit]  Real seconds less simulated ones are explained, setting by setting and phase by
 phase, relative to the setting's real step, by how often the runtime does what it does, with no
@@ -21,18 +21,86 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
+from dynoffload.config import OffloadConfig
+from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.own_work import COSTS, Phase, Work
-
-if TYPE_CHECKING:
-    from dynoffload.experiments.simulation import Material, Real
+from dynoffload.simulation.execution import StepResult
+from dynoffload.simulation.own_work import COSTS, Division, Phase, Work
+from dynoffload.simulation.recorded import Network, Recorded
+from dynoffload.simulation.training import Training
 
 _ROUNDS = 8
 _BESIDES = 2  # faults, and work beside transfers
+PHASES = ("forward_s", "backward_s", "optimizer_s")
+"""Numbers of a real step, by the phases that `Training` tells."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is known of a network from plain training.
+
+    Attributes:
+        network: what moves of it.
+        steps: what happens in each step, with the times of plain steps.
+        orders: the paths that are predicted for each step, or None.
+        footprint: bytes of parameters, gradients, state and what the largest step saves.
+    """
+
+    network: Network
+    steps: tuple[Recorded, ...]
+    orders: tuple[Sequence[str] | None, ...]
+    footprint: int
+
+    def timed(self, runs: Sequence[Sequence[Sequence[float]]]) -> Material:
+        """Return the same with the times of other plain trainings: run by run and step by step the
+        seconds of forward, backward and optimizer, of which each step's median counts."""
+        times = [
+            [median(parts) for parts in zip(*each, strict=True)] for each in zip(*runs, strict=True)
+        ]
+        steps = zip(self.steps, times, strict=True)
+        return replace(self, steps=tuple(step.timed(*seconds) for step, seconds in steps))
+
+
+@dataclass(frozen=True)
+class Real:
+    """What a setting did, run by run and step by step.
+
+    Attributes:
+        runs: numbers of each step.
+        sizing: how the budget was divided.
+        fetches: seconds and bytes of what was waited for.
+        backend: of the session.
+        link: as measured before.
+        plain: the seconds of forward, backward and optimizer of plain steps, each run's before it:
+            how fast the machine is, and its link, changes from minute to minute.
+        pace_s: of the runtime's own work, as measured before; see `measure_pace`.
+        moves: seconds in which the kernel moved a page then, by its bytes.
+    """
+
+    runs: tuple[Sequence[Mapping[str, Any]], ...]
+    sizing: Mapping[str, int]
+    fetches: tuple[tuple[float, int], ...]
+    backend: str
+    link: Link
+    plain: tuple[Sequence[Sequence[float]], ...]
+    pace_s: float
+    moves: Mapping[int, float]
+
+    def per_step(self, key: str) -> list[float]:
+        """Return the median over runs of one number of each step."""
+        return [median(run[step][key] for run in self.runs) for step in range(len(self.runs[0]))]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The same steps, simulated."""
+
+    steps: tuple[StepResult, ...]
+    phases: tuple[Sequence[Phase], ...]
 
 
 @dataclass(frozen=True)
@@ -60,6 +128,24 @@ class Fit:
         return replace(self.work.times(pace_s / self.pace_s), moves=moves)
 
 
+def simulated(
+    material: Material, sizing: Mapping[str, int], policy: str, machine: Machine, work: Work
+) -> Simulated:
+    """Simulate the steps of ``material`` under a divided budget."""
+    keys = [key for key in Division.__dataclass_fields__ if key in sizing]
+    options = OffloadConfig()
+    division = Division(**{key: sizing[key] for key in keys}, draft_share=options.draft_share)
+    machine = replace(machine, workers=IO_THREADS)
+    training = Training(
+        material.network, division, machine, prefetch=policy != "on-demand", work=work
+    )
+    results, phases = [], []
+    for step, order in zip(material.steps, material.orders, strict=True):
+        results.append(training.step(step, order if policy == "pilot" else None))
+        phases.append(training.phases)
+    return Simulated(tuple(results), tuple(phases))
+
+
 def fitted(cases: Sequence[tuple[Material, Real, str]], link: Link, warmup: int) -> Fit:
     """Return what fits ``cases`` best.
 
@@ -69,8 +155,6 @@ def fitted(cases: Sequence[tuple[Material, Real, str]], link: Link, warmup: int)
         warmup: steps that do not count.
     """
     from scipy.optimize import nnls
-
-    from dynoffload.experiments.simulation import PHASES, simulated
 
     beyond = [
         seconds - nbytes / real.link.read_bps

@@ -1,7 +1,4 @@
-"""The table and the figure of `dynoffload.experiments.simulation`.
-
-What it is: its numbers as people read them. What it is not: their computation.
-"""
+"""The table and the figure of `dynoffload.experiments.simulation`."""
 
 from __future__ import annotations
 
@@ -9,33 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynoffload.experiments.comparing import draw_diagonal, marked, write_between
-from dynoffload.experiments.simulation import BYTES_WORST, STEP_MEDIAN, STEP_WORST
+from dynoffload.experiments import comparing
+from dynoffload.experiments.comparing import Table, draw_diagonal, marked, write_between
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+STEP_MEDIAN, STEP_WORST, BYTES_WORST = 0.10, 0.20, 0.02
+"""Relative errors that are asked for."""
 _COLUMNS = (
     *("network", "budget", "policy", "real ms", "simulated ms", "error"),
     *("real MB in", "out", "simulated MB in", "out", "error", "runs differ by"),
 )
-_WIDTH = 120  # of the table, where the output is no terminal
 
 
 def show(result: Mapping[str, Any]) -> None:
     """Print the table and what is to be said of it."""
-    from rich.console import Console
-    from rich.table import Table
+    comparing.show(_table(result), *said(result))
 
-    console = Console(width=max(Console().width, _WIDTH))
-    table = Table(title="real and simulated steps", title_justify="left", box=None)
-    for number, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if number in (0, 2) else "right")
-    for row in result["settings"]:
-        table.add_row(*cells(row))
-    console.print(table)
-    for line in said(result):
-        console.print(line, highlight=False)
+
+def _table(result: Mapping[str, Any]) -> Table:
+    rows = [cells(row) for row in result["settings"]]
+    return Table("real and simulated steps", _COLUMNS, rows, (0, 2))
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -78,14 +70,7 @@ def write_table(result: Mapping[str, Any], page: Path) -> None:
     Raises:
         ConfigError: the page does not have them.
     """
-    lines = [
-        f"| {' | '.join(_COLUMNS)} |",
-        f"| --- | ---: | --- |{' ---: |' * (len(_COLUMNS) - 3)}",
-        *(f"| {' | '.join(cells(row))} |" for row in result["settings"]),
-        "",
-        *(f"- {line}" for line in said(result)),
-    ]
-    write_between(page, lines)
+    write_between(page, [*_table(result).markdown(), "", *(f"- {line}" for line in said(result))])
 
 
 def write_figure(result: Mapping[str, Any], path: Path) -> None:

@@ -267,7 +267,7 @@ def _compare(
     name: str, spec: Spec, asked: _Asked, fit: Fit, folder: Path, report: Report
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Yield what is known of a network, and its rows, budget by budget."""
-    from dynoffload.profiler import Trace, trace_files
+    from dynoffload.profiler import load_trace, trace_files
 
     spec = replace(spec, split="held-out", threads=_THREADS, spill_dir=asked.spill_dir)
     zoo = {key: getattr(spec, key) for key in ("network", "preset", "sizes", "shape")}
@@ -280,7 +280,7 @@ def _compare(
         zoo=zoo,
         learned=asked.learned,
     )
-    traces = [Trace.load(path) for path in trace_files(folder / name / TRACES)]
+    traces = [load_trace(path) for path in trace_files(folder / name / TRACES)]
     work = replayed(known, traces)
     plain = tuple(sum(known.steps[number].seconds) for number in asked.turns.counted)
     pilot = folder / name / PILOT_NAME

@@ -1,8 +1,7 @@
 """The policies whose step times are compared, and each one simulated.
 
-What it is: `POLICIES`, which says what of each there is to measure and to simulate, and
-`simulated`, the second side of the comparison. What it is not: the first, which stands in
-`dynoffload.experiments.step_time_runs`.
+`POLICIES` says what of each there is to measure and to simulate, and `simulated` is the second side
+of the comparison; the first stands in `dynoffload.experiments.step_time_runs`.
 
 [Note: two simulations]  What the runtime does by a plan or on demand is simulated as it does it
 (`dynoffload.simulation.Training`): by regions of whole pages, with its own work. Clairvoyance is
@@ -27,33 +26,24 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 from dynoffload.errors import ConfigError, DynOffloadError
-from dynoffload.experiments import simulation
+from dynoffload.experiments import simulation_fit
 from dynoffload.experiments.baselines import DTR as DTR_RUN
 from dynoffload.experiments.baselines import REPLAY
-from dynoffload.experiments.simulation import Material
-from dynoffload.experiments.simulation_fit import Fit
+from dynoffload.experiments.baselines.intervals import Intervals
+from dynoffload.experiments.baselines.recomputing import DTR, Capuchin, Recomputing, Victims
+from dynoffload.experiments.baselines.simulated import Replay, UnifiedMemory
+from dynoffload.experiments.simulation_fit import Fit, Material
 from dynoffload.profiler.trace import Phase, Trace
 from dynoffload.runtime.opening import IO_THREADS
-from dynoffload.simulation import (
-    DTR,
-    Capuchin,
-    Execution,
-    Intervals,
-    Machine,
-    Plan,
-    Replay,
-    StepResult,
-    Strategy,
-    UnifiedMemory,
-    Workload,
-    simulate,
-    workload,
-)
-from dynoffload.simulation.execution import Victims
+from dynoffload.simulation import Machine, Strategy, Workload, simulate, workload
+from dynoffload.simulation.execution import Execution, StepResult
+from dynoffload.simulation.following import Plan
+from dynoffload.simulation.policies import Shaped
 from dynoffload.simulation.workload import Step
 from dynoffload.units import KiB, format_seconds
 
@@ -94,7 +84,7 @@ POLICIES: dict[str, Policy] = {
     REPLAY: Policy("recorded order, strict", Replay),
     "on-demand": Policy("on demand"),
     DTR_RUN: Policy("rematerialisation (DTR)", DTR),
-    SYSTEM: Policy("paging by the system", UnifiedMemory),
+    SYSTEM: Policy("paging by the system", partial(UnifiedMemory, page_bytes=PAGE_BYTES)),
     "intervals": Policy("intervals (Sentinel)", Intervals, runs=False),
     "capuchin": Policy("swap or recompute (Capuchin)", Capuchin, runs=False),
     BOUND: Policy("clairvoyant", runs=False),
@@ -145,16 +135,25 @@ class Watched(Strategy):
     patience_s: float = PATIENCE_S
 
     def __post_init__(self) -> None:
-        inner = self.inner
-        self.name, self.by_pages, self.drops = inner.name, inner.by_pages, inner.drops
+        self.name = self.inner.name
         self._until = time.monotonic() + self.patience_s
         self._began = 0.0
         self._victims: Victims | None = None
 
-    def begin(self, workload: Workload, machine: Machine) -> Victims | None:
+    def shaped(self, workload: Workload, machine: Machine) -> Shaped:
+        """See `Strategy.shaped`."""
+        return self.inner.shaped(workload, machine)
+
+    def begin(self, workload: Workload, machine: Machine) -> None:
         """See `Strategy.begin`."""
-        self._victims = self.inner.begin(workload, machine)
-        return None if self._victims is None else self
+        self.inner.begin(workload, machine)
+
+    def execution(self, sizes: list[int], machine: Machine) -> Execution:
+        """See `Strategy.execution`."""
+        made = self.inner.execution(sizes, machine)
+        if isinstance(made, Recomputing) and made.victims is not None:
+            self._victims, made.victims = made.victims, self
+        return made
 
     def plan(self, number: int, execution: Execution) -> Plan | None:
         """See `Strategy.plan`."""
@@ -162,7 +161,7 @@ class Watched(Strategy):
         self._began = execution.now
         return self.inner.plan(number, execution)
 
-    def choose(self, execution: Execution) -> tuple[int, bool] | None:
+    def choose(self, execution: Recomputing) -> int | None:
         """See `Victims.choose`."""
         self._check(execution.now - self._began)
         assert self._victims is not None
@@ -220,13 +219,8 @@ def simulated(
     strategy = POLICIES[policy].strategy
     try:
         if strategy is not None:
-            machine = replace(
-                fit.machine,
-                fast_bytes=budget,
-                page_bytes=PAGE_BYTES,
-                workers=IO_THREADS,
-            )
-            if strategy is UnifiedMemory:
+            machine = replace(fit.machine, fast_bytes=budget, workers=IO_THREADS)
+            if policy == SYSTEM:
                 link = replace(machine.link, latency_s=0.0, fault_s=FAULT_S)
                 machine = replace(machine, link=link)
             found = simulate(work, machine, Watched(inner=strategy(), slowest_s=slowest_s))
@@ -236,7 +230,7 @@ def simulated(
         if policy == BOUND:
             orders = tuple(step.order() for step in material.steps)
             material, policy = replace(material, orders=orders), PILOT
-        made = simulation.simulated(material, sizing, policy, fit.machine, fit.work)
+        made = simulation_fit.simulated(material, sizing, policy, fit.machine, fit.work)
         return _side(made.steps, counted)
     except ConfigError as error:  # the runtime does more than its simulation knows
         return Side(note=f"not simulated: {error}")

@@ -1,10 +1,10 @@
 """Your recorded steps on a machine that you describe: which budget, tier or link hides transfers.
 
-What it is: traces of `dynoffload profile` run on simulated machines, over budgets and over the
-tiers that a TOML file lists; the least budget and the slowest link at which a step waits for
-nothing. What it is not: a measurement. Operators take the recorded seconds, divided by how many
-times faster the machine computes, or what a cost model of it says, if the file has a table
-``[compute]``; plans know every step, so a pilot that errs waits longer.
+Traces of `dynoffload profile` run on simulated machines, over budgets and over the tiers that a
+TOML file lists; the least budget and the slowest link at which a step waits for nothing. Operators
+take the recorded seconds, divided by how many times faster the machine computes, or what a cost
+model of it says, if the file has a table ``[compute]``; plans know every step, so a pilot that errs
+waits longer.
 
 All steps are run twice, one after the other, and count the second time: what is touched for the
 first time then is in memory if it fits.
@@ -23,9 +23,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.comparing import check_page, write_between
+from dynoffload.experiments.comparing import Table, check_page, show, write_between
 from dynoffload.pilot.progress import Report, progress_bar
-from dynoffload.profiler import Trace, load_traces, trace_files
+from dynoffload.profiler import Trace, load_trace, load_traces, trace_files
 from dynoffload.simulation import (
     Clairvoyant,
     Link,
@@ -146,7 +146,7 @@ def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> lis
     samples = list(islice(zoo.samples("moe", seed=0, rows=1, length=tokens), steps))
     with TemporaryDirectory() as folder:
         made = profile(model, samples, out=folder, optimizer=optimizer, progress=False)
-        return [Trace.load(path) for path in made]
+        return [load_trace(path) for path in made]
 
 
 def _tier(
@@ -189,7 +189,7 @@ def _tier(
 
 
 def _summary(found: Simulation) -> dict[str, Any]:
-    if not found.feasible:
+    if found.infeasible:
         return {"infeasible": found.infeasible}
     steps = found.steps[len(found.steps) // 2 :]  # the second time
     seconds = sum(step.seconds for step in steps) / len(steps)
@@ -210,10 +210,9 @@ def _hidden(work: Workload, machine: Machine, tolerance: float) -> bool:
 
 def _least_budget(work: Workload, machine: Machine, whole: int, tolerance: float) -> int | None:
     """Return the least budget at which transfers are hidden; None if not even at what all takes."""
-    enough = whole + 1
+    enough, short = whole + 1, 0
     if not _hidden(work, machine.with_fast(enough), tolerance):
         return None
-    short = 0
     while enough - short > _PRECISION * whole:
         middle = (enough + short) // 2
         if _hidden(work, machine.with_fast(max(1, middle)), tolerance):
@@ -227,24 +226,17 @@ def _slowest_link(work: Workload, machine: Machine, tolerance: float) -> float |
     """Return by what to multiply the tier's bandwidths at the least; None if `FACTORS` is too
     little."""
 
-    def at(factor: float) -> Machine:
-        link = machine.link
-        scaled = replace(
-            link,
-            read_bps=factor * link.read_bps,
-            write_bps=factor * link.write_bps,
-            mixed_bps=factor * link.mixed_bps,
-        )
-        return replace(machine, link=scaled)
+    def enough_at(factor: float) -> bool:
+        return _hidden(work, replace(machine, link=machine.link.times(factor)), tolerance)
 
     enough, short = FACTORS, 1 / FACTORS
-    if not _hidden(work, at(enough), tolerance):
+    if not enough_at(enough):
         return None
-    if _hidden(work, at(short), tolerance):
+    if enough_at(short):
         return short
     while enough / short > 1 + _PRECISION:
         middle = math.sqrt(enough * short)
-        if _hidden(work, at(middle), tolerance):
+        if enough_at(middle):
             enough = middle
         else:
             short = middle
@@ -252,38 +244,29 @@ def _slowest_link(work: Workload, machine: Machine, tolerance: float) -> float |
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    for line in (*_modelled(result), _meaning(result)):
-        console.print(line, markup=False, highlight=False)
+    show(*_modelled(result), _meaning(result))
     for name, tier in result["tiers"].items():
-        table = Table(title=_title(name, result), title_justify="left")
-        for head in _heads():
-            table.add_column(head, justify="right")
-        for cells in _cells(tier):
-            table.add_row(*cells)
-        console.print(table)
-        for line in answers(name, tier, result["tolerance"]):
-            console.print(f"  {line}", highlight=False)
+        said = answers(name, tier, result["tolerance"])
+        show(_table(name, result), *(f"  {line}" for line in said))
 
 
 def _lines(result: Mapping[str, Any]) -> list[str]:
     """Return the tables and what is to be said of each tier as Markdown."""
     lines = [line + "\n" for line in _modelled(result)]
     for name, tier in result["tiers"].items():
-        lines += [f"### {_title(name, result)}", ""]
-        rows = (_heads(), ["---:"] * len(_heads()), *_cells(tier))
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        lines += ["", *(f"- {line}" for line in answers(name, tier, result["tolerance"])), ""]
+        table = _table(name, result)
+        lines += [f"### {table.title}", "", *table.markdown(), ""]
+        lines += [*(f"- {line}" for line in answers(name, tier, result["tolerance"])), ""]
     return lines[:-1]
 
 
-def _title(name: str, result: Mapping[str, Any]) -> str:
+def _table(name: str, result: Mapping[str, Any]) -> Table:
+    tier = result["tiers"][name]
     whole = format_bytes(result["step_bytes"])
-    compute = format_seconds(_whole(result["tiers"][name])["compute_s"])
-    return f"{name}: a step takes {whole} with everything in memory, and computes for {compute}"
+    compute = format_seconds(_whole(tier)["compute_s"])
+    title = f"{name}: a step takes {whole} with everything in memory, and computes for {compute}"
+    columns = ["budget", "of it", *(head for policy in POLICIES for head in (policy, "exposed"))]
+    return Table(title, columns, list(_cells(tier)), ())
 
 
 def _modelled(result: Mapping[str, Any]) -> list[str]:
@@ -298,10 +281,6 @@ def _meaning(result: Mapping[str, Any]) -> str:
         f"means of {result['steps']} recorded steps; exposed is what a step waits for transfers, "
         "in shares of what it computes; planned knows every step, on demand fetches at first use"
     )
-
-
-def _heads() -> list[str]:
-    return ["budget", "of it", *(head for policy in POLICIES for head in (policy, "exposed"))]
 
 
 def _cells(tier: Mapping[str, Any]) -> Iterator[list[str]]:

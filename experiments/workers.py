@@ -39,7 +39,7 @@ class Step:
     Attributes:
         seconds: all of it; ``forward_s``, ``backward_s`` and ``optimizer_s`` are its parts.
         loss: exactly, as `float.hex` writes it.
-        stats: fields of `dynoffload.runtime.telemetry.StepStats`, for a worker under a budget.
+        stats: fields of `dynoffload.telemetry.StepStats`, for a worker under a budget.
         measured: whether it counts, or was there to warm up.
     """
 

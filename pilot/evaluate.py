@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rapidfuzz.distance import Levenshtein
 
 from dynoffload.pilot.features import Example, site_name
+from dynoffload.pilot.following import Following
 from dynoffload.planning.blocks import Block
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def score(
 
 def one_ahead(pilot: Pilot, example: Example) -> float:
     """Return the share of a step's blocks that were foretold when the block before them ran."""
-    step = pilot.follow(example.sample)
+    step = Following(pilot, example.sample)
     expected = step.rest()
     hints = list(example.hints)
     right = 0

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dynoffload.pilot.correction import Course
 from dynoffload.pilot.features import Floats
+from dynoffload.pilot.models import Rest
+from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.segments import SegmentModel
 from dynoffload.pilot.skeleton import SEGMENT, Slot
 from dynoffload.profiler.sample import Sample
-
-if TYPE_CHECKING:
-    from dynoffload.pilot.models import Rest
-    from dynoffload.pilot.pilot import Pilot
-    from dynoffload.pilot.segments import SegmentModel
 
 
 class Following:

@@ -30,8 +30,8 @@ import numpy.typing as npt
 
 from dynoffload.errors import DynOffloadError
 from dynoffload.pilot.artifact import MAX_FILE, BadArtifactError, pack, unpack
+from dynoffload.planning.footprint import Footprint, plan_recorded
 from dynoffload.planning.outline import ARRAYS, Outline, outline_of
-from dynoffload.planning.recorded import PlannedStep, plan_recorded
 from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.program import resolve
 from dynoffload.profiler.sample import Sample
@@ -57,7 +57,7 @@ class Label:
     sample: Sample
     hints: tuple[Hint, ...]
     digest: str
-    plan: PlannedStep | None
+    plan: Footprint | None
 
     @property
     def source(self) -> str:
@@ -112,7 +112,7 @@ def make_label(path: str, key: str, budget: int | None, makers: str) -> bytes | 
             recorded_trace = load_trace(Path(path))  # refuses what is larger than any trace
             with Path(path).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            made = resolve(recorded_trace, work=False)
+            made = resolve(recorded_trace)
             plan = None if budget is None else plan_recorded(recorded_trace, budget)
             return _pack(outline_of(made), made.sample, made.hints, digest, plan, key)
         except DynOffloadError as error:
@@ -143,7 +143,7 @@ def _pack(
     seen: Sample,
     told: Sequence[Hint],
     digest: str,
-    plan: PlannedStep | None,
+    plan: Footprint | None,
     key: str,
 ) -> bytes:
     hinted = list(dict.fromkeys(hint.blocks for hint in told))
@@ -207,7 +207,6 @@ def _label(document: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Lab
         "call_path": (calls,),
         "call_key": (calls,),
         "call_parent": (calls,),
-        "call_seconds": (calls, 2),
         "call_activations": (calls,),
         "call_idioms": (calls, 6),
         "region_bytes": (regions,),
@@ -234,7 +233,7 @@ def _label(document: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Lab
     seen = Sample({intern(n): float(v) for n, v in document["values"].items()}, arrays["elements"])
     plan = document["plan"]
     return Label(
-        shown, seen, told, str(document["digest"]), None if plan is None else PlannedStep(**plan)
+        shown, seen, told, str(document["digest"]), None if plan is None else Footprint(**plan)
     )
 
 

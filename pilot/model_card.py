@@ -20,6 +20,7 @@ from dynoffload.pilot.evaluate import COLUMNS, LEGEND, PREDICTORS, Scores
 from dynoffload.pilot.pilot import RULE
 from dynoffload.pilot.train import TrainResult
 from dynoffload.units import format_bytes, format_seconds
+from dynoffload.version import __version__
 
 PACKAGES = ("torch", "numpy", "lightgbm", "scikit-learn", "safetensors")
 """What results may depend on besides the code itself."""
@@ -232,8 +233,6 @@ def beats(one: Scores, other: Scores) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    from dynoffload import __version__
-
     found = {"dynoffload": __version__, "Python": platform.python_version()}
     for name in PACKAGES:
         try:

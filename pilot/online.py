@@ -184,7 +184,7 @@ class OnlineLearner:
             self._asked = None
             return None
         start = perf_counter()
-        step = current.pilot.follow(sample, current.corrected)
+        step = Following(current.pilot, sample, current.corrected)
         chances = step.chances
         blocks, confidence = current.pilot.decode(sample, chances, current.pilot.threshold)
         self._asked = _Asked(sample, current, chances, blocks, step)

@@ -9,7 +9,7 @@ takes well under a millisecond on one core.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,6 @@ import numpy.typing as npt
 from dynoffload.errors import PilotError
 from dynoffload.pilot.artifact import read_artifact, refusal, write_artifact
 from dynoffload.pilot.correction import Correction
-from dynoffload.pilot.following import Following
 from dynoffload.pilot.models import PresenceModel, load_model
 from dynoffload.pilot.segments import SegmentModel
 from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot
@@ -114,15 +113,6 @@ class Pilot:
         if self.correction is not None:
             chances = self.correction.start(chances).chances
         return chances[self.layout.bundles]
-
-    def follow(self, sample: Sample, adjust: Callable[[Floats], Floats] | None = None) -> Following:
-        """Return a step to be followed as it runs.
-
-        Args:
-            sample: what the step runs.
-            adjust: given P(runs) of the optional slots, returns it as it is of late.
-        """
-        return Following(self, sample, adjust)
 
     def decode(
         self, sample: Sample, chances: Floats, threshold: float, start: int = 0

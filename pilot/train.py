@@ -25,15 +25,13 @@ from dynoffload.pilot.labelling import Labelled, label_traces
 from dynoffload.pilot.labels import Label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.pilot.progress import progress_bar
 from dynoffload.pilot.sources import split_by_source
 from dynoffload.pilot.workers import one_thread, run_tasks
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.planning.recorded import PlannedStep
-from dynoffload.profiler.program import Program, resolve
+from dynoffload.planning.footprint import Footprint
 from dynoffload.profiler.sample import Sample
-from dynoffload.profiler.storage import load_traces, trace_files
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ class TraceSet:
     traces: int
     sources: tuple[str, ...]
     labels_there: int
-    plans: tuple[PlannedStep, ...]
+    plans: tuple[Footprint, ...]
     values: tuple[str, ...]
     columns: int
     hinted: bool
@@ -291,29 +289,14 @@ def _ahead_of(pilot: Pilot, examples: Sequence[Example]) -> list[float]:
     return [one_ahead(pilot, example) for example in examples]
 
 
-def encode_example(vocabulary: Vocabulary, program: Program | Label) -> Example:
-    """Return a program, or what a label keeps of one, as the pilot learns from it."""
-    order = vocabulary.encode_calls(program.outline if isinstance(program, Label) else program)
+def encode_example(vocabulary: Vocabulary, label: Label) -> Example:
+    """Return a label as the pilot learns from it."""
+    order = vocabulary.encode(label.outline)
     calls = [call for call, _ in order]
     hints: list[BlockHint] = []
-    for hint in program.hints:
+    for hint in label.hints:
         known = [(vocabulary.index_of(p), v) for p, v in zip(hint.blocks, hint.values, strict=True)]
         told = [(block, value) for block, value in known if block >= 0]
         place = bisect_right(calls, hint.call)
         hints.append(BlockHint(place, tuple(b for b, _ in told), tuple(v for _, v in told)))
-    return Example(program.sample, [block for _, block in order], program.source, hints)
-
-
-def load_programs(traces: str | Path, report: Report | None = None) -> list[Program]:
-    """Read and resolve every trace of a directory, in order of step, then of file name.
-
-    Raises:
-        TraceError: if there is no trace, one cannot be read, or they are of several networks.
-    """
-    paths = trace_files(traces)
-    programs: list[Program] = []
-    for number, trace in enumerate(load_traces(paths)):
-        if report is not None:
-            report("reading traces", number, len(paths))
-        programs.append(resolve(trace))
-    return sorted(programs, key=lambda program: program.step)
+    return Example(label.sample, [block for _, block in order], label.source, hints)

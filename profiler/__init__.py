@@ -1,7 +1,7 @@
 """What a training step did: operators, idioms, regions and costs.
 
 `Recorder` (or `profile`, without a loop of one's own) makes a `Trace` of each step; `resolve` makes
-a `Program` of a trace, and a `CostModel` tells what either takes on a machine.
+a `Program` of a trace, and a `CostModel` tells what a trace takes on a machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dynoffload.profiler.profiling import profile
 from dynoffload.profiler.program import Program, Visit, resolve
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features, Sample, describe_sample
-from dynoffload.profiler.storage import load_traces, trace_files
+from dynoffload.profiler.storage import load_trace, load_traces, save_trace, trace_files
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
 from dynoffload.profiler.work import Kind, Work
 
@@ -40,10 +40,12 @@ __all__ = [
     "fingerprint",
     "idioms_of",
     "is_known",
+    "load_trace",
     "load_traces",
     "profile",
     "resolve",
     "rule_of",
+    "save_trace",
     "shape_key",
     "trace_files",
 ]

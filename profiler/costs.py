@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynoffload.errors import ConfigError, TraceError
-from dynoffload.profiler.program import Program
 from dynoffload.profiler.trace import Phase, Trace
 from dynoffload.profiler.work import Kind, Work, work_of
 from dynoffload.units import parse_bytes
@@ -135,25 +134,26 @@ class CostModel:
             )
         return max((work.flops + self.half_intensity * work.nbytes) / peak, moving)
 
-    def time(self, step: Trace | Program) -> Timing:
-        """Return what the operators of ``step`` take here, one after the other.
+    def time(self, trace: Trace) -> Timing:
+        """Return what the operators of ``trace`` take here, one after the other.
 
         Raises:
-            TraceError: it lacks the FLOPs or the work of its operators; says which trace.
+            TraceError: it lacks the FLOPs of its operators; says which trace.
             ConfigError: as for `seconds`.
         """
         operators: list[float] = []
         phases = dict.fromkeys(Phase, 0.0)
         known: dict[Work, float] = {}
         try:
-            for phase, work in _works(step):
+            for operator in trace.operators:
+                work = work_of(operator)
                 took = known.get(work)
                 if took is None:
                     took = known[work] = self.seconds(work)
                 operators.append(took)
-                phases[phase] += took
+                phases[operator.phase] += took
         except TraceError as error:
-            raise TraceError(f"{described(step)}: {error}") from None
+            raise TraceError(f"{described(trace)}: {error}") from None
         return Timing(tuple(operators), phases)
 
     # As text ----------------------------------------------------------------------------------
@@ -244,25 +244,9 @@ class CostModel:
             raise ConfigError(f"{where}: {error}") from None
 
 
-def described(step: Trace | Program) -> str:
+def described(trace: Trace) -> str:
     """Return by what a user knows a step."""
-    return f"step {step.step}" + (f" of {step.source}" if step.source else "")
-
-
-def _works(step: Trace | Program) -> Iterator[tuple[Phase, Work]]:
-    if isinstance(step, Trace):
-        for operator in step.operators:
-            yield operator.phase, work_of(operator)
-        return
-    for visit in step.visits:
-        start, stop = visit.operators
-        if len(visit.work) != stop - start:
-            raise TraceError(
-                f"the visit of {visit.path!r} has the work of {len(visit.work)} of its"
-                f" {stop - start} operators: make the program with `resolve`"
-            )
-        for work in visit.work:
-            yield visit.phase, work
+    return f"step {trace.step}" + (f" of {trace.source}" if trace.source else "")
 
 
 def _factors(table: object, where: str) -> Iterable[tuple[str, Factors]]:

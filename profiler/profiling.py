@@ -15,7 +15,7 @@ from dynoffload.errors import TraceError
 from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Features
-from dynoffload.profiler.storage import SUFFIX
+from dynoffload.profiler.storage import SUFFIX, load_trace, save_trace
 from dynoffload.profiler.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def profile(
     def write(trace: Trace) -> None:
         trace.step = number + len(paths)
         path = file_of_step(folder, trace.step)
-        trace.save(path)
+        save_trace(trace, path)
         paths.append(path)
 
     recorder = Recorder(
@@ -180,7 +180,7 @@ def of_another(folder: Path, model: torch.nn.Module) -> Path | None:
         TraceError: it cannot be read.
     """
     last = max((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), default=None)
-    if last is None or Trace.load(last).network == fingerprint(model):
+    if last is None or load_trace(last).network == fingerprint(model):
         return None
     return last
 

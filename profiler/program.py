@@ -1,7 +1,7 @@
 """The program: a trace with its dynamism resolved, in names that two samples share.
 
 A visit is one call of a module that owns parameters itself. Every operator of the step belongs to
-exactly one visit, so seconds and idioms are conserved.
+exactly one visit, so idioms are conserved.
 
 [Note: to which visit an operator belongs]
 A call *owns* if an operator directly inside it uses a parameter in forward; that holds for a module
@@ -20,7 +20,6 @@ before and after each of them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -34,7 +33,6 @@ from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.sample import Sample
 from dynoffload.profiler.trace import ModuleCall, Phase, RegionInfo, Trace, owner_of
-from dynoffload.profiler.work import Work, work_of
 
 
 @dataclass(frozen=True)
@@ -43,26 +41,20 @@ class Visit:
 
     Attributes:
         path: the module's path.
-        variant: the call's shape key where the sample calls this path more than once, else ``""``.
         phase: forward, backward or optimizer.
         idioms: sum over its operators.
-        seconds: sum over its operators.
         regions: names of the parameters, buffers, gradients and optimizer state it used, in order
             of first use.
         activation_bytes: bytes of activations it made that were still alive at its end.
         operators: first and one past last index of the operators it covers in the trace.
-        work: what each of them does, in order, so that a cost model can time the visit.
     """
 
     path: str
-    variant: str
     phase: Phase
     idioms: Idioms
-    seconds: float
     regions: tuple[str, ...]
     activation_bytes: int
     operators: tuple[int, int]
-    work: tuple[Work, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,41 +82,27 @@ class Program:
     hints: tuple[Hint, ...] = ()
 
 
-def resolve(trace: Trace, *, work: bool = True) -> Program:
+def resolve(trace: Trace) -> Program:
     """Return the program of ``trace``; see [Note: to which visit an operator belongs].
 
-    Each operator is in exactly one visit, so sums of seconds and idioms are those of the trace.
-
-    Args:
-        trace: one step.
-        work: whether the visits shall say what their operators do, which few readers need.
+    Each operator is in exactly one visit, so the sums of idioms are those of the trace.
     """
     columns = Columns.of(trace.operators)
-    times_called = Counter(call.path for call in trace.calls)
     stretches = list(_stretches(trace, columns))
-    bounds = np.array([each[3:] for each in stretches], dtype=np.int64).reshape(-1, 2)
+    bounds = np.array([each[2:] for each in stretches], dtype=np.int64).reshape(-1, 2)
     used = _Used(trace, columns, bounds)
-    seconds: list[float] = columns.seconds.tolist()
-    sums = np.zeros((len(seconds) + 1, columns.idioms.shape[1]), dtype=np.int64)
+    sums = np.zeros((len(trace.operators) + 1, columns.idioms.shape[1]), dtype=np.int64)
     np.cumsum(columns.idioms, axis=0, out=sums[1:])
     idioms: list[list[int]] = np.diff(sums[bounds], axis=1)[:, 0].tolist()
     visits = []
-    shared: dict[Work, Work] = {}  # Operators repeat: equal work is one object.
-    for number, (phase, path, call, start, stop) in enumerate(stretches):
-        done: list[Work] = []
-        if work:
-            works = map(work_of, trace.operators[start:stop])
-            done = [shared.setdefault(each, each) for each in works]
+    for number, (phase, path, start, stop) in enumerate(stretches):
         visit = Visit(
             path=path,
-            variant=trace.calls[call].shape_key if call >= 0 and times_called[path] > 1 else "",
             phase=phase,
             idioms=Idioms(*idioms[number]),
-            seconds=sum(seconds[start:stop]),
             regions=used.names(number),
             activation_bytes=used.activations[number],
             operators=(start, stop),
-            work=tuple(done),
         )
         visits.append(visit)
     return Program(
@@ -182,9 +160,8 @@ class _Used:
         return tuple(dict.fromkeys(self._names[each] for each in self._named[begin:end]))
 
 
-def _stretches(trace: Trace, columns: Columns) -> Iterator[tuple[Phase, str, int, int, int]]:
-    """Yield each visit's phase, its owner's path, the owning call (-1 for the optimizer, and where
-    nothing owns), and its first and one past its last operator, in order."""
+def _stretches(trace: Trace, columns: Columns) -> Iterator[tuple[Phase, str, int, int]]:
+    """Yield each visit's phase, its owner's path, and its first and one past its last operator."""
     owners = _owners(trace, columns)
     phases = columns.phase
     for begin, end in _runs(phases):
@@ -194,14 +171,14 @@ def _stretches(trace: Trace, columns: Columns) -> Iterator[tuple[Phase, str, int
             at = begin
             for path, group in groupby(paths):
                 after = at + len(list(group))
-                yield PHASES[code], path, -1, at, after
+                yield PHASES[code], path, at, after
                 at = after
             continue
         owning = _owning_calls(trace, columns, owners, begin, end)
         for first, last in _runs(owning):
             call = int(owning[first])
             path = trace.calls[call].path if call >= 0 else ""
-            yield PHASES[code], path, call, begin + first, begin + last
+            yield PHASES[code], path, begin + first, begin + last
 
 
 def _runs(values: _Ints) -> Iterator[tuple[int, int]]:

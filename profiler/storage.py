@@ -68,12 +68,13 @@ def most_nesting(calls: int) -> int:
     return 1_000_000 + 24 * calls
 
 
-def save_trace(trace: Trace, path: Path) -> None:
+def save_trace(trace: Trace, path: str | Path) -> None:
     """Write ``trace`` to ``path``; a file that is there is replaced only when all is written.
 
     Raises:
         TraceError: if the directory is missing or cannot be written, or the trace is too large.
     """
+    path = Path(path)
     operators, regions, calls = map(len, (trace.operators, trace.regions, trace.calls))
     uses = sum(len(op.reads) + len(op.writes) for op in trace.operators)
     _limit(path, "operators, regions or calls", MAX_ROWS, operators, regions, calls)
@@ -95,7 +96,7 @@ def save_trace(trace: Trace, path: Path) -> None:
         ) from error
 
 
-def load_trace(path: Path) -> Trace:
+def load_trace(path: str | Path) -> Trace:
     """Read the trace in ``path``.
 
     Raises:
@@ -104,6 +105,7 @@ def load_trace(path: Path) -> Trace:
     """
     from safetensors import SafetensorError
 
+    path = Path(path)
     try:
         size = path.stat().st_size
     except OSError as error:

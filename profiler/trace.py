@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import NamedTuple
 
 from dynoffload.profiler.hints import Hint
@@ -140,25 +139,3 @@ class Trace:
     calls: list[ModuleCall] = field(default_factory=list)
     operators: Sequence[Operator] = field(default_factory=list)
     hints: list[Hint] = field(default_factory=list)
-
-    def save(self, path: Path) -> None:
-        """Write the trace to ``path``, by way of a temporary file beside it.
-
-        Raises:
-            TraceError: if the directory is missing or cannot be written.
-        """
-        from dynoffload.profiler.storage import save_trace
-
-        save_trace(self, Path(path))
-
-    @classmethod
-    def load(cls, path: Path) -> Trace:
-        """Read a trace from ``path``.
-
-        Raises:
-            TraceError: if the file is missing, truncated, foreign, of another schema version, or
-                larger than any trace can be.
-        """
-        from dynoffload.profiler.storage import load_trace
-
-        return load_trace(Path(path))

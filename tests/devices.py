@@ -21,8 +21,7 @@ import torch
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
-from dynoffload.planning import Action, Schedule, Use
-from dynoffload.planning.schedule import NextUse
+from dynoffload.planning.schedule import Action, NextUse, Schedule, Use
 from dynoffload.units import KiB, MiB
 
 SMALL, HUGE = 4 * KiB, 2 * MiB

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dynoffload.runtime.adoption.fused import Fused
+from dynoffload.runtime.adoption.slots import Fused
 from dynoffload.runtime.paging import Paging
 from dynoffload.runtime.session import Session
 

@@ -6,26 +6,27 @@ What it is not: the judge of what else they raise; see `fuzzing`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from synthetic_pilot import label_of
 
 from dynoffload.errors import DynOffloadError, PilotError
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
-from dynoffload.pilot.labels import Refused, make_label, makers_version, read_label
+from dynoffload.pilot.following import Following
+from dynoffload.pilot.labels import Label, Refused, make_label, makers_version, read_label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import encode_example
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import footprint, temporaries
-from dynoffload.profiler.program import Program, resolve
+from dynoffload.profiler.program import resolve
 from dynoffload.profiler.sample import Sample
-from dynoffload.profiler.trace import Trace
+from dynoffload.profiler.storage import load_trace, save_trace
 
 MAX_TOLD = 60
 """Blocks of a step that is followed that a pilot is told."""
@@ -50,7 +51,7 @@ class Unnamed(Exception):
 class Good:
     """What an undamaged trace of each network gives, for learning beside mutated ones."""
 
-    programs: dict[str, list[Program]]
+    labels: dict[str, list[Label]]
 
 
 def use_pilot(path: Path, examples: Sequence[Example], folder: Path) -> None:
@@ -96,7 +97,7 @@ def _predict(pilot: Pilot, sample: Sample) -> list[int]:
 
 def _follow(pilot: Pilot, example: Example) -> None:
     size = len(pilot.vocabulary)
-    step = pilot.follow(example.sample)
+    step = Following(pilot, example.sample)
     order = [*example.blocks[:MAX_TOLD], -1, *pilot.predict(example.sample).blocks[:MAX_TOLD]]
     for place, block in enumerate(order):
         if place % 8 == 0:
@@ -118,23 +119,22 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         folder: to write into.
         learn: whether a pilot is trained on it.
     """
-    trace = _named(path, lambda: Trace.load(path))
+    trace = _named(path, lambda: load_trace(path))
     program = resolve(trace)
     if sum(visit.operators[1] - visit.operators[0] for visit in program.visits) != len(
         trace.operators
     ):
         raise Malformed("a program that lacks operators")
-    if not all(math.isfinite(visit.seconds) for visit in program.visits):
-        raise Malformed("a time that is not finite")
-    beside = good.programs.get(trace.network, [])
-    for programs in ([program], [*beside, program])[0 if learn else 1 :]:
-        vocabulary = build_vocabulary(programs, budget=1 << 20)
-        example = encode_example(vocabulary, program)
+    label = label_of(program)
+    beside = good.labels.get(trace.network, [])
+    for labels in ([label], [*beside, label])[0 if learn else 1 :]:
+        vocabulary = build_vocabulary([one.outline for one in labels], budget=1 << 20)
+        example = encode_example(vocabulary, label)
         _check_blocks([b for b in example.blocks if b != -1], len(vocabulary))
         if Vocabulary.from_json(vocabulary.to_json()) != vocabulary:
             raise Malformed("a vocabulary that does not come back")
     if learn:
-        examples = [encode_example(vocabulary, one) for one in programs]
+        examples = [encode_example(vocabulary, one) for one in labels]
         pilot = _tried(lambda: fit_pilot(vocabulary, examples, model="markov"))
         if pilot is not None:
             _predict(pilot, program.sample)
@@ -144,12 +144,12 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         if read_label(made, "key").sample.values.keys() != trace.sample.values.keys():
             raise Malformed("a label of another sample")
     sizes = _tried(lambda: footprint(trace))
-    if sizes is not None and min(sizes.total, sizes.activations, temporaries(trace)) < 0:
+    if sizes is not None and min(sizes.total, sizes.need, temporaries(trace)) < 0:
         raise Malformed("a footprint below zero")
     if learn:
         again = folder / "again.trace"
-        trace.save(again)
-        if Trace.load(again).operators != trace.operators:
+        save_trace(trace, again)
+        if load_trace(again).operators != trace.operators:
             raise Malformed("a trace that does not come back")
 
 

@@ -36,10 +36,12 @@ from fuzz_pilots import PilotMutator
 from fuzz_seeds import Seeds, make_seeds
 from fuzz_traces import TraceMutator
 from fuzz_uses import Good, Malformed, Unnamed, use_pilot, use_trace
+from synthetic_pilot import label_of
 
 from dynoffload.errors import DynOffloadError
+from dynoffload.pilot.labels import Label
 from dynoffload.profiler.program import resolve
-from dynoffload.profiler.trace import Trace
+from dynoffload.profiler.storage import load_trace
 from dynoffload.units import MiB
 
 BATCH = 500
@@ -136,12 +138,12 @@ class Fuzzer:
         self._seeds, self._seed, self._folder = seeds, seed, folder
         self._pilots = PilotMutator({name: path for name, (path, _) in seeds.pilots.items()})
         self._traces = TraceMutator({name: paths[0] for name, paths in seeds.traces.items()})
-        programs: dict[str, list[Any]] = {}
+        labels: dict[str, list[Label]] = {}
         for paths in seeds.traces.values():
             for path in paths[1:4]:
-                trace = Trace.load(path)
-                programs.setdefault(trace.network, []).append(resolve(trace))
-        self._good = Good(programs)
+                trace = load_trace(path)
+                labels.setdefault(trace.network, []).append(label_of(resolve(trace)))
+        self._good = Good(labels)
         self._hook_on = False
         self._caught: list[str] = []
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
-from dynoffload.optim import HostOptimizer
-from dynoffload.optim.immediate import Immediate
+from dynoffload.host_optimizer import HostOptimizer
+from dynoffload.host_optimizer.link import CpuLink
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -144,7 +144,6 @@ class Pair:
         self.reference = copy.deepcopy(self.model)
         cls, values = KINDS[kind]
         delays = {"delayed": delayed, "warmup_steps": warmup_steps}
-        options.setdefault("place", "host")
         options.setdefault("tile_bytes", 4096)
         options.setdefault("threads", 1)  # others wait in a loop for a while, on a core
         self.ours = HostOptimizer(self.model.parameters(), cls, **values, **delays, **options)
@@ -190,7 +189,7 @@ class Pair:
                 assert_same(mine[key], value, f"{name}.{key}")
 
 
-class Lazy(Immediate):
+class Lazy(CpuLink):
     """Copies that are made when somebody waits for them, in the order in which they were given:
     whoever does not wait reads what was there before."""
 
@@ -199,22 +198,11 @@ class Lazy(Immediate):
         self._mutex = threading.RLock()
         self._done = 0
 
-    def copy_in(self, target: Any, source: Tensor, after: Sequence[Any]) -> Any:
-        """See `Queues.copy_in`: at once, and after what it must come after."""
-        for moment in after:
-            moment.wait()
-        return super().copy_in(target, source, after)
-
     def copy_out(self, target: Tensor, source: Any, after: Sequence[Any]) -> Any:
         """See `Queues.copy_out`."""
         with self._mutex:
             self._given.append((target, source))
             return LazyMoment(self, len(self._given))
-
-    def after(self, moment: Any) -> Any:
-        """See `Queues.after`."""
-        moment.wait()
-        return super().after(moment)
 
     def make(self, count: int) -> None:
         """Make the first ``count`` copies, those that were not made."""

@@ -24,7 +24,7 @@ import dynoffload
 from dynoffload.experiments import zoo
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime import recording
-from dynoffload.runtime.telemetry import RunLog
+from dynoffload.telemetry import RunLog
 
 NETWORKS = ("small", "tree")
 SAMPLES = 40

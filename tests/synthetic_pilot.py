@@ -12,15 +12,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynoffload.pilot.features import Example
+from dynoffload.pilot.labels import Label
 from dynoffload.planning.blocks import Block, Vocabulary
+from dynoffload.planning.outline import outline_of
 from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.program import Program
 from dynoffload.profiler.sample import Sample
 
 
 def block(index: int, path: str, variant: str = "", nbytes: int = 1024) -> Block:
     """Return a block of which only its name and size matter."""
     idioms = Idioms(0, 1, 0, 1, 2, 0)
-    return Block(index, path, variant, (path,), (path,), nbytes, 64, 1e-4, 2e-4, idioms)
+    return Block(index, path, variant, (path,), nbytes, 64, idioms)
+
+
+def label_of(program: Program) -> Label:
+    """Return what a pilot learns from a program, as of a trace without a file."""
+    return Label(outline_of(program), program.sample, tuple(program.hints), "", None)
 
 
 def vocabulary(names: Sequence[tuple[str, str]], network: str = "n" * 64) -> Vocabulary:

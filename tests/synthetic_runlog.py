@@ -12,7 +12,7 @@ import math
 import random
 from collections import deque
 
-from dynoffload.runtime.telemetry import (
+from dynoffload.telemetry import (
     MemorySample,
     PhaseSpan,
     RunLog,

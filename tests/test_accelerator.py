@@ -26,7 +26,8 @@ from dynoffload.memory.accelerator import host as host_tier
 from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
 from dynoffload.memory.accelerator.streams import Streams
 from dynoffload.memory.device import Cause, EventKind
-from dynoffload.planning import Action, Kind, LookAhead, Use
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Action, Kind, Use
 from dynoffload.runtime.residency import Residence
 from dynoffload.units import KiB, MiB
 
@@ -283,14 +284,14 @@ def test_a_file_that_fails_is_told_and_nothing_is_lost(
     for region in regions:
         write(tiered, region, region)
     fails = True
-    transfer = host_tier._transfer
+    transfer = host_tier.transfer
 
     def failing(*args: object, **kwargs: object) -> None:
         if fails and kwargs["reads"] == reads:
             raise OSError(errno.EIO if reads else errno.ENOSPC, "so it is")
         transfer(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(host_tier, "_transfer", failing)
+    monkeypatch.setattr(host_tier, "transfer", failing)
     with pytest.raises(SpillError, match="cannot read" if reads else "cannot write"):
         _go_through(tiered, regions, reads=reads)
     fails = False

@@ -30,8 +30,9 @@ from dynoffload.cli import app
 from dynoffload.errors import ClientError, TraceError
 from dynoffload.integrations.chakra import schema, write_chakra
 from dynoffload.integrations.chakra.graph import Node, nodes_of
-from dynoffload.planning import Action, Kind, LookAhead, NextUse, Schedule, Use
-from dynoffload.profiler import Recorder, Trace
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
+from dynoffload.profiler import Recorder, Trace, save_trace
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +305,7 @@ def test_without_protobuf_the_remedy_is_said(
 
 def test_the_command_exports_a_recorded_trace(trace: Trace, classes: Any, tmp_path: Path) -> None:
     source, target = tmp_path / "step.trace", tmp_path / "step.et"
-    trace.save(source)
+    save_trace(trace, source)
     done = CliRunner().invoke(app, ["export", str(source), "--chakra", str(target)])
     assert done.exit_code == 0, done.output
     assert f"wrote {target}" in done.stderr

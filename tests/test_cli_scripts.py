@@ -19,7 +19,7 @@ from dynoffload.cli.training import split_tail
 from dynoffload.config import Defaults
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.runtime.offload import _say_overruled
-from dynoffload.runtime.telemetry import RunLog
+from dynoffload.telemetry import RunLog
 from dynoffload.units import format_bytes, format_seconds
 
 REPORT = """

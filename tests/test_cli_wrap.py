@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dynoffload import config
 from dynoffload.cli import app
-from dynoffload.runtime import offload
+from dynoffload.managed import managers
 
 INIT, CALL = Optimizer.__init__, nn.Module.__call__
 
@@ -124,7 +124,7 @@ def _nothing_stays() -> object:
     yield
     assert Optimizer.__init__ is INIT
     assert nn.Module.__call__ is CALL
-    assert not offload._open
+    assert not managers
     assert config.defaults() == config.Defaults()
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.architectures import ARCHITECTURES
-from dynoffload.profiler import Recorder, Trace, resolve
+from dynoffload.profiler import Recorder, Trace
 from dynoffload.profiler.cost_fitting import fit
 from dynoffload.profiler.cost_residuals import residual
 from dynoffload.profiler.costs import CostModel, Factors
@@ -97,27 +97,16 @@ def test_what_the_model_does_not_know_is_an_error(traces: list[Trace]) -> None:
     with pytest.raises(ConfigError, match="no peak for float16, in which aten"):
         model.seconds(_product(1, 1, "float16"))
     old = replace(traces[0], operators=[op._replace(flops=None) for op in traces[0].operators])
-    for step in (old, resolve(old)):
-        with pytest.raises(TraceError, match=r"^step 1: .*record it again with `dynoffload pro"):
-            model.time(step)
+    with pytest.raises(TraceError, match=r"^step 1: .*record it again with `dynoffload pro"):
+        model.time(old)
 
 
-def test_a_program_takes_what_its_trace_takes(traces: list[Trace]) -> None:
-    """By operator and by phase: a program carries all that a cost model asks for."""
+def test_a_step_takes_what_its_operators_take(traces: list[Trace]) -> None:
     model = CostModel.of(SHEET, "sheet")
     for trace in traces:
-        timing, again = model.time(trace), model.time(resolve(trace))
-        assert again.operators == timing.operators
-        assert again.phases == pytest.approx(timing.phases)
+        timing = model.time(trace)
         assert timing.seconds == pytest.approx(sum(timing.operators))
         assert all(timing.phases[phase] > 0 for phase in Phase)
-
-
-def test_a_program_without_work_is_refused(traces: list[Trace]) -> None:
-    program = resolve(traces[0])
-    visits = (replace(program.visits[0], work=()), *program.visits[1:])
-    with pytest.raises(TraceError, match="make the program with `resolve`"):
-        CostModel.of(SHEET, "sheet").time(replace(program, visits=visits))
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ from hypothesis import strategies as st
 from dynoffload.errors import BudgetError, SpillError
 from dynoffload.memory import tally
 from dynoffload.memory.device import Device, EventKind
-from dynoffload.planning import Action, Kind, LookAhead, OnDemand, Use
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Action, Kind, Use
 from dynoffload.units import MiB
 
 
@@ -589,10 +590,10 @@ class Machine:
             names = [*self.regions, 60000]
             plan = schedule(*(Action(at, Kind(kind), names[i]) for at, kind, i in actions))
         else:
-            policy = LookAhead() if name == "look-ahead" else OnDemand()
             sizes = [device.size(region) for region in range(max(self.regions) + 1)]
             here = [region for region in device.resident() if region < len(sizes)]
-            plan = policy.plan(uses, sizes, device.capacity, here, here)
+            ahead = LookAhead().plan(uses, sizes, device.capacity, here, here)
+            plan = ahead if name == "look-ahead" else schedule()
         device.follow(uses, plan)
 
 

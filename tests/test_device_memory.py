@@ -163,7 +163,7 @@ def test_the_pager_tells_of_a_write_that_failed_and_keeps_the_bytes(
     found = script(
         """
         import resource
-        from dynoffload.planning import Kind
+        from dynoffload.planning.schedule import Kind
         from dynoffload.errors import SpillError
         device = Pager(8 * int(sys.argv[1]), int(sys.argv[1]), Path(sys.argv[2]), threads=2)
         a, b = device.allocate(4 * device.page_bytes), device.allocate(4 * device.page_bytes)

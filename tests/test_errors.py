@@ -17,10 +17,9 @@ from dynoffload import errors
 from dynoffload.errors import BudgetError
 from dynoffload.memory.pager import Pager
 from dynoffload.profiler.costs import CostModel
-from dynoffload.profiler.trace import Trace
-from dynoffload.runtime.telemetry import RunLog
-from dynoffload.simulation.machine import load_machine
-from dynoffload.simulation.speeds import Speeds
+from dynoffload.profiler.storage import load_trace
+from dynoffload.simulation.machine import load_machines
+from dynoffload.telemetry import RunLog
 
 
 def test_every_error_is_of_one_base_and_public() -> None:
@@ -49,10 +48,9 @@ def _unreadable(path: Path) -> dict[str, Callable[[], object]]:
         "checkpoint": lambda: dynoffload.load_checkpoint(model, None, path),
         "weights": lambda: dynoffload.materialize(model, path),
         "pilot": lambda: dynoffload.Pilot.load(path),
-        "trace": lambda: Trace.load(path),
+        "trace": lambda: load_trace(path),
         "run log": lambda: RunLog.load(path),
-        "machine": lambda: load_machine(path),
-        "speeds": lambda: Speeds.load(path),
+        "machine": lambda: load_machines(path),
         "costs": lambda: CostModel.load(path),
     }
 

@@ -30,8 +30,8 @@ from dynoffload.experiments import zoo
 from dynoffload.memory.pager import probe
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
-from dynoffload.planning import footprint
-from dynoffload.profiler import Trace, profile
+from dynoffload.planning.footprint import footprint
+from dynoffload.profiler import load_trace, profile
 from dynoffload.runtime.sizing import sizing_of
 
 STEPS = 20
@@ -74,7 +74,7 @@ def profiled(network: str) -> Profiled:
         paths = profile(
             model, samples(network, 8, seed=5), out=folder, optimizer=optimizer, progress=False
         )
-        total = max(footprint(Trace.load(path)).total for path in paths)
+        total = max(footprint(load_trace(path)).total for path in paths)
         pilot = train_pilot(folder, model="lightgbm", progress=False).pilot
         path = Path(folder) / "tiny.pilot"
         pilot.save(path)

@@ -11,17 +11,8 @@ import pytest
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import simulation
 from dynoffload.experiments.comparing import BEGIN, END
-from dynoffload.experiments.simulation import (
-    FIT,
-    PHASES,
-    SETTINGS,
-    Material,
-    Real,
-    Setting,
-    simulated,
-    summary,
-)
-from dynoffload.experiments.simulation_fit import Fit, fitted
+from dynoffload.experiments.simulation import FIT, SETTINGS, Setting, summary
+from dynoffload.experiments.simulation_fit import PHASES, Fit, Material, Real, fitted, simulated
 from dynoffload.experiments.simulation_views import write_figure, write_table
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import Work

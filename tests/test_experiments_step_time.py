@@ -20,8 +20,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import step_time, zoo
 from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import why_unavailable
-from dynoffload.experiments.simulation import Material
-from dynoffload.experiments.simulation_fit import Fit
+from dynoffload.experiments.baselines.recomputing import DTR
+from dynoffload.experiments.simulation_fit import Fit, Material
 from dynoffload.experiments.step_time_policies import (
     BOUND,
     PILOT,
@@ -47,8 +47,8 @@ from dynoffload.experiments.step_time_runs import Contestant, Measured, Turns, m
 from dynoffload.experiments.step_time_views import page_of, reasons, write_figure
 from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.workers import WorkerError, worker
-from dynoffload.profiler import Trace, profile
-from dynoffload.simulation import DTR, Link, Machine, simulate
+from dynoffload.profiler import Trace, load_trace, profile
+from dynoffload.simulation import Link, Machine, simulate
 from dynoffload.simulation.own_work import Division, Work
 from dynoffload.simulation.recorded import network_of, recorded
 
@@ -268,7 +268,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Material, list[
     folder = tmp_path_factory.mktemp("traces")
     optimizer = AdamW(model.parameters(), fused=True)
     paths = profile(model, samples, out=folder, optimizer=optimizer, progress=False)
-    traces, network = [Trace.load(path) for path in paths], network_of(model)
+    traces, network = [load_trace(path) for path in paths], network_of(model)
     steps = tuple(recorded(trace, network).timed(0.02, 0.03, 0.01) for trace in traces)
     return Material(network, steps, (None,) * 4, 5 << 20), traces
 

@@ -15,7 +15,7 @@ from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.whatif import SHARES, answers, run
-from dynoffload.profiler import Trace, profile
+from dynoffload.profiler import load_trace, profile
 from dynoffload.simulation import load_costs, load_machines, workload
 
 MACHINE = """
@@ -130,7 +130,7 @@ def test_the_last_steps_are_run_and_one_is_enough(tmp_path: Path) -> None:
     model = zoo.build("moe", "tiny")
     batches = list(islice(zoo.samples("moe", rows=1, length=16), 3))
     paths = sorted(profile(model, batches, out=tmp_path, progress=False))
-    last = sum(op.seconds for op in Trace.load(paths[-1]).operators)
+    last = sum(op.seconds for op in load_trace(paths[-1]).operators)
     found = run(traces=tmp_path, steps=1)
     assert (found["steps"], found["recorded_s"]) == (1, pytest.approx(last))
     assert all(row["budgets"][0]["planned"]["seconds"] > 0 for row in found["tiers"].values())
@@ -160,7 +160,7 @@ def test_a_machine_computes_as_its_data_sheet_says(
     model = zoo.build("moe", "tiny")
     samples = list(islice(zoo.samples("moe", rows=1, length=16), 2))
     files = profile(model, samples, out=tmp_path / "traces", progress=False)
-    traces = [Trace.load(file) for file in files]
+    traces = [load_trace(file) for file in files]
     costs = load_costs(path)
     assert costs is not None
     wanted = sum(costs.time(trace).seconds for trace in traces)

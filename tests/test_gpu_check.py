@@ -263,9 +263,7 @@ def test_the_cases_have_every_kind() -> None:
     assert {"moe", "tree", "depths", "early-lstm", "evoformer"} < networks
     assert any(not case.looks for case in every)
     assert any(case.tiles for case in every)
-    assert {(case.place, case.files) for case in host_cases()} == {
-        (place, files) for place in ("host", "device") for files in (True, False)
-    }
+    assert {case.files for case in host_cases()} == {True, False}
 
 
 @pytest.mark.parametrize("case", host_cases(), ids=lambda case: case.describe())
@@ -286,7 +284,7 @@ def test_another_update_on_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(gpu_check_host, "_by_definition", other)
-    row = train_host_case(HostCase("host"), CPU)
+    row = train_host_case(HostCase(), CPU)
     assert row["verdict"] == "FAILED"
     assert row["why"].startswith("trained")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import threading
 import weakref
@@ -19,18 +20,20 @@ from host_reference import KINDS, Lazy, Pair, Reference, odd, on_accelerator, ra
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from dynoffload.errors import BackendError, BudgetError, ConfigError, StepLostError
-from dynoffload.optim import HostOptimizer, hosting
-from dynoffload.optim.rules import Rule
-from dynoffload.optim.tiles import tiles_of
+from dynoffload.errors import StepLostError
+from dynoffload.host_optimizer import HostOptimizer
+from dynoffload.host_optimizer.state_buffers import ParameterState, StateBuffer
+from dynoffload.host_optimizer.tiles import tiles_of
+from dynoffload.host_optimizer.update_rule import UpdateRule
+from dynoffload.host_optimizer.update_runner import StepUpdate
+from dynoffload.host_optimizer.worker_pool import WorkerPool
 from dynoffload.units import MiB
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_the_reference(kind: str, place: str) -> None:
+def test_steps_are_those_of_the_reference(kind: str) -> None:
     """Tiles are of 1024 elements: the embedding and the hidden layer are cut, the others joined."""
-    pair = Pair(kind, place=place)
+    pair = Pair(kind)
     pair.train(words(5))
     pair.assert_same()
 
@@ -42,13 +45,12 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     pair.assert_same()
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("seed", range(2))
-def test_queues_that_are_late(place: str, seed: int) -> None:
+def test_queues_that_are_late(seed: int) -> None:
     """Nothing is read too early or written too late, whatever copies take."""
     with racing(seed) as queues:
         model = on_accelerator(odd(), queues)
-        pair = Pair("momentum", model=model, place=place, queues=queues)
+        pair = Pair("momentum", model=model, queues=queues)
         pair.train(words(4), accumulate=1 + seed % 2)
         assert queues.copies > 0
         pair.assert_same()
@@ -56,23 +58,12 @@ def test_queues_that_are_late(place: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("place", ["host", "device"])
-def test_what_nobody_waits_for_is_not_there(place: str, accumulate: int) -> None:
+def test_what_nobody_waits_for_is_not_there(accumulate: int) -> None:
     """Copies out are made only when somebody waits for them; the state is looked at between."""
-    pair = Pair(place=place, queues=Lazy())
+    pair = Pair(queues=Lazy())
     for seed in range(2):
         pair.train(words(2 * accumulate, seed), accumulate)
         pair.assert_same()
-
-
-def test_the_state_is_looked_at_when_it_has_come() -> None:
-    """On an accelerator `Queues.after` does not hold the thread that looks."""
-    optimizer = Pair().ours
-    assert optimizer._stores is not None
-    for look in (optimizer.settle, optimizer.state_dict):
-        moment = optimizer._stores.gone = mock.Mock()
-        look()
-        moment.wait.assert_called_once()
 
 
 def test_tiles_may_be_of_any_size() -> None:
@@ -92,8 +83,9 @@ def test_tiles_may_be_of_any_size() -> None:
 
 
 def test_a_tile_is_a_run_of_small_parameters_or_a_slice_of_a_large_one() -> None:
-    optimizer = Pair().ours
-    tiles = tiles_of(list(optimizer._entries.values()), 4096)
+    states = [ParameterState(n, p, ("exp_avg",)) for n, p in odd().named_parameters()]
+    StateBuffer(states, None)
+    tiles = tiles_of(states, 4096)
     assert any(len(tile.pieces) > 1 for tile in tiles)
     cut = [piece for tile in tiles for piece in tile.pieces if piece.begin]
     assert cut
@@ -106,9 +98,9 @@ def test_a_finished_tile_is_uploaded_while_the_next_is_updated() -> None:
     pair = Pair()
     pair.backward(words(1)[0])
     uploaded, runs = threading.Event(), []
-    plain_run, plain_upload = Rule.run, hosting.upload
+    plain_run, plain_upload = UpdateRule.run, StepUpdate.upload
 
-    def run(self: Rule, parts: Any) -> None:
+    def run(self: UpdateRule, parts: Any) -> None:
         runs.append(parts)
         assert len(runs) < 2 or uploaded.wait(30), "nothing is uploaded before all is updated"
         plain_run(self, parts)
@@ -117,7 +109,7 @@ def test_a_finished_tile_is_uploaded_while_the_next_is_updated() -> None:
         plain_upload(*args)
         uploaded.set()
 
-    with mock.patch.object(Rule, "run", run), mock.patch.object(hosting, "upload", upload):
+    with mock.patch.object(UpdateRule, "run", run), mock.patch.object(StepUpdate, "upload", upload):
         pair.ours.step()
     assert len(runs) > 2
     pair.theirs.step()
@@ -135,8 +127,7 @@ def test_parameters_have_no_gradient_after_backward() -> None:
     assert_same([p.detach() for p in model.parameters()], before, "forgotten gradients")
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
-def test_groups_and_schedulers(place: str) -> None:
+def test_groups_and_schedulers() -> None:
     """Learning rates of groups change between steps, and a group comes later."""
     twins = []
     for make in (HostOptimizer, Reference):
@@ -145,7 +136,7 @@ def test_groups_and_schedulers(place: str) -> None:
             {"params": [model.hidden.weight, model.hidden.bias], "weight_decay": 0.3},
             {"params": [*model.embedding.parameters(), *model.out.parameters()], "lr": 0.5},
         ]
-        options: dict[str, Any] = {"tile_bytes": 4096, "place": place}
+        options: dict[str, Any] = {"tile_bytes": 4096}
         optimizer = make(
             groups, torch.optim.AdamW, lr=0.1, **(options if make is HostOptimizer else {})
         )
@@ -188,18 +179,16 @@ def test_a_closure_is_called_once() -> None:
     pair.assert_same()
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("kind", ["amsgrad", "momentum"])
-def test_a_state_goes_on_at_another_place(kind: str, place: str, tmp_path: Path) -> None:
+def test_a_state_goes_on_in_a_file(kind: str, tmp_path: Path) -> None:
     """Saved in memory, loaded into a file, with other tiles; also through torch.save."""
-    pair = Pair(kind, place="host" if place == "device" else "device")
+    pair = Pair(kind)
     pair.train(words(3))
     torch.save(pair.ours.state_dict(), tmp_path / "state.pt")
     cls, options = KINDS[kind]
     pair.ours = HostOptimizer(
         pair.model.parameters(),
         cls,
-        place=place,
         tile_bytes=20480,
         spill_dir=tmp_path,
         **{**options, "lr": 7.0},
@@ -290,7 +279,8 @@ def test_a_forked_process_gives_nothing_back() -> None:
         held = queues.host_bytes
         child = os.fork()
         if not child:
-            pair.ours._finalizer()  # as when its last reference goes
+            del pair.ours
+            gc.collect()
             os._exit(int(queues.host_bytes != held))
         assert held > 0
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -304,7 +294,7 @@ def test_ctrl_c_comes_after_the_step(call: int) -> None:
     pair = Pair()
     pair.train(words(2))
     pair.backward(words(1)[0])
-    plain = hosting.upload
+    plain = StepUpdate.upload
     calls = []
 
     def upload(*args: Any) -> None:
@@ -313,14 +303,11 @@ def test_ctrl_c_comes_after_the_step(call: int) -> None:
             raise KeyboardInterrupt
         plain(*args)
 
-    with mock.patch.object(hosting, "upload", upload), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(StepUpdate, "upload", upload), pytest.raises(KeyboardInterrupt):
         pair.ours.step()
     pair.theirs.step()
     pair.train(words(2, seed=1))
     pair.assert_same()
-
-
-# What is refused
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -337,182 +324,46 @@ def test_parameters_are_let_go_of_with_their_optimizer(closes: bool) -> None:
     assert gone() is None
 
 
-def test_options_that_make_no_sense() -> None:
-    weights = [nn.Parameter(torch.zeros(3))]
-    for options, told in (
-        ({"kind": torch.optim.Adagrad}, "serves Adam, AdamW, SGD"),
-        ({"foreach": True}, "foreach=True of AdamW cannot be chosen"),
-        ({"place": "moon"}, "place='moon' is unknown"),
-        ({"tile_bytes": 16}, "is no tile"),
-        ({"threads": 0}, "threads=0"),
-        ({"warmup_steps": 3}, "pass delayed=True"),
-        ({"delayed": True, "place": "device"}, 'pass place="host"'),
-        ({"host_budget": "1MiB"}, "needs spill_dir="),
-    ):
-        kind = options.pop("kind", torch.optim.AdamW)
-        with pytest.raises(ConfigError, match=told):
-            HostOptimizer(weights, kind, **options)
-
-
-@pytest.mark.parametrize(
-    ("parameter", "told"),
-    [
-        (torch.zeros(3, dtype=torch.float64), "is torch.float64"),
-        (torch.zeros(3, dtype=torch.complex64), "is torch.complex64"),
-        (torch.zeros(3, device="meta"), "on the meta device"),
-        (torch.zeros(4, 4)[:, :2], "make it contiguous"),
-    ],
-)
-def test_parameters_without_a_master(parameter: torch.Tensor, told: str) -> None:
-    good = nn.Parameter(torch.zeros(2))
-    with pytest.raises(ConfigError, match=told):
-        HostOptimizer([good, nn.Parameter(parameter)], torch.optim.AdamW)
-    optimizer = HostOptimizer([good], torch.optim.AdamW)
-    with pytest.raises(ConfigError, match=told):
-        optimizer.add_param_group({"params": [nn.Parameter(parameter)]})
-    assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize("place", ["host", "device"])
-def test_the_optimizer_that_was_made_last_takes_the_gradients(place: str) -> None:
-    pair = Pair(place=place)
-    first = pair.ours
-    pair.train(words(2))
-    pair.ours = HostOptimizer(
-        pair.model.parameters(), torch.optim.AdamW, lr=1e-2, place=place, threads=1
-    )
-    pair.ours.load_state_dict(first.state_dict())
-    pair.train(words(3, seed=1))
-    pair.assert_same()
-    with pytest.raises(ConfigError, match="another HostOptimizer was made over parameter 0 of"):
-        first.step()
-    first.close()
-    pair.train(words(1, seed=2))
-    pair.assert_same()
-
-
-def test_an_optimizer_whose_gradients_have_left_is_refused() -> None:
-    model = odd(torch.float32)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.out.weight.detach().clone()
-    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW, place="host", threads=1)
-    model(words(1)[0]).backward()
-    with pytest.raises(ConfigError, match="this SGD would train nothing of parameter 0 of group 0"):
-        plain.step()
-    assert torch.equal(model.out.weight, before)
-    optimizer.close()
-    model(words(1)[0]).backward()
-    plain.step()
-    assert not torch.equal(model.out.weight, before)
-    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW, place="host", threads=1)
-    model(words(1)[0]).backward()
-    del optimizer  # without close(): it is gone
-    before = model.out.weight.detach().clone()
-    plain.zero_grad()
-    model(words(1)[0]).backward()
-    plain.step()
-    assert not torch.equal(model.out.weight, before)
-
-
-def test_an_accelerator_without_room_for_slots() -> None:
-    """Nothing is changed by that: the step can be made with less beside it."""
-    with emulated(memory=10**6) as queues:
-        pair = Pair(place="device", queues=queues)
-        pair.train(words(2))
-        pair.backward(words(1)[0])
-        queues.given += 10**6
-        with pytest.raises(BudgetError, match='or place="host"'):
-            pair.ours.step()
-        queues.given -= 10**6
-        pair.step()
-        pair.assert_same()
-        assert queues.given == 0
-        pair.ours.close()
-
-
 def test_an_upload_that_fails_loses_the_step() -> None:
     pair = Pair()
     pair.backward(words(1)[0])
-    with mock.patch.object(hosting, "upload", side_effect=RuntimeError("no room")):
+    with mock.patch.object(StepUpdate, "upload", side_effect=RuntimeError("no room")):
         with pytest.raises(StepLostError, match="no room"):
             pair.ours.step()
     with pytest.raises(StepLostError, match="cut off before"):
         pair.ours.step()
 
 
-def test_parameters_of_another_device() -> None:
-    queues = mock.Mock(device=torch.device("cuda", 1))
-    with pytest.raises(ConfigError, match="is on cpu, and the others on cuda:1"):
-        HostOptimizer(odd().parameters(), torch.optim.AdamW, queues=queues)
+# Threads, and what is logged
 
 
-def test_an_accelerator_that_parameters_come_to_later() -> None:
-    optimizer = HostOptimizer(odd().parameters(), torch.optim.AdamW, device="cpu")
-    assert optimizer.place == "host"
-    if torch.accelerator.is_available():
-        return
-    with pytest.raises(BackendError, match="no accelerator"):
-        HostOptimizer(odd().parameters(), torch.optim.AdamW, device="cuda")
+def test_workers_have_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the process and of other threads stay as they are."""
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    pool = WorkerPool(torch.device("cpu"), threads=3)
+    assert pool.submit(torch.get_num_threads).result() == 3
+    assert torch.get_num_threads() == before
+    pool.close()
+    assert WorkerPool(torch.device("cpu")).threads == cores
+    for ranks, threads in ((1, cores), (cores, 1), (2 * cores, 1), ("many", cores)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert HostOptimizer(odd().parameters(), torch.optim.AdamW).threads == threads
 
 
-def test_sparse_gradients() -> None:
-    model = nn.Embedding(5, 3, sparse=True)
-    optimizer = HostOptimizer(model.parameters(), torch.optim.SGD)
-    with pytest.raises(ConfigError, match="sparse=False"):
-        model(torch.tensor([1])).sum().backward()
-    optimizer.close()
-
-
-def test_what_is_closed_or_copied() -> None:
-    model = odd()
-    optimizer = HostOptimizer(model.parameters(), torch.optim.AdamW)
-    with pytest.raises(ConfigError, match="not copied"):
-        copy.deepcopy(optimizer)
-    with optimizer:
-        pass
-    optimizer.close()
-    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.clip_grad_norm_(1.0)):
-        with pytest.raises(ConfigError, match="is closed"):
-            use()
-    model(words(1)[0]).backward()
-    assert model.out.weight.grad is not None
-
-
-def test_options_that_lack_their_state() -> None:
-    model = odd()
-    optimizer = HostOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    optimizer.param_groups[0]["momentum"] = 0.9
-    model(words(1)[0]).backward()
-    with pytest.raises(ConfigError, match="no momentum_buffer"):
-        optimizer.step()
-
-
-def test_states_of_others() -> None:
-    optimizer = HostOptimizer(odd().parameters(), torch.optim.AdamW)
-    with pytest.raises(ConfigError, match="no state of an optimizer"):
-        optimizer.load_state_dict({})
-    other = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
-    with pytest.raises(ConfigError, match="groups of"):
-        optimizer.load_state_dict(other.state_dict())
-    wrong = copy.deepcopy(optimizer.state_dict())
-    wrong["state"][0]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(ConfigError, match=r"exp_avg of parameter 0 of group 0 is \[3\]"):
-        optimizer.load_state_dict(wrong)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "told"),
-    [
-        (torch.optim.AdamW, {"spil_dir": "/tmp"}, "no option 'spil_dir': known are .*spill_dir"),
-        (torch.optim.AdamW, {"momentum": 0.9}, "AdamW has no option 'momentum'"),
-        (torch.optim.AdamW, {"device": "cdua"}, "'cdua' is no device"),
-        (
-            torch.optim.AdamW([nn.Parameter(torch.zeros(1))]),
-            {},
-            "takes the class AdamW",
-        ),
-    ],
-)
-def test_what_is_misspelt_is_named(kind: Any, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        HostOptimizer([nn.Parameter(torch.zeros(8))], kind, **options)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_logs_sizes(
+    rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parameter = nn.Parameter(torch.zeros(MiB, dtype=torch.bfloat16))
+    with caplog.at_level(logging.INFO, "dynoffload"):
+        HostOptimizer([parameter], torch.optim.AdamW, threads=2)
+    if rank:
+        assert not caplog.messages
+    else:
+        assert caplog.messages == [
+            "HostOptimizer: AdamW of 1.0 million elements on CPU, 12.00 MiB of masters and moments "
+            "in memory and 0 B in a file, gradients through 2.00 MiB, slots of 0 B; updates by 2 "
+            "threads"
+        ]

@@ -27,7 +27,7 @@ from dynoffload.pilot.pilot import MAX_ORDER, MAX_SLOTS, Pilot
 from dynoffload.pilot.skeleton import MAX_SLOTS as MAX_PLACES
 from dynoffload.pilot.skeleton import learn_skeleton
 from dynoffload.planning.footprint import footprint
-from dynoffload.profiler import ModuleCall, Recorder, Sample, Trace
+from dynoffload.profiler import ModuleCall, Recorder, Sample, Trace, load_trace, save_trace
 from dynoffload.profiler.storage import MAX_ROWS, most_nesting
 
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -184,7 +184,7 @@ def trace() -> Trace:
 @pytest.fixture
 def path(trace: Trace, tmp_path: Path) -> Path:
     where = tmp_path / "step-000000.trace"
-    trace.save(where)
+    save_trace(trace, where)
     return where
 
 
@@ -226,7 +226,7 @@ LIES: dict[str, Change] = {
 def test_a_trace_that_lies_is_refused(name: str, path: Path) -> None:
     _rewrite(path, LIES[name])
     with pytest.raises(TraceError, match=path.name):
-        Trace.load(path)
+        load_trace(path)
 
 
 def test_a_trace_of_too_many_operators_is_refused(path: Path) -> None:
@@ -237,25 +237,25 @@ def test_a_trace_of_too_many_operators_is_refused(path: Path) -> None:
 
     _rewrite(path, many)
     with pytest.raises(TraceError, match=f"claims {MAX_ROWS + 1} operators"):
-        Trace.load(path)
+        load_trace(path)
 
 
 def test_what_a_recorder_writes_keeps_within_the_limits(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = replace(trace, operators=trace.operators[:1] * 50_000)
-    many.save(tmp_path / "many.trace")
-    assert len(Trace.load(tmp_path / "many.trace").operators) == 50_000
+    save_trace(many, tmp_path / "many.trace")
+    assert len(load_trace(tmp_path / "many.trace").operators) == 50_000
     wide = trace.operators[0]._replace(reads=(0,) * 400_000)
     with pytest.raises(TraceError, match="20000000 uses of regions"):
-        replace(trace, operators=[wide] * 50).save(tmp_path / "wide.trace")
+        save_trace(replace(trace, operators=[wide] * 50), tmp_path / "wide.trace")
     deep = [ModuleCall("a", "", index - 1, 0, 1) for index in range(3000)]
     with pytest.raises(TraceError, match=str(most_nesting(3000))):
-        replace(trace, calls=deep).save(tmp_path / "deep.trace")
+        save_trace(replace(trace, calls=deep), tmp_path / "deep.trace")
     for name in ("ROWS", "HEADER_BYTES", "FILE_BYTES"):
         monkeypatch.setattr(f"dynoffload.profiler.storage.MAX_{name}", 3)
         with pytest.raises(TraceError, match="record a smaller batch"):
-            trace.save(tmp_path / "large.trace")
+            save_trace(trace, tmp_path / "large.trace")
         monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["many.trace"]
 
@@ -265,7 +265,7 @@ def test_a_region_that_dies_after_the_last_operator_has_a_footprint(
 ) -> None:
     last = len(trace.operators)
     _rewrite(path, lambda document, arrays: arrays["regions.died"].fill(last))
-    assert footprint(Trace.load(path)).total == footprint(trace).total
+    assert footprint(load_trace(path)).total == footprint(trace).total
 
 
 def test_more_places_for_blocks_than_a_pilot_takes_are_refused() -> None:
@@ -282,8 +282,8 @@ def test_a_trace_of_no_operators_has_no_footprint(trace: Trace) -> None:
 
 def test_a_source_that_is_no_text_is_written_as_text(trace: Trace, tmp_path: Path) -> None:
     """The name of a file in another encoding, as Python gives it."""
-    replace(trace, source="caf\udce9.py").save(tmp_path / "t.trace")
-    assert Trace.load(tmp_path / "t.trace").source == "caf\\udce9.py"
+    save_trace(replace(trace, source="caf\udce9.py"), tmp_path / "t.trace")
+    assert load_trace(tmp_path / "t.trace").source == "caf\\udce9.py"
 
 
 OURS = ("dynoffload", "torch.")

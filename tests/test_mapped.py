@@ -16,7 +16,7 @@ from dynoffload.errors import BackendError, BudgetError, SpillError
 from dynoffload.memory import mapping
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.mapping import Mapping
-from dynoffload.planning import Action, Kind, Use
+from dynoffload.planning.schedule import Action, Kind, Use
 
 PAGES = pytest.mark.parametrize("page", [SMALL, HUGE])
 

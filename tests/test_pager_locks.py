@@ -13,7 +13,7 @@ from devices import HUGE, SMALL, eventually, filled, holds, needs_pager, opened,
 
 from dynoffload.errors import BackendError
 from dynoffload.memory.device import Device
-from dynoffload.planning import Action, Kind, Use
+from dynoffload.planning.schedule import Action, Kind, Use
 
 pytestmark = needs_pager
 

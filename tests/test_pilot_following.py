@@ -10,6 +10,7 @@ import pytest
 
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import bundled, fit_pilot
+from dynoffload.pilot.following import Following
 from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.profiler.sample import Sample
@@ -49,7 +50,7 @@ def test_one_layer_tells_the_others_whatever_the_model(kind: str, tmp_path: Path
     fit_pilot(known, examples, model=kind).save(tmp_path / "x.pilot")
     pilot = Pilot.load(tmp_path / "x.pilot")
     for example in echoes(12, seed=3)[1]:
-        step = pilot.follow(example.sample)
+        step = Following(pilot, example.sample)
         for block in example.blocks[:4]:  # embedding, attention, expert, attention
             step.tell(block)
         assert step.decided
@@ -64,7 +65,7 @@ def test_what_went_by_without_running_is_known_not_to_run() -> None:
     known, examples = routed(200, noise=0.1)
     pilot = fit_pilot(known, examples, model="lightgbm")
     number = {block.path: block.index for block in known.blocks}
-    step = pilot.follow(examples[0].sample)
+    step = Following(pilot, examples[0].sample)
     step.tell(number["embedding"])
     step.tell(number["layers.0.attention"])
     step.tell(number["layers.0.experts.3"])
@@ -79,7 +80,7 @@ def test_a_segment_goes_on_as_its_elements_say() -> None:
     known, examples = trees(60)
     pilot = fit_pilot(known, examples)
     example = trees(5, seed=4)[1][2]
-    step = pilot.follow(example.sample)
+    step = Following(pilot, example.sample)
     for place, block in enumerate(example.blocks):
         step.tell(block)
         assert not step.decided
@@ -97,7 +98,7 @@ def test_a_segment_nobody_can_foresee_goes_on_as_those_that_began_so() -> None:
         examples.append(Example(Sample({}, elements), [0, *first, 3], f"f{step % 5}"))
     pilot = fit_pilot(names, examples)
     for block in (1, 2):
-        step = pilot.follow(examples[0].sample)
+        step = Following(pilot, examples[0].sample)
         step.tell(0)
         step.tell(block)
         step.tell(block)
@@ -109,7 +110,7 @@ def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:
     pilot = fit_pilot(known, examples, model="lightgbm")
     rng = np.random.default_rng(0)
     for _ in range(20):
-        step = pilot.follow(examples[int(rng.integers(120))].sample)
+        step = Following(pilot, examples[int(rng.integers(120))].sample)
         for block in rng.integers(-1, len(known), size=60).tolist():
             step.tell(block)
             rest = step.rest()
@@ -121,7 +122,7 @@ def test_hints_about_what_is_past_or_unknown_are_ignored() -> None:
     known, examples = routed(120, noise=0.1)
     pilot = fit_pilot(known, examples, model="lightgbm")
     number = {block.path: block.index for block in known.blocks}
-    step = pilot.follow(examples[0].sample)
+    step = Following(pilot, examples[0].sample)
     step.tell(number["layers.1.attention"])
     before = step.chances
     step.hint([number["layers.0.experts.1"], number["head"]], [1.0, 1.0])
@@ -148,7 +149,7 @@ def test_a_loop_that_no_rule_tells_is_asked_for_round_by_round() -> None:
     assert cells == [(1, number) for number in range(len(cells))]
     assert max(pilot.bundles) + 1 < len(pilot.bundles)  # a cell and its judge are one question
     example = max(examples, key=lambda one: len(one.blocks))
-    step = pilot.follow(example.sample)
+    step = Following(pilot, example.sample)
     for place, block in enumerate(example.blocks[:-1]):
         step.tell(block)
         if block == 1:
@@ -169,7 +170,7 @@ def test_after_a_stranger_nobody_is_in_a_segment() -> None:
     known, examples = trees(60)
     pilot = fit_pilot(known, examples)
     example = examples[0]
-    step = pilot.follow(example.sample)
+    step = Following(pilot, example.sample)
     for block in example.blocks[:3]:
         step.tell(block)
     step.tell(-1)
@@ -194,7 +195,7 @@ def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:
     assert pilot.skeleton.segments == ()
     order = [0, 1, 1, 1, 2, 1, 1, 2, 3]
     assert pilot.predict(Sample({"length": 5.0})).blocks == order
-    step = pilot.follow(Sample({"length": 5.0}))
+    step = Following(pilot, Sample({"length": 5.0}))
     for place, block in enumerate(order):
         step.tell(block)
         assert step.rest() == order[place + 1 :]

@@ -20,6 +20,7 @@ from typing import Any
 import joblib
 import psutil
 import pytest
+from synthetic_pilot import label_of
 from typer.testing import CliRunner
 
 from dynoffload.cli import app
@@ -29,10 +30,11 @@ from dynoffload.experiments.zoo import tree_lstm
 from dynoffload.pilot import fit, labelling, labels
 from dynoffload.pilot.labelling import FEW, label_traces
 from dynoffload.pilot.labels import BadLabelError, Refused, make_label, makers_version, read_label
-from dynoffload.pilot.train import encode_example, load_programs, train_pilot
+from dynoffload.pilot.train import encode_example, train_pilot
 from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.planning.recorded import PlannedStep
+from dynoffload.planning.footprint import Footprint
+from dynoffload.profiler import load_trace, resolve, trace_files
 from dynoffload.profiler.profiling import profile
 
 COUNT = 40
@@ -63,23 +65,21 @@ def copy(traces: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("budget", [None, 20_000])
-def test_labels_give_the_vocabulary_and_the_examples_that_programs_give(
-    traces: Path, budget: int | None
-) -> None:
-    programs = load_programs(traces)
+def test_labels_are_what_traces_give_in_order_of_step(traces: Path, budget: int | None) -> None:
+    programs = [resolve(load_trace(path)) for path in trace_files(traces)]
+    read = [label_of(program) for program in sorted(programs, key=lambda program: program.step)]
     made = label_traces(traces, 1, silent, budget=budget).labels
-    from_programs = build_vocabulary(programs, budget)
-    from_labels = build_vocabulary([label.outline for label in made], budget)
-    assert from_labels == from_programs
-    for program, label in zip(programs, made, strict=True):
-        one, other = (encode_example(from_labels, each) for each in (program, label))
+    vocabulary = build_vocabulary([label.outline for label in made], budget)
+    assert vocabulary == build_vocabulary([label.outline for label in read], budget)
+    for direct, label in zip(read, made, strict=True):
+        one, other = (encode_example(vocabulary, each) for each in (direct, label))
         assert one.sample == other.sample
         assert (one.blocks, one.source, one.hints) == (other.blocks, other.source, other.hints)
         assert (label.plan is None) == (budget is None)
 
 
 def test_a_plan_under_a_smaller_budget_reads_more(traces: Path) -> None:
-    def plan(budget: int) -> PlannedStep:
+    def plan(budget: int) -> Footprint:
         made = make_label(str(min(traces.iterdir())), "key", budget, makers_version())
         assert isinstance(made, bytes)
         planned = read_label(made, "key").plan

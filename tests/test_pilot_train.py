@@ -16,7 +16,7 @@ from dynoffload.datasets.trees import trees
 from dynoffload.errors import PilotError, TraceError
 from dynoffload.experiments.zoo import moe_lm, tree_lstm
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.pilot.train import evaluate_pilot, load_programs, train_pilot
+from dynoffload.pilot.train import evaluate_pilot, train_pilot
 from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.profiling import profile
 
@@ -103,11 +103,6 @@ def test_a_pilot_is_not_scored_on_another_network(moe_traces: Path, tree_traces:
     pilot = train_pilot(tree_traces, progress=False).pilot
     with pytest.raises(PilotError, match="trained for network"):
         evaluate_pilot(pilot, moe_traces, progress=False)
-
-
-def test_programs_come_in_order_of_step(moe_traces: Path) -> None:
-    steps = [program.step for program in load_programs(moe_traces)]
-    assert steps == sorted(steps)
 
 
 def test_a_directory_without_traces_is_named(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dynoffload.errors import PilotError
-from dynoffload.planning import UNSEEN, Block, Vocabulary, build_vocabulary
+from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
+from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.planning.outline import Outline, outline_of
 from dynoffload.profiler import (
     Idioms,
     ModuleCall,
@@ -22,6 +23,7 @@ from dynoffload.profiler import (
     Recorder,
     RegionInfo,
     Sample,
+    Trace,
     Visit,
     resolve,
 )
@@ -36,20 +38,14 @@ class Call:
         self.path, self.key, self.inner, self.own = path, key, inner, own
 
 
-def program(root: Sequence[Call], network: str = "net") -> Program:
-    """Write the program of some calls; a call with ``own`` bytes has one parameter and two states.
+def program(root: Sequence[Call], network: str = "net") -> Outline:
+    """Write the outline of some calls; a call with ``own`` bytes has one parameter and two states.
 
-    Every visit takes 1 s in forward and 2 s in backward, and leaves 10 bytes of activations.
+    Every visit of forward leaves 10 bytes of activations.
     """
     calls: list[ModuleCall] = []
     visits: list[Visit] = []
     regions: dict[str, RegionInfo] = {}
-    counts: dict[str, int] = {}
-
-    def count(call: Call) -> None:
-        counts[call.path] = counts.get(call.path, 0) + 1
-        for inner in call.inner:
-            count(inner)
 
     def write(call: Call, parent: int, operator: int) -> int:
         index, start = len(calls), operator
@@ -62,36 +58,30 @@ def program(root: Sequence[Call], network: str = "net") -> Program:
                 ]
             }  # fmt: skip
             regions.update((n, RegionInfo(n, kind, call.own)) for n, kind in names.items())
-            variant = call.key if counts[call.path] > 1 else ""
-            visits.append(
-                Visit(call.path, variant, Phase.FORWARD, Idioms(stream=1), 1.0,
-                      (f"{call.path}.weight",), 10, (operator, operator + 1))
-            )  # fmt: skip
+            used = (f"{call.path}.weight",)
+            place = (operator, operator + 1)
+            visits.append(Visit(call.path, Phase.FORWARD, Idioms(stream=1), used, 10, place))
             operator += 1
         for inner in call.inner:
             operator = write(inner, index, operator)
         calls[index] = ModuleCall(call.path, call.key, parent, start, operator)
         return operator
 
-    for call in root:
-        count(call)
     last = 0
     for call in root:
         last = write(call, -1, last)
     for number, visit in enumerate(reversed(visits)):
         used = (*visit.regions, f"{visit.path}.weight:grad")
         place = (last + number, last + number + 1)
-        visits.append(
-            Visit(visit.path, visit.variant, Phase.BACKWARD, Idioms(), 2.0, used, 0, place)
-        )
-    return Program(network, tuple(visits), regions, tuple(calls), Sample({}), "", 0)
+        visits.append(Visit(visit.path, Phase.BACKWARD, Idioms(), used, 0, place))
+    return outline_of(Program(network, tuple(visits), regions, tuple(calls), Sample({}), "", 0))
 
 
 def linear(path: str, own: int = 100) -> Call:
     return Call(path, own=own)
 
 
-def moe(*hit: int, layers: int = 1) -> Program:
+def moe(*hit: int, layers: int = 1) -> Outline:
     """A step of a mixture of experts: attention of two linears, a router, the experts hit."""
     inner = []
     for layer in range(layers):
@@ -107,14 +97,14 @@ def moe(*hit: int, layers: int = 1) -> Program:
     return program([Call("", inner=[linear("embed"), *inner, linear("head")])])
 
 
-def tree(*arities: int) -> Program:
+def tree(*arities: int) -> Outline:
     """A step of a tree network: one cell per node, told apart by its number of children."""
     cells = [Call("cell", key=f"{arity}x4", inner=[linear("cell.a")], own=50) for arity in arities]
     return program([Call("", inner=[linear("embed"), *cells, linear("head")])])
 
 
-def names(vocabulary: Vocabulary, order: Iterable[int]) -> list[str]:
-    return [vocabulary.blocks[index].name if index >= 0 else "?" for index in order]
+def names(vocabulary: Vocabulary, order: Iterable[tuple[int, int]]) -> list[str]:
+    return [vocabulary.blocks[index].name if index >= 0 else "?" for _, index in order]
 
 
 def test_experts_are_blocks_and_attention_is_one() -> None:
@@ -152,8 +142,8 @@ def test_cells_are_blocks_by_variant() -> None:
     order = vocabulary.encode(tree(0, 1, 2, 9))
     cells = ["cell[0x4]", "cell[1x4]", "cell[2x4]", "cell"]
     assert names(vocabulary, order) == ["embed", *cells, "head"]
-    assert vocabulary.index_of("cell", "2x4") == order[3]
-    assert vocabulary.index_of("head", "any") == order[5]
+    assert vocabulary.index_of("cell", "2x4") == order[3][1]
+    assert vocabulary.index_of("head", "any") == order[5][1]
 
 
 def test_a_cell_in_shapes_that_nobody_saw_uses_what_the_others_used() -> None:
@@ -162,10 +152,9 @@ def test_a_cell_in_shapes_that_nobody_saw_uses_what_the_others_used() -> None:
     seen, other = cells[:-1], cells[-1]
     assert (other.variant, other.optional) == ("", True)
     assert vocabulary.index_of("cell", "9x4") == other.index == len(vocabulary) - 1
-    assert all(block.regions == other.regions and other.regions for block in seen)
     assert all(block.visits == other.visits for block in seen)
+    assert all(block.nbytes == other.nbytes for block in seen)
     assert other.activation_bytes == max(block.activation_bytes for block in seen)
-    assert min(b.forward_s for b in seen) <= other.forward_s <= max(b.forward_s for b in seen)
     assert vocabulary == vocabulary.from_json(vocabulary.to_json())
 
 
@@ -258,14 +247,13 @@ def test_a_loop_body_may_use_half_of_the_budget() -> None:
 
 
 def test_parameters_of_a_module_that_decides_are_a_block_of_their_own() -> None:
-    def layer(*hit: int) -> Program:
+    def layer(*hit: int) -> Outline:
         experts = [linear(f"moe.experts.{e}") for e in hit]
         return program([Call("", inner=[Call("moe", inner=experts, own=7)])])
 
     vocabulary = build_vocabulary([layer(0), layer(1)])
     assert names(vocabulary, vocabulary.encode(layer(1))) == ["moe", "moe.experts.1"]
-    assert vocabulary.blocks[0].regions == ("moe.weight", "moe.weight:grad", "moe.weight:exp_avg")
-    assert vocabulary.blocks[0].forward_s == 1.0
+    assert (vocabulary.blocks[0].nbytes, vocabulary.blocks[0].idioms) == (3 * 7, Idioms(stream=1))
 
 
 def test_the_root_is_no_block_unless_it_has_parameters_itself() -> None:
@@ -279,26 +267,8 @@ def test_the_root_is_no_block_unless_it_has_parameters_itself() -> None:
 def test_a_block_tells_what_it_holds_and_costs() -> None:
     attention = build_vocabulary([moe(0), moe(1)]).blocks[1]
     assert attention.visits == ("layers.0.attn.qkv", "layers.0.attn.out")
-    assert set(attention.regions) == {
-        f"layers.0.attn.{part}.weight{end}"
-        for part in ("qkv", "out")
-        for end in ("", ":grad", ":exp_avg")
-    }
     assert (attention.nbytes, attention.activation_bytes) == (600, 20)
-    assert (attention.forward_s, attention.backward_s) == (2.0, 4.0)
     assert attention.idioms == Idioms(stream=2)
-
-
-def test_costs_of_blocks_sum_to_those_of_the_step() -> None:
-    programs = [tree(0, 0, 2, 1), tree(0, 2, 2)]
-    vocabulary = build_vocabulary(programs)
-    for one in programs:
-        blocks = [vocabulary.blocks[index] for index in vocabulary.encode(one)]
-        for phase, seconds in (
-            (Phase.FORWARD, sum(block.forward_s for block in blocks)),
-            (Phase.BACKWARD, sum(block.backward_s for block in blocks)),
-        ):
-            assert seconds == sum(visit.seconds for visit in one.visits if visit.phase is phase)
 
 
 def test_programs_of_other_networks_are_refused() -> None:
@@ -341,11 +311,9 @@ def _put(key: str, value: object) -> Callable[[dict[str, Any]], object]:
         _put("nbytes", -1),
         _put("nbytes", True),
         _put("activation_bytes", 1.5),
-        _put("forward_s", float("nan")),
-        _put("backward_s", "fast"),
         _put("idioms", [1, 2]),
         _put("optional", 1),
-        _put("regions", [3]),
+        _put("visits", [3]),
     ],
 )
 def test_what_is_no_vocabulary_is_refused(spoil: Callable[[dict[str, Any]], object]) -> None:
@@ -363,7 +331,7 @@ def test_what_is_no_object_is_refused(data: object) -> None:
 
 
 def test_blocks_out_of_order_are_refused() -> None:
-    block = Block(1, "a", "", ("a",), (), 0, 0, 0.0, 0.0, Idioms())
+    block = Block(1, "a", "", ("a",), 0, 0, Idioms())
     with pytest.raises(PilotError, match="not numbered in order"):
         Vocabulary("net", (block,))
 
@@ -399,16 +367,16 @@ class Cells(nn.Module):
         return x.square().mean()
 
 
-def record(model: nn.Module, samples: Iterable[Sequence[int]]) -> list[Program]:
-    """Train ``model`` on samples and return their programs."""
-    programs: list[Program] = []
+def record(model: nn.Module, samples: Iterable[Sequence[int]]) -> list[Outline]:
+    """Train ``model`` on samples and return their outlines."""
+    traces: list[Trace] = []
     optimizer = torch.optim.AdamW(model.parameters())
-    with Recorder(model, optimizer, on_step=lambda trace: programs.append(resolve(trace))):
+    with Recorder(model, optimizer, on_step=traces.append):
         for sample in samples:
             model(torch.ones(1, 8), sample).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return programs
+    return [outline_of(resolve(trace)) for trace in traces]
 
 
 def test_recorded_experts_and_cells_encode_as_they_ran() -> None:
@@ -422,14 +390,8 @@ def test_recorded_experts_and_cells_encode_as_they_ran() -> None:
     second = vocabulary.blocks[vocabulary.index_of("experts.2")]
     weights = 4 * (8 * 16 + 16 + 16 * 8 + 8)
     assert 4 * weights <= second.nbytes < 4 * weights + 64  # Adam's step counters
-    assert second.forward_s > 0
-    assert second.backward_s > 0
 
     cells = record(Cells(), [(1, 3, 1), (2, 1)])
     vocabulary = build_vocabulary(cells)
     order = [names(vocabulary, vocabulary.encode(one)) for one in cells]
     assert order == [["cell[1x8]", "cell[3x8]", "cell[1x8]"], ["cell[2x8]", "cell[1x8]"]]
-    total = sum(visit.seconds for one in cells for visit in one.visits
-                if visit.phase is not Phase.OPTIMIZER)  # fmt: skip
-    blocks = [vocabulary.blocks[index] for one in cells for index in vocabulary.encode(one)]
-    assert np.isclose(sum(block.forward_s + block.backward_s for block in blocks), total)

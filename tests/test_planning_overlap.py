@@ -14,7 +14,9 @@ from itertools import pairwise
 
 import pytest
 
-from dynoffload.planning import Kind, LookAhead, Schedule, Use, bound
+from dynoffload.experiments.bound import phase_bound
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Kind, Schedule, Use
 
 MIB = 1 << 20
 READ, WRITE = 3.7e9, 6e9
@@ -130,7 +132,10 @@ def test_step_time_stays_near_the_bound(hit: int, seconds: float, slack: float, 
     uses, sizes, phases, everything = training(hit, seconds)
     capacity = everything // share
     schedule = LookAhead().plan(uses, sizes, capacity, [])
-    least = bound(uses, sizes, capacity, READ, WRITE, phases)
+    least = sum(
+        phase_bound(uses[start:stop], sizes, capacity).seconds(READ, WRITE)
+        for start, stop in phases
+    )
     taken = timeline(uses, sizes, capacity, schedule)
     assert least <= taken <= slack * least
     serial = sum(use.seconds for use in uses)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from reference_work import times_reference
 
 from dynoffload.errors import BudgetError, ConfigError
-from dynoffload.planning import Action, Kind, LookAhead, OnDemand, Policy, Schedule, Use
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Action, Kind, Policy, Schedule, Use
 
 WINDOWS = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])
 
@@ -339,11 +340,10 @@ def test_regions_resident_beyond_a_shrunken_capacity_leave_before_the_first_use(
     assert schedule.peak <= 8
 
 
-@pytest.mark.parametrize("policy", [LookAhead(), OnDemand()], ids=lambda policy: policy.name)
-def test_a_use_larger_than_the_capacity_is_refused_with_need_and_have(policy: Policy) -> None:
+def test_a_use_larger_than_the_capacity_is_refused_with_need_and_have() -> None:
     uses = [Use((0,)), Use((0, 1), creates=(2,)), Use((1,))]
     with pytest.raises(BudgetError, match=r"use 1 .*\(12 bytes\).*\(11 bytes\).*raise the budget"):
-        policy.plan(uses, [3, 4, 5], 11, [])
+        LookAhead().plan(uses, [3, 4, 5], 11, [])
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
@@ -361,12 +361,6 @@ def test_what_cannot_be_meant_is_refused() -> None:
         LookAhead().plan([Use((0,))], [1], 4, [], [0])
     with pytest.raises(ConfigError, match="between 0 and 1"):
         LookAhead(1.5)
-
-
-def test_on_demand_plans_nothing() -> None:
-    schedule = OnDemand().plan([Use((0,)), Use((1,), creates=(2,))], [3, 4, 5], 9, [])
-    assert (schedule.actions, schedule.peak) == ((), 9)
-    assert (schedule.bytes_in, schedule.bytes_out) == (0, 0)
 
 
 def test_next_use_looks_forward_and_then_around() -> None:

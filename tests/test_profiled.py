@@ -12,7 +12,7 @@ from torch import nn
 
 import dynoffload
 from dynoffload.config import clear_defaults, set_defaults
-from dynoffload.profiler import Trace
+from dynoffload.profiler import load_trace
 from dynoffload.runtime.profiled import ProfiledSession
 
 
@@ -56,7 +56,7 @@ def test_a_script_that_looks_at_its_session(
     assert "nothing was offloaded" in caplog.text
     assert files.page.exists()
     assert files.log.exists()
-    assert [Trace.load(path).step for path in sorted(traces.iterdir())] == [0, 1]
+    assert [load_trace(path).step for path in sorted(traces.iterdir())] == [0, 1]
 
 
 @pytest.mark.parametrize("noted", [True, False])

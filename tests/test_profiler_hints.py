@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fuzz_traces import repack, unpack
+from synthetic_pilot import label_of
 from torch import Tensor, nn
 
 from dynoffload.errors import TraceError
@@ -23,7 +24,7 @@ from dynoffload.pilot.fit import fit_pilot, placed_hints
 from dynoffload.pilot.train import encode_example
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.profiler import Decider, Recorder, Trace, resolve
+from dynoffload.profiler import Decider, Recorder, Trace, load_trace, resolve, save_trace
 from dynoffload.profiler.hints import deciders_of, hinted
 
 HINTING = {"moe": {"rows": 1, "length": 8}, "switch": {"rows": 1, "length": 8}}
@@ -90,8 +91,8 @@ def test_hints_are_stored(tmp_path: Path) -> None:
     _, (trace,) = _recorded("moe", 1, rows=1, length=8)
     assert len({hint.blocks for hint in trace.hints}) == 2
     assert len(trace.hints) == 3  # of the second layer by the first one's input, and by its own
-    trace.save(tmp_path / "a.trace")
-    assert Trace.load(tmp_path / "a.trace") == trace
+    save_trace(trace, tmp_path / "a.trace")
+    assert load_trace(tmp_path / "a.trace") == trace
 
 
 @pytest.mark.parametrize(
@@ -101,12 +102,12 @@ def test_hints_are_stored(tmp_path: Path) -> None:
 def test_impossible_hints_are_refused(place: int, value: Any, tmp_path: Path) -> None:
     _, (trace,) = _recorded("moe", 1, rows=1, length=8)
     path = tmp_path / "a.trace"
-    trace.save(path)
+    save_trace(trace, path)
     document, arrays = unpack(path.read_bytes())
     document["hints"][0][place] = value
     path.write_bytes(repack(document, arrays))
     with pytest.raises(TraceError, match="truncated or damaged"):
-        Trace.load(path)
+        load_trace(path)
 
 
 class _Two(nn.Module):
@@ -173,9 +174,9 @@ def test_what_a_decider_says_is_checked(
 
 def _examples(name: str, count: int, **shape: Any) -> tuple[Vocabulary, list[Example]]:
     _, traces = _recorded(name, count, **shape)
-    programs = [resolve(trace) for trace in traces]
-    vocabulary = build_vocabulary(programs)
-    return vocabulary, [encode_example(vocabulary, program) for program in programs]
+    labels = [label_of(resolve(trace)) for trace in traces]
+    vocabulary = build_vocabulary([label.outline for label in labels])
+    return vocabulary, [encode_example(vocabulary, label) for label in labels]
 
 
 def test_a_hint_stands_where_it_was_given_and_a_pilot_is_better_for_it() -> None:

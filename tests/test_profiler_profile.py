@@ -13,7 +13,7 @@ from torch import nn
 
 from dynoffload.errors import TraceError
 from dynoffload.experiments import zoo
-from dynoffload.profiler import Phase, Trace, profile
+from dynoffload.profiler import Phase, load_trace, profile
 
 
 def test_one_trace_per_batch_with_its_source(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_one_trace_per_batch_with_its_source(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     paths = profile(model, samples, out=tmp_path / "traces", optimizer=optimizer)
     assert [path.name for path in paths] == [f"step-{i:06d}.trace" for i in range(3)]
-    traces = [Trace.load(path) for path in paths]
+    traces = [load_trace(path) for path in paths]
     assert [trace.source for trace in traces] == [sample.source for sample in samples]
     assert [trace.step for trace in traces] == [0, 1, 2]
     for trace in traces:
@@ -37,7 +37,7 @@ def test_without_an_optimizer_the_model_stays_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(parameter, old)
         assert parameter.grad is None
     for path in paths:
-        assert {op.phase for op in Trace.load(path).operators} == {Phase.FORWARD, Phase.BACKWARD}
+        assert {op.phase for op in load_trace(path).operators} == {Phase.FORWARD, Phase.BACKWARD}
 
 
 @dataclass
@@ -83,7 +83,7 @@ def test_numbering_goes_on(tmp_path: Path) -> None:
     for _ in range(2):
         paths = profile(_Net("tensor"), [torch.ones(2, 4)] * 2, out=tmp_path)
     assert [path.name for path in paths] == ["step-000002.trace", "step-000003.trace"]
-    assert [Trace.load(path).step for path in paths] == [2, 3]
+    assert [load_trace(path).step for path in paths] == [2, 3]
 
 
 def test_features_and_source_are_the_users(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_features_and_source_are_the_users(tmp_path: Path) -> None:
         features=lambda x: {"rows": float(len(x))},
         source=lambda batch: f"rows-{len(batch)}",
     )
-    trace = Trace.load(path)
+    trace = load_trace(path)
     assert trace.sample.values == {"rows": 2.0}
     assert trace.source == "rows-2"
 

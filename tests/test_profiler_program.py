@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -63,8 +61,6 @@ def test_no_operator_is_lost_or_counted_twice(name: str) -> None:
             assert {op.phase for op in trace.operators[start:stop]} == {visit.phase}
             stops.append(stop)
         assert stops[-1] == len(trace.operators)
-        seconds = math.fsum(op.seconds for op in trace.operators)
-        assert math.isclose(sum(v.seconds for v in program.visits), seconds, rel_tol=1e-9)
         total = np.sum([op.idioms for op in trace.operators], axis=0)
         assert np.sum([visit.idioms for visit in program.visits], axis=0).tolist() == total.tolist()
 
@@ -98,17 +94,16 @@ def test_the_same_sample_gives_the_same_program() -> None:
     model = zoo.build("moe", "tiny")
     args = next(zoo.samples("moe")).args
     first, second = resolve(_step(model, *args)), resolve(_step(model, *args))
-    key = [(v.path, v.variant, v.phase, v.idioms, v.regions) for v in first.visits]
-    assert key == [(v.path, v.variant, v.phase, v.idioms, v.regions) for v in second.visits]
+    key = [(v.path, v.phase, v.idioms, v.regions) for v in first.visits]
+    assert key == [(v.path, v.phase, v.idioms, v.regions) for v in second.visits]
 
 
 def test_different_samples_take_different_paths() -> None:
-    sequences = {tuple(_visits(trace)) for trace in _zoo_traces("tree")}
+    sequences = {
+        tuple((call.path, call.shape_key) for call in resolve(trace).calls)
+        for trace in _zoo_traces("tree")
+    }
     assert len(sequences) == 3
-
-
-def _visits(trace: Trace) -> list[tuple[str, str]]:
-    return [(v.path, v.variant) for v in resolve(trace).visits if v.phase is Phase.FORWARD]
 
 
 class Layer(nn.Module):
@@ -199,23 +194,6 @@ def test_a_tied_head_is_visited() -> None:
     program = resolve(_step(Tied(), torch.tensor([1, 2])))
     assert _paths(program, Phase.FORWARD) == ["embedding", "head"]
     assert _visit(program, "head", Phase.FORWARD).regions == ("embedding.weight",)
-
-
-def test_a_module_called_often_has_variants_by_shape() -> None:
-    class Cells(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.Linear(4, 4)
-            self.once = nn.Linear(4, 4)
-
-        def forward(self, *rows: torch.Tensor) -> torch.Tensor:
-            return self.once(sum(self.cell(x).sum(0) for x in rows))
-
-    program = resolve(_step(Cells(), torch.ones(1, 4), torch.ones(3, 4), torch.ones(100, 4)))
-    forward = [(v.path, v.variant) for v in program.visits if v.phase is Phase.FORWARD]
-    assert forward == [("cell", "1x4"), ("cell", "3x4"), ("cell", "128x4"), ("once", "")]
-    backward = Counter((v.path, v.variant) for v in program.visits if v.phase is Phase.BACKWARD)
-    assert set(backward) == {("cell", "1x4"), ("cell", "3x4"), ("cell", "128x4"), ("once", "")}
 
 
 def test_activation_bytes_are_what_outlives_the_visit() -> None:

@@ -29,6 +29,8 @@ from dynoffload.profiler import (
     RegionInfo,
     Sample,
     Trace,
+    load_trace,
+    save_trace,
     trace_files,
 )
 
@@ -49,12 +51,12 @@ def trace() -> Trace:
 @pytest.fixture
 def path(trace: Trace, tmp_path: Path) -> Path:
     where = tmp_path / "step-000000.trace"
-    trace.save(where)
+    save_trace(trace, where)
     return where
 
 
 def test_a_recorded_trace_comes_back_equal(trace: Trace, path: Path) -> None:
-    assert Trace.load(path) == trace
+    assert load_trace(path) == trace
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -72,7 +74,7 @@ def test_the_operators_are_plain_columns_for_other_readers(trace: Trace, path: P
 
 
 def test_equal_traces_are_equal_files(trace: Trace, path: Path, tmp_path: Path) -> None:
-    trace.save(tmp_path / "again.trace")
+    save_trace(trace, tmp_path / "again.trace")
     assert (tmp_path / "again.trace").read_bytes() == path.read_bytes()
 
 
@@ -127,17 +129,17 @@ def _traces(draw: st.DrawFn) -> Trace:
 @settings(max_examples=60, deadline=None)
 def test_any_trace_comes_back_equal(made: Trace, tmp_path_factory: pytest.TempPathFactory) -> None:
     where = tmp_path_factory.mktemp("traces") / "t.trace"
-    made.save(where)
-    assert Trace.load(where) == made
+    save_trace(made, where)
+    assert load_trace(where) == made
 
 
 def test_missing_directory_and_missing_file_are_named(trace: Trace, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="nowhere"):
-        trace.save(tmp_path / "nowhere" / "t.trace")
+        save_trace(trace, tmp_path / "nowhere" / "t.trace")
     with pytest.raises(TraceError, match="gone"):
-        Trace.load(tmp_path / "gone.trace")
+        load_trace(tmp_path / "gone.trace")
     with pytest.raises(TraceError, match="not a file"):
-        Trace.load(tmp_path)
+        load_trace(tmp_path)
 
 
 def test_a_failed_write_leaves_the_old_trace(
@@ -151,8 +153,8 @@ def test_a_failed_write_leaves_the_old_trace(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(TraceError, match="No space left"):
-        trace.save(path)
-    assert Trace.load(path) == trace
+        save_trace(trace, path)
+    assert load_trace(path) == trace
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -161,27 +163,27 @@ def test_truncated_anywhere_is_an_error(path: Path) -> None:
     for keep in [0, 1, 4, 8, 9, 300, len(whole) // 2, len(whole) - 9, len(whole) - 1]:
         path.write_bytes(whole[:keep])
         with pytest.raises(TraceError, match=r"truncated or damaged.*record it again"):
-            Trace.load(path)
+            load_trace(path)
 
 
 def test_foreign_files_are_errors(path: Path) -> None:
     path.write_bytes(save({"a": np.ones(2)}))
     with pytest.raises(TraceError, match="not a dynoffload trace"):
-        Trace.load(path)
+        load_trace(path)
     path.write_bytes(save({"a": np.ones(2)}, {"format": "np"}))
     with pytest.raises(TraceError, match="not a dynoffload trace"):
-        Trace.load(path)
+        load_trace(path)
     for foreign in (pickle.dumps({"a": 1}), b"step,seconds\n1,2\n"):
         path.write_bytes(foreign)
         with pytest.raises(TraceError, match=path.name):
-            Trace.load(path)
+            load_trace(path)
 
 
 def test_a_trace_of_an_older_release_is_refused_with_the_remedy(tmp_path: Path) -> None:
     old = tmp_path / "step-000000.parquet"
     old.write_bytes(b"PAR1" + bytes(100) + b"PAR1")
     with pytest.raises(TraceError, match=r"older releases.*again with `dynoffload profile`"):
-        Trace.load(old)
+        load_trace(old)
     with pytest.raises(TraceError, match=r"older releases cannot be read.*'dynoffload profile -o"):
         trace_files(tmp_path)
 
@@ -195,14 +197,14 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None
 
 def test_the_rewriting_used_below_is_itself_faithful(trace: Trace, path: Path) -> None:
     _rewrite(path, lambda document, arrays: None)
-    assert Trace.load(path) == trace
+    assert load_trace(path) == trace
 
 
 @pytest.mark.parametrize("version", [0, 3, 5, "one", None])
 def test_another_version_is_refused_with_the_remedy(path: Path, version: Any) -> None:
     _rewrite(path, lambda document, arrays: document.update(version=version))
     with pytest.raises(TraceError, match="this release reads version 4"):
-        Trace.load(path)
+        load_trace(path)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_columns_that_lie_are_errors(path: Path, name: str, value: Any) -> None:
 
     _rewrite(path, change)
     with pytest.raises(TraceError, match="damaged"):
-        Trace.load(path)
+        load_trace(path)
 
 
 def test_counts_below_zero_are_errors(path: Path) -> None:
@@ -250,7 +252,7 @@ def test_counts_below_zero_are_errors(path: Path) -> None:
         whole = path.read_bytes()
         _rewrite(path, change)
         with pytest.raises(TraceError, match="less than nothing"):
-            Trace.load(path)
+            load_trace(path)
         path.write_bytes(whole)
 
 
@@ -259,11 +261,11 @@ def test_other_arrays_are_an_error(path: Path) -> None:
     for name in unpack(whole)[1]:
         _rewrite(path, lambda document, arrays, name=name: arrays.pop(name))  # type: ignore[misc]
         with pytest.raises(TraceError, match="damaged"):
-            Trace.load(path)
+            load_trace(path)
         path.write_bytes(whole)
     _rewrite(path, lambda document, arrays: arrays.update(other=np.zeros(3, np.int8)))
     with pytest.raises(TraceError, match="not those of a trace"):
-        Trace.load(path)
+        load_trace(path)
 
 
 def _put(key: str, value: Any) -> Any:
@@ -309,14 +311,14 @@ def _table(table: str, **columns: Any) -> Any:
 def test_documents_and_tables_that_lie_are_errors(path: Path, change: Any) -> None:
     _rewrite(path, change)
     with pytest.raises(TraceError, match=path.name):
-        Trace.load(path)
+        load_trace(path)
 
 
 def test_a_document_nested_without_end_is_an_error(path: Path) -> None:
     _, arrays = unpack(path.read_bytes())
     path.write_bytes(pack(b"[" * 100_000, arrays))
     with pytest.raises(TraceError, match="damaged"):
-        Trace.load(path)
+        load_trace(path)
 
 
 def test_a_file_larger_than_any_trace_is_not_read(
@@ -324,12 +326,12 @@ def test_a_file_larger_than_any_trace_is_not_read(
 ) -> None:
     monkeypatch.setattr("dynoffload.profiler.storage.MAX_FILE_BYTES", 100)
     with pytest.raises(TraceError, match="larger than any trace"):
-        Trace.load(path)
+        load_trace(path)
     monkeypatch.undo()
     for name, complaint in (("ROWS", "claims"), ("HEADER_BYTES", "too long"), ("USES", "rows")):
         monkeypatch.setattr(f"dynoffload.profiler.storage.MAX_{name}", 3)
         with pytest.raises(TraceError, match=complaint):
-            Trace.load(path)
+            load_trace(path)
         monkeypatch.undo()
 
 
@@ -348,4 +350,4 @@ def test_random_damage_is_an_error(trace: Trace, path: Path) -> None:
         path.write_bytes(damaged)
         if damaged != whole:
             with pytest.raises(TraceError, match=path.name):
-                Trace.load(path)
+                load_trace(path)

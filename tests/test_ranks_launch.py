@@ -16,8 +16,8 @@ from exactness import needs_pager
 import dynoffload
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import ranks
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.launch import own_file, own_folder, said_by
-from dynoffload.optim import HostOptimizer
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--preset", "tiny", "--steps", "2", "--tokens", "32"]

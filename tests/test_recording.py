@@ -18,7 +18,7 @@ from dynoffload.reporting.summary import left_out, summarize
 from dynoffload.runtime import recording
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.telemetry import RunLog, StepStats
+from dynoffload.telemetry import RunLog, StepStats
 from dynoffload.units import GiB, MiB
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[

@@ -14,7 +14,7 @@ import pytest
 from dynoffload.errors import ConfigError
 from dynoffload.reporting import Comparison, ComparisonRow, write_report, write_run
 from dynoffload.reporting.canvas import COLOR
-from dynoffload.runtime.telemetry import RunLog, StepBlocks
+from dynoffload.telemetry import RunLog, StepBlocks
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
     "synthetic_log"

@@ -14,7 +14,7 @@ import pytest
 
 from dynoffload.reporting import write_perfetto
 from dynoffload.reporting.perfetto import MAX_LANES
-from dynoffload.runtime.telemetry import RunLog, Stall, Transfer
+from dynoffload.telemetry import RunLog, Stall, Transfer
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
     "synthetic_log"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynoffload import telemetry
 from dynoffload.errors import TraceError
-from dynoffload.runtime import telemetry
-from dynoffload.runtime.telemetry import RunLog
+from dynoffload.telemetry import RunLog
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
     "synthetic_log"

@@ -18,7 +18,7 @@ from dynoffload.reporting.summary import (
     summarize,
     verdict,
 )
-from dynoffload.runtime.telemetry import PhaseSpan, RunLog, Stall, StepStats, Transfer
+from dynoffload.telemetry import PhaseSpan, RunLog, Stall, StepStats, Transfer
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
     "synthetic_log"

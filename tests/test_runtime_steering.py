@@ -28,9 +28,9 @@ from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import OnlineLearner, Standing
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
-from dynoffload.planning import footprint
 from dynoffload.planning.blocks import Block, Vocabulary
-from dynoffload.profiler import Decider, Trace
+from dynoffload.planning.footprint import footprint
+from dynoffload.profiler import Decider, load_trace
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.adoption.units import Unit
@@ -62,7 +62,7 @@ def _profiled(folder: Path) -> tuple[int, Pilot]:
     paths = dynoffload.profile(
         model, _samples(24, seed=5), out=folder, optimizer=optimizer, progress=False
     )
-    total = max(footprint(Trace.load(path)).total for path in paths)
+    total = max(footprint(load_trace(path)).total for path in paths)
     return total, train_pilot(folder, model="lightgbm", progress=False).pilot
 
 
@@ -378,7 +378,7 @@ def _vocabulary(experts: int) -> Vocabulary:
     return Vocabulary(
         "n",
         tuple(
-            Block(n, path, "", (path,), (), 100, 0, 0.0, 0.0, Idioms(*[0] * 6), "experts" in path)
+            Block(n, path, "", (path,), 100, 0, Idioms(*[0] * 6), "experts" in path)
             for n, path in enumerate(paths)
         ),
     )
@@ -490,7 +490,7 @@ class _Nested:
 
     def __init__(self) -> None:
         zeros = Idioms(0, 0, 0, 0, 0, 0)
-        first = Block(0, "0", "", ("0.0", "0.1"), (), 0, 0, 0.0, 0.0, zeros)
+        first = Block(0, "0", "", ("0.0", "0.1"), 0, 0, zeros)
         second = replace(first, index=1, path="1", visits=("1",))
         self.vocabulary = Vocabulary("", (first, second))
 

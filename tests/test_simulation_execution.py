@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynoffload.errors import BudgetError
-from dynoffload.planning.bound import phase_bound
+from dynoffload.experiments.baselines.recomputing import Recomputing, Rematerialization
+from dynoffload.experiments.bound import phase_bound
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
 from dynoffload.simulation.execution import Execution, State, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Link, Machine
-from dynoffload.simulation.recompute import Rematerialization
 
 LINK = Link(read_bps=100.0, write_bps=50.0, mixed_bps=150.0)
 
@@ -38,7 +38,7 @@ def ran(sizes: list[int], uses: Sequence[Use], on: Machine, plan: Plan | None = 
     """Run ``uses``; what none of them creates lies below at first."""
     execution = Execution(sizes, on)
     created = {region for use in uses for region in use.creates}
-    execution.place(set(range(len(sizes))) - created, below=True)
+    execution.place(set(range(len(sizes))) - created)
     return execution.step(uses, range(len(uses)), plan)
 
 
@@ -62,12 +62,12 @@ def test_a_fault_costs_its_latency_and_a_prefetch_hides_behind_compute() -> None
         (False, ahead, 4.0 + 1.25),
     ):
         execution = Execution([100, 100], machine(200, link=link, overlap=overlap))
-        execution.place([0], below=False)
-        execution.place([1], below=True)
+        execution.place([0, 1])
+        execution.step([use(0)])
         result = execution.step(uses, range(2), followed)
         assert result.seconds == pytest.approx(seconds)
         assert result.prefetched_bytes == (100 if followed else 0)
-        assert (result.faults, result.wasted_bytes) == (0 if followed else 1, 0)
+        assert result.faults == (0 if followed else 1)
 
 
 def test_only_what_was_modified_is_written() -> None:
@@ -97,16 +97,14 @@ def test_both_directions_share_a_link_as_it_says() -> None:
     second = ran(sizes, uses, machine(300, link=turns), leaves)
     assert first.seconds == pytest.approx(3.0)
     assert second.seconds == pytest.approx(4.0)
-    halved = Link(100.0, 100.0, 200.0, sharers=2)
-    assert ran(sizes, uses, machine(300, link=halved), leaves).seconds == pytest.approx(6.0)
 
 
 def test_traffic_slows_compute_by_the_interference() -> None:
     """Four seconds of work at half speed beside two of transfer: five."""
     uses = [use(0, seconds=4.0), use(1, seconds=0.0)]
     execution = Execution([100, 200], machine(300, interference=0.5))
-    execution.place([0], below=False)
-    execution.place([1], below=True)
+    execution.place([0, 1])
+    execution.step([use(0)])
     result = execution.step(uses, range(2), plan(uses, Action(0, Kind.FETCH, 1)))
     assert result.seconds == pytest.approx(5.0)
     assert result.compute_s == pytest.approx(4.0)
@@ -124,7 +122,7 @@ def test_a_strict_plan_ends_with_the_first_use_that_it_did_not_expect() -> None:
     actions = [Action(1, Kind.FETCH, 2)]
     for strict, prefetched in ((True, 0), (False, 100)):
         execution = Execution([100] * 4, machine(400))
-        execution.place(range(4), below=True)
+        execution.place(range(4))
         followed = plan(expected, *actions, strict=strict)
         result = execution.step([use(0), use(3), use(1), use(2)], [0, "new", 1, 2], followed)
         assert result.broken is strict
@@ -148,9 +146,9 @@ def test_a_use_that_cannot_fit_is_refused_with_need_and_have() -> None:
 class Oldest:
     """Drops what was used longest ago and can be made again."""
 
-    def choose(self, execution: Execution) -> tuple[int, bool] | None:
+    def choose(self, execution: Recomputing) -> int | None:
         made = [region for region in execution.evictable() if region in execution.producer]
-        return (min(made, key=lambda r: execution.last_used[r]), True) if made else None
+        return min(made, key=lambda r: execution.last_used[r]) if made else None
 
 
 def chain(length: int) -> list[Use]:
@@ -165,7 +163,7 @@ def chain(length: int) -> list[Use]:
 
 def test_what_was_dropped_is_made_again_from_what_it_was_made_from() -> None:
     """Room for two of three: the first goes when the third is made, and is made anew at the end."""
-    execution = Execution([100] * 3, machine(200), victims=Oldest(), drops=True)
+    execution = Recomputing([100] * 3, machine(200), Oldest())
     result = execution.step(chain(3))
     assert result.recompute_s == pytest.approx(1.0)
     assert result.seconds == pytest.approx(7.0)
@@ -179,7 +177,7 @@ def test_a_long_chain_runs_in_whatever_room_there_is(victims: Any) -> None:
     18 + 16 + ... + 2 uses more. More room takes fewer, and room for all takes none."""
     again = []
     for room in (2, 3, 5, 20):
-        execution = Execution([100] * 20, machine(100 * room), victims=victims, drops=True)
+        execution = Recomputing([100] * 20, machine(100 * room), victims)
         result = execution.step(chain(20))
         assert result.peak_bytes <= 100 * room
         assert result.seconds == pytest.approx(40.0 + result.recompute_s)
@@ -227,7 +225,7 @@ def test_no_run_beats_the_bound(
     sizes, uses, capacity = string
     on = machine(capacity, overlap=overlap, workers=workers)
     execution = Execution(list(sizes), on)
-    execution.place(range(len(sizes) // 2), below=True)
+    execution.place(range(len(sizes) // 2))
     followed = None
     if ahead:
         schedule = LookAhead().plan(uses, sizes, capacity, [])

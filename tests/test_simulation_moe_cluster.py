@@ -8,10 +8,16 @@ from dataclasses import replace
 import pytest
 
 from dynoffload.errors import ConfigError
-from dynoffload.simulation.hardware import Accelerator, SharedLink
+from dynoffload.simulation.designs import AGGRESSIVE, CONSERVATIVE, local_areas, remote_areas
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer
-from dynoffload.simulation.placement import AGGRESSIVE, CONSERVATIVE, local_areas, remote_areas
-from dynoffload.simulation.roofline import Matmul, Operator, elementwise, work
+from dynoffload.simulation.roofline import (
+    Accelerator,
+    Matmul,
+    Operator,
+    SharedLink,
+    elementwise,
+    work,
+)
 
 MODEL = MoeTransformer(layers=30, hidden=8192, heads=64, experts=128)
 SHARD = MoeShard(MODEL, Division(16, 16, 128, 2), Batch(2, 2048))

@@ -9,11 +9,10 @@ import pytest
 
 from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
-from dynoffload.simulation.designs import DESIGNS
+from dynoffload.simulation.designs import DESIGNS, Placement
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer
 from dynoffload.simulation.moe_steps import MoeSteps
 from dynoffload.simulation.movement import Order, serial, visits
-from dynoffload.simulation.placement import Placement
 from dynoffload.simulation.roofline import work
 from dynoffload.simulation.routing import Routing
 

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynoffload.simulation.designs import DESIGNS, pooled
-from dynoffload.simulation.hardware import Accelerator, SharedLink
+from dynoffload.simulation.designs import (
+    AGGRESSIVE,
+    CONSERVATIVE,
+    DESIGNS,
+    STRATEGIES,
+    Placement,
+    pooled,
+)
 from dynoffload.simulation.moe_cluster import Batch, Division, MoeShard, MoeTransformer
 from dynoffload.simulation.movement import (
     Order,
@@ -25,7 +31,7 @@ from dynoffload.simulation.movement import (
     serial,
     visits,
 )
-from dynoffload.simulation.placement import AGGRESSIVE, CONSERVATIVE, STRATEGIES, Placement
+from dynoffload.simulation.roofline import Accelerator, SharedLink
 
 SHARD = MoeShard(
     MoeTransformer(layers=30, hidden=8192, heads=64, experts=128, vocabulary=51200),
@@ -192,7 +198,6 @@ def test_bytes_of_the_update(placement: Placement) -> None:
 def test_a_pool_gives_a_device_its_port_or_its_part() -> None:
     assert pooled(2).remote.share == pooled(4).remote.share == 512e9
     assert pooled(16).remote.share == 128e9
-    assert pooled(16, pool_links=8).remote.share == 256e9
 
 
 def test_turns_at_a_pool_hide_the_others_until_it_is_full() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,11 +23,12 @@ from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.trace import Trace
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.telemetry import StepStats
-from dynoffload.simulation import Link, Machine, StepResult
+from dynoffload.simulation import Link, Machine
+from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.own_work import Division, Work
 from dynoffload.simulation.recorded import Network, Recorded, network_of, recorded
 from dynoffload.simulation.training import Training
+from dynoffload.telemetry import StepStats
 
 pytestmark = needs_pager
 
@@ -113,29 +115,36 @@ def footprint(network: Network) -> int:
     return 4 * sum(one.nbytes for one in network.parameters)
 
 
+@contextmanager
+def followed(kind: type[Any]) -> Iterator[list[Reference[Any]]]:
+    """Yield the strings that migrators, real or simulated, follow meanwhile."""
+    strings: list[Reference[Any]] = []
+    follow = kind._follow
+
+    def kept(self: Any, reference: Reference[Any]) -> None:
+        strings.append(reference)
+        follow(self, reference)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "_follow", kept)
+        yield strings
+
+
 def real(
     name: str, budget: int, steps: int = STEPS, **config: Any
 ) -> tuple[list[StepStats], Sizing, list[Reference[Any]], int]:
     """Return what a session does: its steps, its division, the strings that it follows, and the
     bytes that it moves into chunks."""
     model, optimizer = built(name)
-    strings: list[Reference[Any]] = []
-    follow = Migrator._follow
-
-    def kept(self: Migrator, reference: Reference[Any]) -> None:
-        strings.append(reference)
-        follow(self, reference)
-
     options = {"step_aside": False, **config}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Migrator, "_follow", kept)
-        with dynoffload.offload(
-            model, optimizer, budget=budget, pilot=None, config=options
-        ) as session:
-            train(name, model, optimizer, steps)
-            steps_made, sizing = list(session.log.steps), session.sizing
-            assert session._paging is not None
-            saved = session._paging.activations.saved_bytes
+    with (
+        followed(Migrator) as strings,
+        dynoffload.offload(model, optimizer, budget=budget, pilot=None, config=options) as session,
+    ):
+        train(name, model, optimizer, steps)
+        steps_made, sizing = list(session.log.steps), session.sizing
+        assert session._paging is not None
+        saved = session._paging.activations.saved_bytes
     return steps_made, sizing, strings, saved
 
 
@@ -146,10 +155,12 @@ def divided(sizing: Sizing, draft_share: float) -> Division:
 
 def simulated(
     network: Network, steps: list[Recorded], division: Division, *, prefetch: bool
-) -> tuple[list[StepResult], Training]:
+) -> tuple[list[StepResult], list[Reference[Any]]]:
+    """Return what the simulated runtime does, and the strings that it follows."""
     work = Work(visit_s=1e-5, update_s=1e-4, copy_s=2e-10)
-    training = Training(network, division, MACHINE, prefetch=prefetch, work=work, record=True)
-    return [training.step(step) for step in steps], training
+    training = Training(network, division, MACHINE, prefetch=prefetch, work=work)
+    with followed(Training) as strings:
+        return [training.step(step) for step in steps], strings
 
 
 @pytest.mark.parametrize("draft_share", [0.0, 0.5, 1.0])
@@ -164,9 +175,9 @@ def test_a_simulated_string_is_the_runtimes_own(name: str, draft_share: float) -
     _, sizing, strings, _ = real(
         name, int(ROOMY * footprint(network)), policy="repeat", draft_share=draft_share
     )
-    _, training = simulated(network, steps, divided(sizing, draft_share), prefetch=True)
-    assert len(training.strings) == len(strings) == 2 * STEPS - 1
-    for number, (ours, theirs) in enumerate(zip(training.strings, strings, strict=True)):
+    _, made = simulated(network, steps, divided(sizing, draft_share), prefetch=True)
+    assert len(made) == len(strings) == 2 * STEPS - 1
+    for number, (ours, theirs) in enumerate(zip(made, strings, strict=True)):
         assert ours.uses == theirs.uses, f"string {number}"
         for part in ("forward", "backward", "ahead"):
             assert getattr(ours, part) == getattr(theirs, part), f"{part} of string {number}"
@@ -179,8 +190,8 @@ def test_a_tight_budget_has_the_same_strings_where_nothing_is_drafted(name: str)
     budget = footprint(network) // 3
     made, sizing, strings, _ = real(name, budget, policy="repeat", draft_share=0.0)
     assert sum(step.bytes_in for step in made), "a budget that moves nothing shows nothing"
-    _, training = simulated(network, steps, divided(sizing, 0.0), prefetch=True)
-    assert [one.uses for one in training.strings] == [one.uses for one in strings]
+    _, ours = simulated(network, steps, divided(sizing, 0.0), prefetch=True)
+    assert [one.uses for one in ours] == [one.uses for one in strings]
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -192,9 +192,10 @@ def test_a_model_is_not_split_within_its_block() -> None:
     model = tiled()
     optimizer = SGD(model.parameters(), lr=1e-2)
     with dynoffload.offload(model, optimizer, budget=WEIGHT, pilot=None, config=CONFIG):
-        for call in (dynoffload.tile, dynoffload.untile):
-            with pytest.raises(ConfigError, match=r"was called inside the offload\(\) block"):
-                call(model)
+        for part in (model, model.head):
+            for call in (dynoffload.tile, dynoffload.untile):
+                with pytest.raises(ConfigError, match=r"was called inside the offload\(\) block"):
+                    call(part)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from dynoffload.pilot.online import FIRST
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.runtime.migration.trial import GROWTH, SETTLING, TRIED, WATCHED, Trial
-from dynoffload.runtime.telemetry import StepStats
+from dynoffload.telemetry import StepStats
 
 
 def step(stall: float, wasted: int = 0) -> StepStats:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dynoffload.errors import ConfigError, DynOffloadError
+from dynoffload.version import __version__
 
 EXIT_ERROR = 1
 
@@ -74,8 +75,6 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from dynoffload import __version__
-
         stdout().print(f"dynoffload {__version__}", highlight=False)
         raise typer.Exit
 

@@ -37,6 +37,6 @@ def export(
     ```
     """
     from dynoffload.integrations.chakra import write_chakra
-    from dynoffload.profiler.trace import Trace
+    from dynoffload.profiler.storage import load_trace
 
-    say_wrote(write_chakra(Trace.load(trace), chakra))
+    say_wrote(write_chakra(load_trace(trace), chakra))

@@ -49,7 +49,7 @@ def report(
     """
     from dynoffload.reporting import write_perfetto, write_report
     from dynoffload.reporting.summary import headlines, summarize, verdict
-    from dynoffload.runtime.telemetry import RunLog
+    from dynoffload.telemetry import RunLog
 
     with stderr().status("reading the log"):
         log = RunLog.load(runlog)

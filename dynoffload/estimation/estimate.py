@@ -21,6 +21,7 @@ from dynoffload.errors import BudgetError, ConfigError
 from dynoffload.estimation.calibration import Calibration, Fitted
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import Loss, Measured, measure, states_of, update_seconds
+from dynoffload.managed import is_managed
 from dynoffload.memory.pager import probe
 from dynoffload.memory.spill import check_room, default_spill_dir, grown
 from dynoffload.pilot.progress import Report
@@ -28,7 +29,7 @@ from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owner
 from dynoffload.runtime.aside import ASIDE
 from dynoffload.runtime.counting import States, is_trained, whole_bytes
 from dynoffload.runtime.meta_init import noted
-from dynoffload.runtime.offload import check_parameters, is_managed
+from dynoffload.runtime.offload import check_parameters
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
@@ -387,13 +388,7 @@ def _simulated(
 
     steps, training = trained(calibration.machine)
     link = calibration.machine.link
-    faster = replace(
-        link,
-        read_bps=2 * link.read_bps,
-        write_bps=2 * link.write_bps,
-        mixed_bps=2 * link.mixed_bps,
-    )
-    quicker, _ = trained(replace(calibration.machine, link=faster))
+    quicker, _ = trained(replace(calibration.machine, link=link.times(2)))
     seconds, compute, stall = (_mean(steps, key) for key in ("seconds", "compute_s", "stall_s"))
     bytes_in, bytes_out = (_mean(steps, key) for key in ("bytes_in", "bytes_out"))
     reading = bytes_in / link.read_bps >= bytes_out / link.write_bps

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import ConfigError
 from dynoffload.integrations.block import EventBlock
-from dynoffload.runtime.offload import is_managed
+from dynoffload.managed import is_managed
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.units import format_bytes
 

@@ -16,11 +16,15 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dynoffload.errors import CorruptionError, SpillError
 from dynoffload.memory.filesystems import MEMORY_FILESYSTEMS as _MEMORY_FILESYSTEMS
 from dynoffload.memory.filesystems import filesystem_of, take_room
 from dynoffload.units import MiB, format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,22 @@ def failure(number: int, message: str) -> SpillError:
     """Return the error for a transfer that failed with an errno."""
     kind = CorruptionError if number == errno.EBADMSG else SpillError
     return kind(number, message)
+
+
+def transfer(descriptor: int, content: torch.Tensor, offset: int, *, reads: bool) -> None:
+    """Read or write all of ``content``, uint8, at ``offset`` of a file.
+
+    Raises:
+        OSError: the system refuses it; EIO if the file ends before.
+    """
+    view = memoryview(content.numpy().data)
+    done = 0
+    move = os.preadv if reads else os.pwritev
+    while done < len(view):
+        moved = move(descriptor, [view[done:]], offset + done)
+        if moved <= 0:
+            raise OSError(errno.EIO, "the file ends before what it holds")
+        done += moved
 
 
 def check_room(directory: Path, needs: Mapping[str, int]) -> None:

@@ -31,7 +31,8 @@ import torch
 from dynoffload.errors import ConfigError
 from dynoffload.moe import kernels as gpu
 from dynoffload.moe.activations import Activation, SwiGLU
-from dynoffload.moe.indices import Routing, route
+from dynoffload.moe.indices import route
+from dynoffload.moe.routing import Routing
 from dynoffload.moe.slices import Gathering, Sliced, Slices, slices_of
 
 TILE = 1024

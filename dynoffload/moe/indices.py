@@ -1,5 +1,7 @@
 """Which token goes to which expert: four index structures, made without a sort.
 
+They are the fields of `Routing`, made of a router's choice.
+
 Source: MoEBlaze (arXiv 2601.05296), section 3. Tokens are taken in tiles. A tile's choices are a
 dense map of tokens by experts; the sums of its columns are scanned over tiles and then over
 experts, which gives each tile a place within each expert's run; within a tile the map itself is
@@ -9,53 +11,14 @@ order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from dynoffload.errors import ConfigError
 from dynoffload.moe import kernels as gpu
+from dynoffload.moe.routing import Routing
 
 _TILE = 512
 _TWICE = "a router's choice names an expert twice for one token"
-
-
-@dataclass(frozen=True, eq=False)
-class Routing:
-    """The choices of L tokens, k of E experts each.
-
-    Attributes:
-        expert_token_indices: int64, (L·k,); the tokens of expert 0 in order, then of 1, ...; what
-            is for no expert stands last.
-        expert_token_offsets: int64, (E + 1,); where each expert's tokens begin, and end.
-        token_expert_indices: int64, (L, k); the experts of each token, as the router gave them.
-        token_index_map: int64, (L, k); where each choice stands in ``expert_token_indices``.
-        starts: the offsets as numbers, (E + 1).
-    """
-
-    expert_token_indices: torch.Tensor
-    expert_token_offsets: torch.Tensor
-    token_expert_indices: torch.Tensor
-    token_index_map: torch.Tensor
-    starts: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens, L."""
-        return int(self.token_expert_indices.shape[0])
-
-    @property
-    def experts(self) -> int:
-        """The number of experts, E."""
-        return len(self.starts) - 1
-
-    def of(self, expert: int) -> slice:
-        """Return where the tokens of one expert stand in ``expert_token_indices``."""
-        return slice(self.starts[expert], self.starts[expert + 1])
-
-    def hit(self) -> list[int]:
-        """Return the experts that have tokens, in order."""
-        return [e for e in range(self.experts) if self.starts[e] < self.starts[e + 1]]
 
 
 def _check(chosen: torch.Tensor, experts: int) -> None:

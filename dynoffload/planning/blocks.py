@@ -1,28 +1,22 @@
 """Blocks: the units in which a network's path is predicted and its regions migrate.
 
-What it is: `Block`, the `Vocabulary` of the blocks seen across samples, and the encoding of a
-program as a sequence of them. What it is not: the rule by which programs are cut into blocks (see
-`cutting`), nor a schedule; which of a block's regions move when is decided per region.
-
-A block is one call of a module in whose inside no sample decides anything. It is named by the
-module's path, and where one sample calls the module many times (a cell per tree node, say) by the
-shapes of its arguments too, its *variant*.
+A block is one call of a module inside which no sample decides anything. It is named by the module's
+path, and where one sample calls the module many times (a cell per tree node, say) by the shapes of
+its arguments too, its *variant*. `cutting` finds the blocks of a network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dynoffload.errors import PilotError
 from dynoffload.planning.outline import Outline
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.program import Program
-from dynoffload.profiler.trace import Phase
 
 UNSEEN = -1
-"""What `Vocabulary.encode` gives for a call that no block stands for."""
+"""The number of a call that no block stands for."""
 NO_SHAPES = "()"
 """The variant of calls without tensors, where others of the module have some."""
 _FORMAT = "dynoffload-vocabulary"
@@ -40,11 +34,8 @@ class Block:
         path: path of the module that is called.
         variant: shapes of the call, where they tell calls of this module apart; else ``""``.
         visits: paths of the modules with parameters that it runs, in order.
-        regions: names of the parameters, gradients, optimizer state and buffers it uses.
-        nbytes: their sizes together.
+        nbytes: of the parameters, gradients, optimizer state and buffers it uses.
         activation_bytes: most bytes of activations that one call leaves alive.
-        forward_s: mean seconds of one call in forward.
-        backward_s: mean seconds of its backward.
         idioms: sum over the operators of its forward.
         optional: whether some training sample does without it.
     """
@@ -53,11 +44,8 @@ class Block:
     path: str
     variant: str
     visits: tuple[str, ...]
-    regions: tuple[str, ...]
     nbytes: int
     activation_bytes: int
-    forward_s: float
-    backward_s: float
     idioms: Idioms
     optional: bool = False
 
@@ -108,45 +96,23 @@ class Vocabulary:
                 return found
         return self._indices.get((path, ""), UNSEEN)
 
-    def encode(self, program: Program | Outline) -> list[int]:
-        """Return the blocks that the forward of ``program`` ran, in order; unseen calls are -1.
+    def encode(self, outline: Outline) -> list[tuple[int, int]]:
+        """Return the blocks that a forward ran, in order, each as ``(index of its call, block)``.
 
         A call inside a block's call is part of it. The outermost call that runs parameters, but
-        neither is nor contains a block, is unseen as a whole; a call without parameters is nothing.
+        neither is nor contains a block, is `UNSEEN` as a whole; a call without parameters is
+        nothing.
 
         Raises:
-            PilotError: if the program is of another network.
+            PilotError: if the outline is of another network.
         """
-        return [block for _, block in self.encode_calls(program)]
-
-    def encode_calls(self, program: Program | Outline) -> list[tuple[int, int]]:
-        """Return what `encode` does, each block with the index of its call in ``program``.
-
-        Raises:
-            PilotError: if the program is of another network.
-        """
-        if program.network != self.network:
+        if outline.network != self.network:
             raise PilotError(
                 f"this vocabulary is of network {self.network[:12]}, the program of "
-                f"{program.network[:12]}: profile the network at hand and build it anew"
+                f"{outline.network[:12]}: profile the network at hand and build it anew"
             )
-        if isinstance(program, Outline):
-            return self._order(program.paths, program.keys, program.parents, program.owner_paths)
-        return self._order(
-            [call.path for call in program.calls],
-            [call.shape_key for call in program.calls],
-            [call.parent for call in program.calls],
-            {visit.path for visit in program.visits if visit.phase is Phase.FORWARD},
-        )
-
-    def _order(
-        self,
-        paths: Sequence[str],
-        keys: Sequence[str],
-        parents: Sequence[int],
-        owners: Collection[str],
-    ) -> list[tuple[int, int]]:
-        found = [self.index_of(path, key) for path, key in zip(paths, keys, strict=True)]
+        paths, parents, owners = outline.paths, outline.parents, outline.owner_paths
+        found = [self.index_of(path, key) for path, key in zip(paths, outline.keys, strict=True)]
         runs = [path in owners for path in paths]  # parameters, itself or inside
         known = [index >= 0 for index in found]  # a block, itself or inside
         for place in range(len(found) - 1, -1, -1):
@@ -180,11 +146,8 @@ class Vocabulary:
                     "path": block.path,
                     "variant": block.variant,
                     "visits": list(block.visits),
-                    "regions": list(block.regions),
                     "nbytes": block.nbytes,
                     "activation_bytes": block.activation_bytes,
-                    "forward_s": block.forward_s,
-                    "backward_s": block.backward_s,
                     "idioms": list(block.idioms),
                     "optional": block.optional,
                 }
@@ -228,11 +191,8 @@ def _block(index: int, data: object) -> Block:
         path=_text(entry, "path"),
         variant=_text(entry, "variant"),
         visits=_texts(entry, "visits"),
-        regions=_texts(entry, "regions"),
         nbytes=_count(entry.get("nbytes"), "nbytes"),
         activation_bytes=_count(entry.get("activation_bytes"), "activation_bytes"),
-        forward_s=_seconds(entry, "forward_s"),
-        backward_s=_seconds(entry, "backward_s"),
         idioms=Idioms(*(_count(count, "idioms") for count in idioms)),
         optional=optional,
     )
@@ -265,14 +225,3 @@ def _count(count: object, key: str) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
         raise PilotError(f"vocabulary: {key} is {count!r}, not a count from 0 on")
     return count
-
-
-def _seconds(entry: Mapping[str, object], key: str) -> float:
-    seconds = entry.get(key)
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, int | float)
-        or not 0 <= seconds < float("inf")
-    ):
-        raise PilotError(f"vocabulary: {key} is {seconds!r}, not a time from 0 on")
-    return float(seconds)

@@ -1,8 +1,7 @@
 """Cutting programs into blocks: where no sample decides anything, and small enough to move.
 
-What it is: `build_vocabulary`, which finds the *atomic* modules of a network in the programs of its
-samples and makes their calls the blocks. What it is not: aware of how samples follow one another,
-or of transfer times.
+`build_vocabulary` finds the *atomic* modules of a network in the outlines of its samples' programs,
+and makes their calls the blocks.
 
 [Note: Atomic]
 The outline of a call is the sequence of modules with parameters that it runs. A module is atomic if
@@ -33,9 +32,8 @@ import numpy as np
 
 from dynoffload.errors import PilotError
 from dynoffload.planning.blocks import NO_SHAPES, Block, Vocabulary
-from dynoffload.planning.outline import Outline, outline_of
+from dynoffload.planning.outline import Outline
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.program import Program
 
 MAX_VARIANTS = 16
 """The most variants of one module that are told apart."""
@@ -89,37 +87,31 @@ class _Seen:
 
     visits: tuple[str, ...]
     programs: set[int] = field(default_factory=set)
-    calls: int = 0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
     activation_bytes: int = 0
     idioms: Counter[Idioms] = field(default_factory=Counter)
 
 
-def build_vocabulary(
-    programs: Sequence[Program | Outline], budget: int | None = None
-) -> Vocabulary:
-    """Return the blocks of the network that ``programs`` ran.
+def build_vocabulary(outlines: Sequence[Outline], budget: int | None = None) -> Vocabulary:
+    """Return the blocks of the network that ``outlines`` ran.
 
     Args:
-        programs: one or more samples of one network, or their outlines.
+        outlines: of one or more samples of one network.
         budget: bytes of fast memory; without it blocks are limited by decisions alone.
 
     Raises:
-        PilotError: if there are no programs, or they are of different networks.
+        PilotError: if there are no outlines, or they are of different networks.
     """
-    if not programs:
+    if not outlines:
         raise PilotError("no programs to build a vocabulary from: profile some samples first")
-    network = programs[0].network
-    for program in programs:
-        if program.network != network:
+    network = outlines[0].network
+    for outline in outlines:
+        if outline.network != network:
             raise PilotError(
-                f"programs of two networks, {network[:12]} and {program.network[:12]} "
-                f"(source {program.source!r}, step {program.step}): give traces of one"
+                f"programs of two networks, {network[:12]} and {outline.network[:12]} "
+                f"(source {outline.source!r}, step {outline.step}): give traces of one"
             )
-    shown = [outline_of(p) if isinstance(p, Program) else p for p in programs]
-    modules = _modules(shown)
-    sizes, owned = _regions(shown)
+    modules = _modules(outlines)
+    sizes, owned = _regions(outlines)
     atomic = {
         path
         for path, module in modules.items()
@@ -130,25 +122,21 @@ def build_vocabulary(
     }
     variants = {path: module.variants() for path, module in modules.items()}
     seen: dict[tuple[str, str], _Seen] = {}
-    for number, outline in enumerate(shown):
+    for number, outline in enumerate(outlines):
         _look(outline, number, atomic, variants, seen)
     _await_other_shapes(seen, modules)
     blocks = []
     for index, ((path, variant), block) in enumerate(seen.items()):
-        regions = dict.fromkeys(name for owner in block.visits for name in owned[owner])
         blocks.append(
             Block(
                 index=index,
                 path=path,
                 variant=variant,
                 visits=block.visits,
-                regions=tuple(regions),
-                nbytes=sum(sizes[name] for name in regions),
+                nbytes=_bytes(block.visits, owned, sizes),
                 activation_bytes=block.activation_bytes,
-                forward_s=block.forward_s / block.calls,
-                backward_s=block.backward_s / block.calls,
                 idioms=block.idioms.most_common(1)[0][0],
-                optional=len(block.programs) < len(programs),
+                optional=len(block.programs) < len(outlines),
             )
         )
     repeated = {path for path, _ in seen if modules[path].mixed}
@@ -168,9 +156,6 @@ def _await_other_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str
         seen[path, ""] = _Seen(
             known[0].visits,
             set(),
-            sum(block.calls for block in known),
-            sum(block.forward_s for block in known),
-            sum(block.backward_s for block in known),
             max(block.activation_bytes for block in known),
             sum((block.idioms for block in known), Counter()),
         )
@@ -238,7 +223,7 @@ def _look(
 ) -> None:
     """Add what the calls of one program show of the blocks."""
     owners, paths, keys = outline.owner_paths, outline.paths, outline.keys
-    costs = np.column_stack([outline.call_seconds, outline.call_activations, outline.call_idioms])
+    costs = np.column_stack([outline.call_activations, outline.call_idioms]).astype(np.float64)
     opened: dict[int, _Seen] = {}
     inside: list[int] = []  # the call whose block each call's cost goes to, or -1
     opener: list[int] = []  # the call that opened the atomic block around this one, or -1
@@ -258,10 +243,7 @@ def _look(
     counted = np.flatnonzero(np.array(inside, dtype=np.int64) >= 0)
     np.add.at(totals, np.array(inside, dtype=np.int64)[counted], costs[counted])
     for index, block in opened.items():
-        forward_s, backward_s, activations, *idioms = totals[index].tolist()
+        activations, *idioms = map(int, totals[index].tolist())
         block.programs.add(number)
-        block.calls += 1
-        block.forward_s += forward_s
-        block.backward_s += backward_s
-        block.activation_bytes = max(block.activation_bytes, int(activations))
-        block.idioms[Idioms(*map(int, idioms))] += 1
+        block.activation_bytes = max(block.activation_bytes, activations)
+        block.idioms[Idioms(*idioms)] += 1

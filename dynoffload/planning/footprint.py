@@ -1,75 +1,37 @@
-"""The footprint: what a recorded step keeps in memory, and what one operator of it needs at once.
+"""What a recorded step asks of memory: what it keeps, what one operator needs, what a plan moves.
 
-What it is: the sizes by which a budget is judged before training. What it is not: the whole need of
-a process; operator temporaries and library buffers are the headroom, which is measured, and the
-runtime adds its own staging and reserve.
+Only what the runtime manages counts. Temporaries of operators are measured apart (`temporaries`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynoffload.errors import BudgetError, TraceError
+from dynoffload.planning.lookahead import LookAhead
+from dynoffload.planning.schedule import Use
 from dynoffload.profiler.trace import Phase, RegionInfo, Trace, owner_of
-from dynoffload.units import format_bytes
 
-
-@dataclass(frozen=True)
-class WorkingSet:
-    """The managed regions that one operator touches.
-
-    Attributes:
-        operator: full name of the operator; the update of a parameter counts as one.
-        site: path of the module it ran for; in the optimizer, the parameter.
-        phase: forward, backward or optimizer.
-        nbytes: bytes of the regions together.
-    """
-
-    operator: str
-    site: str
-    phase: Phase
-    nbytes: int
+_KEPT = frozenset(("parameter", "buffer", "state"))
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one step keeps, in bytes.
+    """What one recorded step asks of memory, in bytes.
 
     Attributes:
-        parameters: all parameters and buffers that the step used.
-        gradients: their gradients.
-        state: their optimizer state.
-        activations: most bytes of saved activations alive at one moment.
-        largest: the operator that needs most at once; no budget below it is feasible.
+        total: of everything managed, had it all stayed in memory.
+        need: of the operator that needs most at once; no budget below it is feasible.
+        moved_in: that a plan with the step foreknown reads; None if there is none.
+        moved_out: that it writes; None if there is none.
     """
 
-    parameters: int
-    gradients: int
-    state: int
-    activations: int
-    largest: WorkingSet
-
-    @property
-    def total(self) -> int:
-        """Bytes of all of it, had everything stayed in memory."""
-        return self.parameters + self.gradients + self.state + self.activations
-
-    def require(self, budget: int) -> None:
-        """Refuse a budget that cannot hold the largest operator.
-
-        Raises:
-            BudgetError: naming the operator, what it needs and what there is.
-        """
-        need = self.largest.nbytes
-        if budget < need:
-            raise BudgetError(
-                f"{self.largest.operator} of {self.largest.site or 'the root module'} "
-                f"({self.largest.phase.value}) needs {format_bytes(need)} ({need} bytes) in fast "
-                f"memory at once, but the budget is {format_bytes(budget)} ({budget} bytes): raise "
-                "it to at least that plus the runtime's reserve, or make the operator smaller"
-            )
+    total: int
+    need: int
+    moved_in: int | None = None
+    moved_out: int | None = None
 
 
 def footprint(trace: Trace) -> Footprint:
@@ -87,33 +49,81 @@ def footprint(trace: Trace) -> Footprint:
             f"the trace of step {trace.step} ({trace.source!r}) has no operators; record it again"
         )
     saved = saved_activations(trace)
-    largest = WorkingSet("", "", Phase.FORWARD, -1)
+    need = 0
     updated: dict[int, None] = {}
     for operator in trace.operators:
         touched = dict.fromkeys((*operator.reads, *operator.writes))
         if operator.phase is Phase.OPTIMIZER:
             updated |= touched
             continue
-        nbytes = sum(
+        managed = (
             trace.regions[index].nbytes
             for index in touched
             if index in saved or trace.regions[index].kind not in ("activation", "input")
         )
-        if nbytes > largest.nbytes:
-            largest = WorkingSet(operator.name, operator.site, operator.phase, nbytes)
-    name, nbytes = _largest_update(trace.regions[index] for index in updated)
-    if nbytes > largest.nbytes:
-        largest = WorkingSet("the optimizer's update", name, Phase.OPTIMIZER, nbytes)
-    totals: dict[str, int] = defaultdict(int)
-    for region in trace.regions:
-        totals[region.kind] += region.nbytes
-    return Footprint(
-        parameters=totals["parameter"] + totals["buffer"],
-        gradients=totals["gradient"],
-        state=totals["state"],
-        activations=_peak(trace, saved),
-        largest=largest,
-    )
+        need = max(need, sum(managed))
+    need = max(need, _largest_update(trace.regions[index] for index in updated))
+    total = sum(r.nbytes for r in trace.regions if r.kind in _KEPT or r.kind == "gradient")
+    return Footprint(total + _peak(trace, saved), need)
+
+
+def plan_recorded(trace: Trace, budget: int) -> Footprint:
+    """Return the footprint with what `LookAhead` moves under ``budget`` bytes, nothing resident at
+    first: what a prediction that is right throughout would get."""
+    if not trace.operators:
+        return Footprint(0, 0, 0, 0)
+    kept = footprint(trace)
+    uses, sizes = _recorded_uses(trace)
+    try:
+        schedule = LookAhead().plan(uses, sizes, budget, ())
+    except BudgetError:
+        return kept
+    return replace(kept, moved_in=schedule.bytes_in, moved_out=schedule.bytes_out)
+
+
+def _recorded_uses(trace: Trace) -> tuple[list[Use], list[int]]:
+    """Return the reference string of a trace, and the sizes of its regions.
+
+    One use for each operator that touches what is managed: parameters, buffers, gradients,
+    optimizer state and saved activations. Gradients and activations are created where they are
+    first met, unless the step was given them, and end with their last use. The optimizer's
+    operators are taken apart by parameter, as `footprint` does.
+    """
+    saved = saved_activations(trace)
+    managed = [
+        index in saved or region.kind in _KEPT or region.kind == "gradient"
+        for index, region in enumerate(trace.regions)
+    ]
+    passing = [
+        here and region.kind not in _KEPT
+        for here, region in zip(managed, trace.regions, strict=True)
+    ]
+    parts: list[tuple[tuple[int, ...], frozenset[int], float]] = []
+    for operator in trace.operators:
+        touched = [
+            index for index in dict.fromkeys((*operator.reads, *operator.writes)) if managed[index]
+        ]
+        if not touched:
+            continue
+        written = frozenset(operator.writes)
+        if operator.phase is not Phase.OPTIMIZER:
+            parts.append((tuple(touched), written, operator.seconds))
+            continue
+        by_parameter: dict[str, list[int]] = defaultdict(list)
+        for index in touched:
+            by_parameter[trace.regions[index].name.partition(":")[0]].append(index)
+        share = operator.seconds / len(by_parameter)
+        parts += [(tuple(own), written, share) for own in by_parameter.values()]
+    last = {index: number for number, (own, _, _) in enumerate(parts) for index in own}
+    alive = {i for i, region in enumerate(trace.regions) if passing[i] and region.born < 0}
+    uses: list[Use] = []
+    for number, (own, written, seconds) in enumerate(parts):
+        creates = tuple(index for index in own if passing[index] and index not in alive)
+        alive.update(creates)
+        frees = tuple(index for index in own if passing[index] and last[index] == number)
+        writes = tuple(index for index in own if index in written)
+        uses.append(Use(own, creates, frees, seconds, writes))
+    return uses, [region.nbytes for region in trace.regions]
 
 
 def temporaries(trace: Trace) -> int:
@@ -143,13 +153,13 @@ def saved_activations(trace: Trace) -> set[int]:
     }
 
 
-def _largest_update(regions: Iterable[RegionInfo]) -> tuple[str, int]:
-    """Return the parameter whose regions are the most bytes among ``regions``, and those bytes."""
+def _largest_update(regions: Iterable[RegionInfo]) -> int:
+    """Return the bytes among ``regions`` of the parameter that has the most."""
     sizes: dict[str, int] = defaultdict(int)
     for region in regions:
         if owner_of(region) is not None:
             sizes[region.name.partition(":")[0]] += region.nbytes
-    return max(sizes.items(), key=lambda item: item[1], default=("", 0))
+    return max(sizes.values(), default=0)
 
 
 def _peak(trace: Trace, saved: set[int]) -> int:

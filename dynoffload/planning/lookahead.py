@@ -1,8 +1,8 @@
-"""The planner that knows the future: evict what is used last, prefetch as early as room allows.
+"""The planner: evict what is used last, prefetch as early as room allows.
 
-What it is: `LookAhead`, the policy that turns a predicted reference string into a schedule. What
-it is not: exact for regions of unequal sizes, where the problem is NP-hard (compare `bound`), nor
-aware of transfer times; the share of memory set apart for look-ahead stands in for them.
+`LookAhead` turns a predicted reference string into a schedule. For regions of unequal sizes the
+fewest bytes are NP-hard to find, and it is not exact. It knows no transfer times; a share of memory
+set apart for look-ahead stands in for them.
 
 It works in three passes over the string, each O(n log n); only windows of most of the capacity,
 which leave many drops to take back, make the second one slower:
@@ -75,8 +75,6 @@ class LookAhead:
     """
 
     window: float = 0.15
-
-    name = "look-ahead"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.window <= 1.0:

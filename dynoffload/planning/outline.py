@@ -1,9 +1,7 @@
-"""The outline of a program: what cutting it into blocks, and reading it as blocks, need of it.
+"""The outline of a program: its calls, what each left alive, and the regions of each module.
 
-What it is: `Outline`, a program's calls, what each cost and which regions each module used, as
-arrays, and `outline_of`, which makes one of a program. Thousands of outlines fit where dozens of
-programs do, and they can be stored. What it is not: enough to plan a step (see `recorded`), nor to
-time its operators anew.
+Cutting a program into blocks, and reading it as blocks, need no more. Outlines are arrays:
+thousands fit where dozens of programs do, and they can be stored.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from dynoffload.profiler.trace import Phase, owner_of
 
 Ints = npt.NDArray[np.int64]
 Small = npt.NDArray[np.int32]
-Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +37,7 @@ class Outline:
         call_path: the module of each call, int32 ``[C]``.
         call_key: the shape key of each call, int32 ``[C]``.
         call_parent: the enclosing call of each, -1 for none, int32 ``[C]``.
-        call_seconds: of forward and of backward, calls inside not counted, float64 ``[C, 2]``.
-        call_activations: bytes that forward left alive, int64 ``[C]``.
+        call_activations: bytes that forward left alive, calls inside not counted, int64 ``[C]``.
         call_idioms: of forward, int64 ``[C, 6]``.
         owners: modules that used parameters of their own in forward, int32.
         region: parameters, buffers, gradients and optimizer state, int32 ``[R]``.
@@ -56,7 +52,6 @@ class Outline:
     call_path: Small
     call_key: Small
     call_parent: Small
-    call_seconds: Doubles
     call_activations: Ints
     call_idioms: Ints
     owners: Small
@@ -102,7 +97,6 @@ ARRAYS: dict[str, np.dtype[Any]] = {
     "call_path": np.dtype("<i4"),
     "call_key": np.dtype("<i4"),
     "call_parent": np.dtype("<i4"),
-    "call_seconds": np.dtype("<f8"),
     "call_activations": np.dtype("<i8"),
     "call_idioms": np.dtype("<i8"),
     "owners": np.dtype("<i4"),
@@ -117,46 +111,32 @@ def outline_of(program: Program) -> Outline:
     """Return the outline of a program.
 
     A visit of forward belongs to the last call of its module that began before the visit ended.
-    Visits of backward do not say to which call they belong; those of one module and variant are
-    shared out evenly.
     """
     numbers: dict[str, int] = defaultdict(count().__next__)
     number = numbers.__getitem__
 
     calls = program.calls
-    seconds = np.zeros((len(calls), 2))
     activations = [0] * len(calls)
     idioms = np.zeros((len(calls), len(Idioms._fields)), dtype=np.int64)
     calls_of: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
         calls_of[call.path].append(index)
-    backward: dict[tuple[str, str], float] = defaultdict(float)
     owners: dict[str, None] = {}
     owned: dict[tuple[str, str], None] = {}
     for visit in program.visits:
         if visit.phase is Phase.OPTIMIZER:
             continue
         owned.update(dict.fromkeys((visit.path, region) for region in visit.regions))
-        if visit.phase is Phase.FORWARD:
-            owners[visit.path] = None
+        if visit.phase is not Phase.FORWARD:
+            continue
+        owners[visit.path] = None
         of_module = calls_of.get(visit.path)
         if of_module is None:
             continue
-        if visit.phase is Phase.BACKWARD:
-            backward[visit.path, visit.variant] += visit.seconds
-            continue
         began = bisect_left(of_module, visit.operators[1], key=lambda i: calls[i].start)
         index = of_module[max(began - 1, 0)]
-        seconds[index, 0] += visit.seconds
         activations[index] += visit.activation_bytes
         idioms[index] += visit.idioms
-    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index, call in enumerate(calls):
-        alike[call.path, call.shape_key].append(index)
-    for key, spent in backward.items():
-        sharing = alike.get(key) or calls_of[key[0]]
-        for index in sharing:
-            seconds[index, 1] += spent / len(sharing)
     for name, region in program.regions.items():
         owner = owner_of(region)
         if owner is not None:
@@ -172,7 +152,6 @@ def outline_of(program: Program) -> Outline:
         call_path=small(number(call.path) for call in calls),
         call_key=small(number(call.shape_key) for call in calls),
         call_parent=small(call.parent for call in calls),
-        call_seconds=seconds,
         # Of a trace that is not right, they may be more than a number holds.
         call_activations=np.array([min(nbytes, _LARGEST) for nbytes in activations], np.int64),
         call_idioms=idioms,

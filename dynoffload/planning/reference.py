@@ -1,21 +1,21 @@
 """Reference strings: the uses of regions that a sample is expected to make, in order.
 
-What it is: the string that a plan of a training step is made of, from an order of units (predicted,
-or what ran), by the rules every training step follows: forward uses parameters and makes pending
-updates; backward meets the units in reverse, uses their parameters and saved activations, makes
-their gradients and drafts of some updates; then the next forward begins. Each use carries a key by
-which a step finds where it is. What it is not: a plan (see `lookahead`), nor bound to a network:
-the runtime's slots and units, and a simulation's, are what `Held` and `Visited` ask for, so that
-both build their strings by the same code.
+A string is made from an order of units (predicted, or what ran), by the rules that every training
+step follows. Forward uses parameters and makes pending updates. Backward meets the units in
+reverse, uses their parameters and saved activations, and makes their gradients and drafts of some
+updates. Then the next forward begins. The runtime and the simulated runtime build their strings by
+this code: their slots and units are what `Held` and `Visited` ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from dynoffload.planning.schedule import Use
+
+_ROOM = 0.5  # of the capacity that the updates of one unit may take while they are drafted
 
 
 class Held(Protocol):
@@ -234,3 +234,40 @@ def visits_made(
         reach = (*reach[-1:], *opened)
         made.append(Visit(unit, reach))
     return made
+
+
+def choose_drafts(
+    order: Iterable[Sequence[HeldT]],
+    *,
+    share: float,
+    capacity: int,
+    size: Callable[[int], int],
+    eligible: Callable[[HeldT], bool],
+) -> Iterator[HeldT]:
+    """Yield the slots whose updates a backward drafts that completes gradients in ``order``.
+
+    Args:
+        order: the slots of each unit, whose gradients are complete at one time.
+        share: of the parameters' bytes, 0 to 1, kept everywhere along the way.
+        capacity: bytes of fast memory that plans may use.
+        size: bytes of a region.
+        eligible: whether the update of a slot can be drafted.
+    """
+    due = 0.0  # bytes to draft so that the share is kept
+    for slots in order:
+        # Parameters and gradients are there in any case; then state and twins.
+        room = _ROOM * capacity - sum(2 * size(slot.region) for slot in slots)
+        for slot in slots:
+            if slot.gradient is None:
+                continue
+            due += share * size(slot.region)
+            need = 2 * sum(map(size, drafted_regions(slot))) - size(slot.region)
+            if due >= size(slot.region) / 2 and need <= room and eligible(slot):
+                due -= size(slot.region)
+                room -= need
+                yield slot
+
+
+def drafted_regions(slot: HeldT) -> tuple[int, ...]:
+    """Return the regions that have twins where the update of ``slot`` is drafted."""
+    return (slot.region, *slot.states.values())

@@ -1,10 +1,7 @@
-"""Who is in fast memory when: the schedule of a reference string.
+"""Who is in fast memory when: what planners, executors and simulations share.
 
-What it is: the vocabulary that planners and executors share (`Use`, `Action`, `Schedule`), the one
-`Policy` interface of the runtime's migrator and of simulations, and its null policy `OnDemand`.
-What it is not: a planner (see `lookahead`), nor an executor; a schedule is advice, and carrying it
-out late or in part costs time, never correctness. It knows regions by index only, so that it can be
-tested without a network.
+A schedule is advice: carrying it out late or in part costs time, never correctness. Regions are
+known by index only, so that this can be tested without a network.
 
 [Note: When an action may run]
 A step is a string of uses; *progress* is the number of uses that are over. An action with position
@@ -120,10 +117,6 @@ class Schedule:
 class Policy(Protocol):
     """Decides who is resident when. The runtime and simulations take the same object."""
 
-    @property
-    def name(self) -> str:
-        """The policy's name in logs and tables."""
-
     def plan(
         self,
         uses: Sequence[Use],
@@ -145,33 +138,6 @@ class Policy(Protocol):
             BudgetError: if the regions of one use are together larger than ``capacity``.
             ValueError: if a use names a region that does not exist or is dead.
         """
-
-
-class OnDemand:
-    """Plans nothing: every region is fetched by the fault of its use, room is made by age.
-
-    The schedule has no actions, and as this policy looks at no future, its ``next_use`` knows none
-    either. It refuses what cannot run at all.
-    """
-
-    name = "on-demand"
-
-    def plan(
-        self,
-        uses: Sequence[Use],
-        sizes: Sequence[int],
-        capacity: int,
-        resident: Collection[int],
-        dirty: Collection[int] = (),
-    ) -> Schedule:
-        """Return an empty schedule; see `Policy.plan`. ``peak`` is what the largest use needs."""
-        peak = 0
-        for position, use in enumerate(uses):
-            need = sum(sizes[region] for region in {*use.regions, *use.creates})
-            if need > capacity:
-                raise infeasible(position, need, capacity)
-            peak = max(peak, need)
-        return Schedule((), peak, 0, 0, NextUse(()))
 
 
 def infeasible(position: int, need: int, have: int) -> BudgetError:

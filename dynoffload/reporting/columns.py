@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dynoffload.runtime.telemetry import PHASES, RunLog
+from dynoffload.telemetry import PHASES, RunLog
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -23,7 +23,7 @@ from dynoffload.reporting.canvas import (
 )
 from dynoffload.reporting.columns import Columns, Spans, envelope
 from dynoffload.reporting.tables import ComparisonRow
-from dynoffload.runtime.telemetry import PHASES, RunLog, StepStats
+from dynoffload.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_seconds
 
 if TYPE_CHECKING:

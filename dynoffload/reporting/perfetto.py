@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from dynoffload.runtime.telemetry import RunLog, Transfer
+from dynoffload.telemetry import RunLog, Transfer
 
 _PROCESS = 1
 _STEPS, _PHASES, _STALLS = 1, 2, 3

@@ -21,7 +21,7 @@ from dynoffload.reporting import alignment, figures, summary
 from dynoffload.reporting.columns import Columns
 from dynoffload.reporting.perfetto import write_perfetto
 from dynoffload.reporting.tables import Comparison
-from dynoffload.runtime.telemetry import RunLog, StepBlocks, StepStats
+from dynoffload.telemetry import RunLog, StepBlocks, StepStats
 from dynoffload.units import format_bytes, format_seconds
 
 MAX_STEP_ROWS = 200

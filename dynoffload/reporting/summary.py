@@ -17,7 +17,7 @@ from statistics import fmean, median
 import numpy as np
 
 from dynoffload.reporting.columns import Columns
-from dynoffload.runtime.telemetry import PHASES, RunLog, StepStats
+from dynoffload.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_bytes, format_seconds
 
 

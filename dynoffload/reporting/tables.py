@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dynoffload.reporting.summary import Tone, summarize
-from dynoffload.runtime.telemetry import RunLog
+from dynoffload.telemetry import RunLog
 from dynoffload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -14,17 +14,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.pieces import pieces
 from dynoffload.memory.places import users_of
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.buffers import Buffers
-from dynoffload.runtime.adoption.fused import Fused, FusedStore
+from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.homes import Room
 from dynoffload.runtime.adoption.restoring import Restoration
 from dynoffload.runtime.adoption.slicing import may_slice, slices_of, sole_owners
+from dynoffload.runtime.adoption.slots import Fused
 from dynoffload.runtime.adoption.staying import beside, staying_bytes
 from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import States, parts_of, state_tensors, tensors_of

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError, ConfigError
-from dynoffload.runtime import offload
+from dynoffload.managed import managers
 from dynoffload.runtime.checkpoints.contents import tensors_of
 from dynoffload.runtime.checkpoints.loading import load
 from dynoffload.runtime.checkpoints.peers import peers_of
@@ -143,8 +143,10 @@ def _session_of(model: nn.Module, optimizer: Optimizer | None) -> Session | None
             "torch.nn.Module and a torch.optim.Optimizer or None, not "
             f"{type(model).__name__} and {type(optimizer).__name__}"
         )
-    session = offload.session_of(model)
-    if session is not None and optimizer is not None and optimizer is not session.optimizer:
+    session = managers.get(id(unwrapped(model)))
+    if not isinstance(session, Session):
+        return None
+    if optimizer is not None and optimizer is not session.optimizer:
         raise ConfigError(
             f"this {type(optimizer).__name__} is not the optimizer of the offload() block that "
             "manages the model: pass that one, or None"

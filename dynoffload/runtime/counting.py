@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.kept_state import state_of
 from dynoffload.runtime.ranks.sharded import aliases_of
 from dynoffload.runtime.updates.updates import can_split

@@ -24,6 +24,7 @@ from dynoffload import memory, runtime
 from dynoffload.config import ACCELERATOR, Defaults, OffloadConfig, defaults, no_budget
 from dynoffload.errors import ConfigError, PilotError
 from dynoffload.launch import own_file
+from dynoffload.managed import managers
 from dynoffload.memory.filesystems import why_not_temporary
 from dynoffload.memory.reused import suspended
 from dynoffload.memory.spill import check_room, default_spill_dir
@@ -52,7 +53,6 @@ from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
-_open: dict[int, Session] = {}  # id of a managed root -> its session
 _REMEDY = "write 'with dynoffload.offload(...) as session:' around the training loop"
 _OURS = tuple(f"{directory}{os.sep}" for p in (runtime, memory) for directory in p.__path__)
 
@@ -333,7 +333,7 @@ def _plan(
 @contextlib.contextmanager
 def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
     with suspended():
-        session = _open[id(model)] = Session(model, *arguments)
+        session = managers[id(model)] = Session(model, *arguments)
         beside = None
         left_by: BaseException | None = None
         try:
@@ -346,7 +346,7 @@ def _paged(model: nn.Module, *arguments: Any) -> Iterator[Session]:
                 raise told from error
             raise
         finally:
-            _open.pop(id(model), None)
+            managers.pop(id(model), None)
             try:
                 if beside is not None and os.getpid() == session._pid:
                     beside.end(left_by)
@@ -359,11 +359,11 @@ def _profiled(
     model: nn.Module, optimizer: Optimizer | None, given: Defaults, options: OffloadConfig
 ) -> Iterator[Session]:
     with profiled(model, optimizer, given, options) as profile:
-        session = _open[id(model)] = cast(Session, profile)  # of the same public names
+        session = managers[id(model)] = cast(Session, profile)  # of the same public names
         try:
             yield session
         finally:
-            _open.pop(id(model), None)
+            managers.pop(id(model), None)
 
 
 def _report(given: Defaults, session: Session) -> None:
@@ -399,19 +399,13 @@ def materialize(model: nn.Module, init: Init = None) -> nn.Module:
             block has begun. That a module cannot initialise itself, or leaves a tensor without a
             value, `offload` says.
     """
-    if id(unwrapped(model)) in _open:
+    if id(unwrapped(model)) in managers:
         raise ConfigError(
             f"materialize() was called inside the offload() block of this {type(model).__name__}, "
             "whose weights were given as the block began: call it before offload()"
         )
     remember(unwrapped(model), init)
     return model
-
-
-def session_of(model: nn.Module) -> Session | None:
-    """Return the session of the open block that manages ``model``, if one does."""
-    session = _open.get(id(unwrapped(model)))
-    return session if isinstance(session, Session) else None
 
 
 def _predictor(pilot: Predictor | str | Path | None) -> Predictor | str | None:
@@ -476,12 +470,6 @@ def _same_device(one: torch.device | str | int, name: str) -> bool:
     return one.type == named.type and named.index in (None, one.index)
 
 
-def is_managed(model: nn.Module) -> bool:
-    """Return whether parameters of ``model`` are inside an offload() block."""
-    mine = {id(parameter) for parameter in model.parameters()}
-    return any(id(p) in mine for session in _open.values() for p in session.model.parameters())
-
-
 def _check_model(model: nn.Module) -> None:
     """Refuse what is spread over devices, takes no hooks, or has no shape yet."""
     if isinstance(model, nn.DataParallel):
@@ -506,7 +494,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_open(model: nn.Module, optimizer: Optimizer | None) -> None:
     mine = {id(parameter) for parameter in model.parameters()}
-    for session in _open.values():
+    for session in managers.values():
         if session.model is model:
             raise ConfigError(
                 f"this {type(model).__name__} is already inside an offload() block: leave that "

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local_bytes
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.kept_state import state_of
 

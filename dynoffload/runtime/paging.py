@@ -28,11 +28,10 @@ from dynoffload.config import OffloadConfig
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
-from dynoffload.runtime.adoption.fused import Fused
 from dynoffload.runtime.adoption.held import has_its_own
 from dynoffload.runtime.adoption.homes import Homes, room_for
+from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.staying import resident_storages
-from dynoffload.runtime.adoption.store import Slot
 from dynoffload.runtime.adoption.units import Unit, units_of
 from dynoffload.runtime.counting import images_bytes, ordinary_bytes, tensors_of
 from dynoffload.runtime.experts import calls

@@ -23,7 +23,7 @@ from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.interrupts import interruptible
 from dynoffload.runtime.meta_init import MetaInit
 from dynoffload.runtime.sizing import Sizing
-from dynoffload.runtime.telemetry import RunLog, table_of
+from dynoffload.telemetry import RunLog, table_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -137,7 +137,7 @@ def profiled(
     Raises:
         ProfilingDone: ``given.profile_steps`` were saved.
     """
-    from dynoffload.profiler import Recorder
+    from dynoffload.profiler import Recorder, save_trace
     from dynoffload.profiler.profiling import file_of_step, next_number, of_another
 
     assert given.profile_dir is not None
@@ -155,7 +155,7 @@ def profiled(
     def save(trace: Trace) -> None:
         nonlocal saved
         trace.step = first + saved
-        trace.save(file_of_step(directory, trace.step))
+        save_trace(trace, file_of_step(directory, trace.step))
         saved += 1
         if limit is not None and saved >= limit:
             raise ProfilingDone

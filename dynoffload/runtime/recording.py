@@ -26,7 +26,7 @@ from dynoffload.memory import heap
 from dynoffload.memory.device import Counters, Device, EventKind
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime.adoption.store import Store
-from dynoffload.runtime.telemetry import (
+from dynoffload.telemetry import (
     MemorySample,
     PhaseSpan,
     RunLog,

@@ -46,7 +46,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from dynoffload.below_modes import call_below
+from dynoffload.below_modes import call_below, refuse_by_mode
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
@@ -106,6 +106,7 @@ class Residency(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._life.ended or os.getpid() != self._process:  # a loader's worker is a copy
             return call_below(func, args, kwargs)
+        refuse_by_mode(func, args)
         with counting_writes(func, args, kwargs):
             try:
                 return self._call(func, args, kwargs)

@@ -49,8 +49,8 @@ from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
-from dynoffload.runtime.telemetry import RunLog, StepStats, table_of
 from dynoffload.runtime.unseen import unseen
+from dynoffload.telemetry import RunLog, StepStats, table_of
 from dynoffload.units import format_bytes
 
 if TYPE_CHECKING:

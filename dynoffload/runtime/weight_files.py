@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.tiling.modules import Piece, pieces_of
 
 Bring = Callable[[Iterable[torch.Tensor]], None]
 """Called with tensors before they are written, to fetch their memory."""
+
+Piece = tuple[str, tuple[int, ...], tuple[slice, ...]]
+"""A part of a tensor in a file: that one's name and shape, and which part of it; ``()``: all."""
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 """What transformers names the files of a model."""
@@ -24,6 +26,14 @@ _FITS = (
     "give one whose names and shapes are those of this model's state_dict(), as safetensors' "
     "save_file(model.state_dict(), path) writes them"
 )
+
+
+@runtime_checkable
+class Tiled(Protocol):
+    """A module whose parameters are pieces, as those of `dynoffload.tile`."""
+
+    def tile_pieces(self, prefix: str) -> Mapping[str, Piece]:
+        """Return its pieces by their full names, where ``prefix`` stands before its own."""
 
 
 class WeightFiles:
@@ -61,13 +71,12 @@ class WeightFiles:
             ConfigError: a tensor is lacking or has another shape.
         """
         persistent = set(model.state_dict().keys())
-        for names, tensor, name, piece in self._found(model):
-            if name is not None:
-                shape = list(tensor.shape if piece is None else piece.shape)
-                if self._shapes[name] != shape:
+        for names, _, (name, shape, _) in self._found(model):
+            if name:
+                if self._shapes[name] != list(shape):
                     raise ConfigError(
                         f"tensor {name!r} of {self.path} has shape {self._shapes[name]} but the "
-                        f"model's has {shape}: {_FITS}"
+                        f"model's has {list(shape)}: {_FITS}"
                     )
             elif not persistent.isdisjoint(names):
                 raise ConfigError(f"{self.path} has no tensor {names[0]!r}: {_FITS}")
@@ -80,27 +89,30 @@ class WeightFiles:
 
     def lacks(self, model: nn.Module, empty: Collection[str]) -> frozenset[str]:
         """Return those of the names ``empty`` whose tensors are here under none of their names."""
-        found = (names for names, _, name, _ in self._found(model) if name is None)
+        found = (names for names, _, (name, _, _) in self._found(model) if not name)
         return frozenset(name for names in found for name in names if name in empty)
 
     def copy_to(self, model: nn.Module, bring: Bring) -> None:
         """Copy what is here into the tensors of ``model``, file by file."""
-        wanted: dict[Path, list[tuple[str, Piece | None, torch.Tensor]]] = {}
-        for _, tensor, name, piece in self._found(model):
-            if name is not None:
-                wanted.setdefault(self._files[name], []).append((name, piece, tensor))
+        wanted: dict[Path, list[tuple[torch.Tensor, Piece]]] = {}
+        for _, tensor, piece in self._found(model):
+            if name := piece[0]:
+                wanted.setdefault(self._files[name], []).append((tensor, piece))
         for file, tensors in wanted.items():
             with _opened(file) as opened:
-                for name, piece, tensor in tensors:
+                for tensor, (name, _, index) in tensors:
                     bring([tensor])
-                    tensor.copy_(_read(opened, file, name, piece))
+                    tensor.copy_(_read(opened, file, name, index))
 
-    def _found(
-        self, model: nn.Module
-    ) -> Iterator[tuple[list[str], torch.Tensor, str | None, Piece | None]]:
-        """Yield each tensor of ``model``: its names, itself, the name under which it is here (None
-        if it is not), and which part of that it is, if it is a tile's and what is here is whole."""
-        pieces = pieces_of(model)
+    def _found(self, model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor, Piece]]:
+        """Yield each tensor of ``model``: its names, itself, and what it is here, of which the name
+        is "" if it is not here."""
+        pieces = {
+            name: piece
+            for path, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, Tiled)
+            for name, piece in module.tile_pieces(f"{path}." if path else "").items()
+        }
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
@@ -108,15 +120,10 @@ class WeightFiles:
         ):
             names.setdefault(tensor, []).append(name)
         for tensor, its in names.items():
-            here: tuple[str | None, Piece | None] = (None, None)
-            for name in its:
-                if name in self._files:
-                    here = name, None
-                    break
-                if name in pieces and pieces[name].whole in self._files:
-                    here = pieces[name].whole, pieces[name]
-                    break
-            yield its, tensor, *here
+            whole = tuple(tensor.shape)
+            known = ((name, whole, ()) if name in self._files else pieces.get(name) for name in its)
+            here = (piece for piece in known if piece is not None and piece[0] in self._files)
+            yield its, tensor, next(here, ("", whole, ()))
 
 
 def _file_in(path: Path) -> Path:
@@ -164,14 +171,11 @@ def _opened(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _read(opened: Any, path: Path, name: str, piece: Piece | None) -> torch.Tensor:
+def _read(opened: Any, path: Path, name: str, index: tuple[slice, ...]) -> torch.Tensor:
     with _told(path):
-        if piece is None:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor
-        part = slice(piece.begin, piece.begin + piece.length)
-        tensor = opened.get_slice(name)[(slice(None),) * piece.dim + (part,)]
-        return tensor
+        found = opened.get_slice(name)[index] if index else opened.get_tensor(name)
+    tensor: torch.Tensor = found
+    return tensor
 
 
 @contextlib.contextmanager

@@ -1,36 +1,19 @@
 """What a simulated step saves for backward: in chunks filled in order, as the runtime's.
 
-What it is: `Chunks`, the books of `dynoffload.runtime.passes.activations` by sizes alone: which
-chunk a storage lies in, when a chunk ends, which number the next one has. What it is not: a store
-of anything.
+`Chunks` keeps the books of `dynoffload.runtime.passes.activations` by sizes alone: which chunk a
+storage lies in, when a chunk ends, which number the next one has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+from dynoffload.simulation.own_work import Division
 from dynoffload.simulation.pager import SimulatedPager
 
 ALIGNMENT = 64
 """Bytes to which what lies in a chunk is aligned."""
-
-
-class Sizes(Protocol):
-    """The part of a divided budget that concerns what is saved; in bytes."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Of a chunk; a larger storage gets one of its own."""
-
-    @property
-    def min_moved_bytes(self) -> int:
-        """Smaller storages stay in place, while `kept_bytes` lasts."""
-
-    @property
-    def kept_bytes(self) -> int:
-        """How much those may take."""
 
 
 @dataclass(eq=False)
@@ -48,14 +31,16 @@ class Chunks:
 
     Args:
         pager: holds them.
-        sizes: of them.
+        sizes: how the budget is divided.
         on_open: called with the region of a chunk that is opened.
 
     Attributes:
         most_kept: most bytes that stayed in place at one time.
     """
 
-    def __init__(self, pager: SimulatedPager, sizes: Sizes, on_open: Callable[[int], None]) -> None:
+    def __init__(
+        self, pager: SimulatedPager, sizes: Division, on_open: Callable[[int], None]
+    ) -> None:
         self._pager, self._sizes, self._on_open = pager, sizes, on_open
         self._regions: list[int] = []
         self._free: list[int] = []  # indices, highest first

@@ -1,17 +1,16 @@
 """Ranks and the wires between them: how long collectives take.
 
-What it is: `Cluster`, ranks in nodes, whose collectives last as long as the busiest wire is busy.
-What it is not: a simulation of packets, switches or congestion in them; nor when ranks arrive
-(`streams`): all are taken to begin at once.
+Collectives last as long as the busiest wire is busy. Packets, switches and congestion in them are
+not simulated, and all ranks are taken to begin at once.
 
 [Note: wires]  Every rank has a port to the others of its node, and every node one wire to all other
 nodes, which its ranks share; both carry as much in as out at the same time. Traffic inside and
 between nodes goes side by side.
 
 [Note: collectives]  An all-to-all lasts as long as the wire through which most bytes go, in or out,
-and one latency, as all its messages are on their way at once. Gathers, scattered sums and sums go
-in rings: every rank hands a part on to the next, one latency a time; rings that act at the same
-time share the wires between nodes.
+and one latency, as all its messages are on their way at once. Gathers and scattered sums go in
+rings: every rank hands a part on to the next, one latency a time; rings that act at the same time
+share the wires between nodes.
 """
 
 from __future__ import annotations
@@ -98,21 +97,15 @@ class Cluster:
         far = np.where(near, 0.0, sent).reshape(shape).sum(axis=(1, 3))
         return max(self._busiest(local, self.inside), self._busiest(far, self.between))
 
-    def all_gather(self, whole: float, rings: Sequence[Sequence[int]] | None = None) -> float:
-        """Return how long it takes until each rank of each ring has ``whole`` bytes.
+    def all_gather(self, whole: float, rings: Sequence[Sequence[int]]) -> float:
+        """Return how long it takes until each rank of each ring has ``whole`` bytes, or its part of
+        their sum.
 
         Args:
             whole: bytes of all parts of a ring together.
             rings: ranks that hold parts, in the order in which they hand them on; all that act at
-                the same time; None: all ranks, in one ring.
-
-        Raises:
-            ConfigError: a rank does not exist, or is in two rings.
+                the same time, without a rank in common.
         """
-        rings = [range(self.ranks)] if rings is None else rings
-        everyone = [rank for ring in rings for rank in ring]
-        if len(set(everyone)) < len(everyone) or not set(everyone) <= set(range(self.ranks)):
-            raise ConfigError(f"rings share a rank, or have one beyond {self.ranks - 1}: {rings}")
         flows = np.zeros(self.ranks // self.per_node)
         crossing = []
         for ring in rings:
@@ -134,14 +127,6 @@ class Cluster:
                 step = max(step, self.between.latency_s + part * most / self.between.bytes_per_s)
             longest = max(longest, (len(ring) - 1) * step)
         return longest
-
-    def reduce_scatter(self, whole: float, rings: Sequence[Sequence[int]] | None = None) -> float:
-        """Return how long it takes until each rank has its part of the sum of ``whole`` bytes."""
-        return self.all_gather(whole, rings)
-
-    def all_reduce(self, whole: float, rings: Sequence[Sequence[int]] | None = None) -> float:
-        """Return how long it takes until each rank has the sum of ``whole`` bytes."""
-        return self.reduce_scatter(whole, rings) + self.all_gather(whole, rings)
 
     def rings(self, size: int, stride: int = 1) -> list[range]:
         """Return all rings of ``size`` ranks that are ``stride`` apart.

@@ -1,37 +1,23 @@
 """Running a reference string on a machine: who is where at which moment, event by event.
 
-What it is: `Execution`, a clock, a fast memory of regions, and the traffic of a link. It
-follows the rules that the runtime's pager follows: what somebody waits for goes before what is
-planned; planned transfers run in order as there is room; room is made by dropping what is used
-last; what was used counts as modified where its use says so. What it is not: a policy (see
-`dynoffload.simulation.policies`), nor a measurement.
-
-[Note: the three ways out]  A region leaves fast memory with a write if the copy below is stale,
-without one if it is not, or by being *dropped*: then nothing is written, and at its next use the
-use that created it is made again, with whatever that needs in turn.
-
-[Note: recomputing]  Under a policy that drops, what a step frees is not forgotten either, as
-something dropped may be made from it; it takes no memory, but may be made again. What has no
-creator (inputs) stays to the end of the step. Results that a pending recomputation needs are
-pinned until what needs them is made, so that it comes to an end.
+`Execution` is a clock, a fast memory of regions, and the traffic of a link. It follows the rules of
+the runtime's pager: what somebody waits for goes before what is planned; planned transfers run in
+order as there is room; room is made by evicting what is used last; what was used counts as modified
+where its use says so. Which plan it follows is a policy's (`dynoffload.simulation.policies`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heappop, heappush
-from typing import Protocol
 
-from dynoffload.errors import BudgetError
 from dynoffload.planning.schedule import Kind, Use, infeasible
 from dynoffload.simulation.following import NEVER, Following, Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Traffic, Transfer
-
-_MOST_RECOMPUTED = 1000  # times as many uses as a step has, after which a policy thrashes
 
 
 class State(IntEnum):
@@ -47,25 +33,6 @@ class State(IntEnum):
     """On the way out; room is still taken."""
 
 
-class Victims(Protocol):
-    """Chooses what leaves when room is wanted."""
-
-    def choose(self, execution: Execution) -> tuple[int, bool] | None:
-        """Return a region of ``execution.evictable()``, and whether to drop it rather than to
-        write it; None if nothing may leave."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of time in which something happened; seconds from the start of the first step."""
-
-    start: float
-    end: float
-    what: str
-    region: int
-    nbytes: int
-
-
 @dataclass
 class StepResult:
     """What one step cost.
@@ -79,7 +46,6 @@ class StepResult:
         bytes_in: read from the tier below.
         bytes_out: written to it.
         prefetched_bytes: of those read, by plan.
-        wasted_bytes: of those prefetched, never used before they left.
         faults: regions that a use had to wait for, or to ask for.
         peak_bytes: most fast memory taken at one time.
         broken: the plan was strict, and ended before the step did.
@@ -93,57 +59,46 @@ class StepResult:
     bytes_in: int = 0
     bytes_out: int = 0
     prefetched_bytes: int = 0
-    wasted_bytes: int = 0
     faults: int = 0
     peak_bytes: int = 0
     broken: bool = False
 
 
-@dataclass
 class Execution:
     """Fast memory over a run of steps.
 
     Args:
         sizes: bytes of each region; may grow between steps.
         machine: what it runs on.
-        victims: chooses what leaves; None: what is used last by the plan, then longest ago.
-        drops: whether regions may be dropped; see [Note: recomputing].
-        record: keep `spans`.
         reserve: bytes that plans leave free, for what nobody predicted; idle workers make room for
             it of what is not used now.
+
+    Attributes:
+        now: seconds since the first step began.
+        state: of each region.
+        dirty: of each region, whether the copy below is stale.
+        producer: region -> position of the use of this step that created it.
     """
 
-    sizes: list[int]
-    machine: Machine
-    victims: Victims | None = None
-    drops: bool = False
-    record: bool = False
-    reserve: int = 0
-    now: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, sizes: list[int], machine: Machine, reserve: int = 0) -> None:
+        self.sizes, self.machine, self.reserve = sizes, machine, reserve
+        self.now = 0.0
         self.state: list[State] = []
         self.dirty: list[bool] = []
         self._copied: list[bool] = []  # whether the tier below has a copy, stale or not
         self._pins: list[int] = []
         self._wanted: list[bool] = []
-        self._prefetched: list[bool] = []
         self._doomed: list[bool] = []  # freed while on its way out
-        self.dropped: list[bool] = []
-        self.last_used: list[float] = []
         self._stamp: list[int] = []
         self._version: list[int] = []
         self._heap: list[tuple[int, int, int, int]] = []
         self._clock = 0
         self._taken = self._leaving = 0
-        self._traffic = Traffic(self.machine.link)
+        self._traffic = Traffic(machine.link)
         self._urgent: list[int] = []
         self._plan = Following(None)
         self._uses: Sequence[Use] = ()
         self.producer: dict[int, int] = {}
-        self._made_from: dict[int, list[int]] = {}
-        self._kept: list[int] = []  # freed inputs, until the step ends
         self._result = StepResult()
         self.extend()
 
@@ -153,11 +108,9 @@ class Execution:
         """Take note of regions that were added to ``sizes``."""
         more = len(self.sizes) - len(self.state)
         self.state += [State.ABSENT] * more
-        for flags in (self.dirty, self._copied, self._wanted, self._prefetched, self._doomed):
+        for flags in (self.dirty, self._copied, self._wanted, self._doomed):
             flags += [False] * more
-        self.dropped += [False] * more
         self._pins += [0] * more
-        self.last_used += [-math.inf] * more
         self._stamp += [0] * more
         self._version += [0] * more
 
@@ -168,41 +121,14 @@ class Execution:
                 assert self.state[region] is State.ABSENT
                 self.sizes[region] = nbytes
 
-    def place(self, regions: Iterable[int], *, below: bool) -> None:
-        """Say that regions exist from the start: in the tier below, or in fast memory, modified."""
+    def place(self, regions: Iterable[int]) -> None:
+        """Say that regions exist from the start, in the tier below."""
         for region in regions:
-            if below:
-                self._copied[region] = True
-            else:
-                self.state[region] = State.HERE
-                self.dirty[region] = True
-                self._taken += self.sizes[region]
-                self._offer(region)
+            self._copied[region] = True
 
     def resident(self) -> list[int]:
         """Return the regions in fast memory."""
         return [region for region, state in enumerate(self.state) if state is not State.ABSENT]
-
-    def evictable(self) -> list[int]:
-        """Return the regions that may leave now."""
-        return [region for region in range(len(self.state)) if self._may_leave(region)]
-
-    def cost(self, region: int) -> float:
-        """Return the seconds of the use that created ``region`` in this step; inf without one."""
-        use = self.producer.get(region)
-        return math.inf if use is None else self._uses[use].seconds / self.machine.compute
-
-    def sources(self, region: int) -> Sequence[int]:
-        """Return the regions from which ``region`` was made in this step."""
-        use = self.producer.get(region)
-        if use is None:
-            return ()
-        made = self._uses[use]
-        return [other for other in made.regions if other not in made.creates]
-
-    def made_from(self, region: int) -> Sequence[int]:
-        """Return the regions that this step has made from ``region`` so far."""
-        return self._made_from.get(region, ())
 
     def _may_leave(self, region: int) -> bool:
         here = self.state[region] is State.HERE
@@ -233,17 +159,18 @@ class Execution:
         self._result = result = StepResult(peak_bytes=self._taken)
         self._uses = uses
         self.producer.clear()
-        self._made_from.clear()
         self._follow(plan)
         for position, use in enumerate(uses):
             self._anchor(None if keys is None else keys[position], position)
             self._make(position, use)
-        for region in (*self._kept, *self.producer):  # what was made again may be here still
-            self._forget(region)
-            self.dropped[region] = False
-        self._kept.clear()
+        self._end()
         result.seconds = self.now - began
         return result
+
+    def _end(self) -> None:
+        """The step is over: what it created is gone."""
+        for region in self.producer:
+            self._forget(region)
 
     def finish(self) -> None:
         """Let what is under way come to its end."""
@@ -268,9 +195,6 @@ class Execution:
         for region in self._plan.advance(position):
             if self._may_leave(region):
                 self._offer(region)
-        for region in self._plan.drops():
-            if self._may_leave(region) and region in self.producer:
-                self._drop(region)
 
     def _make(self, position: int, use: Use) -> None:
         result = self._result
@@ -278,28 +202,24 @@ class Execution:
         need = sum(self.sizes[region] for region in regions)
         if need > self.machine.fast_bytes:
             raise infeasible(position, need, self.machine.fast_bytes)
-        for region in use.creates:
-            self.producer[region] = position
-            self.dropped[region] = False
-            self._copied[region] = False
-            for source in use.regions:
-                if source not in use.creates:
-                    self._made_from.setdefault(source, []).append(region)
-        self._ensure(position, regions)
+        self._create(position, use)
+        self._get(position, regions)
         for region in regions:
             self._pins[region] += 1
         seconds = use.seconds / self.machine.compute
-        self._compute(seconds, "compute", position)
+        self._compute(seconds)
         result.compute_s += seconds
         self._release(regions, {*use.writes, *use.creates})
         for region in use.frees:
-            if self.drops and region in self.producer:
-                if self.state[region] is not State.ABSENT:
-                    self._drop(region)
-            elif self.drops and self.state[region] is not State.ABSENT:
-                self._kept.append(region)
-            else:
-                self._forget(region)
+            self._freed(region)
+
+    def _create(self, position: int, use: Use) -> None:
+        for region in use.creates:
+            self.producer[region] = position
+            self._copied[region] = False
+
+    def _freed(self, region: int) -> None:
+        self._forget(region)
 
     def _release(self, regions: Iterable[int], written: Iterable[int]) -> None:
         for region in written:
@@ -308,20 +228,11 @@ class Execution:
             self._pins[region] -= 1
             self._clock += 1
             self._stamp[region] = self._clock
-            self.last_used[region] = self.now
             if self._may_leave(region):
                 self._offer(region)
 
-    # Getting regions
-
-    def _ensure(self, position: int, regions: Sequence[int]) -> None:
-        """Wait until all ``regions`` are here; make those again that were dropped."""
-        missing = [r for r in regions if self.dropped[r] and self.state[r] is State.ABSENT]
-        if missing:
-            self._recompute(position, missing, regions)
-        self._fetch(position, regions)
-
-    def _fetch(self, position: int, regions: Sequence[int]) -> None:
+    def _get(self, position: int, regions: Sequence[int]) -> None:
+        """Wait until all ``regions`` are here."""
         absent = [region for region in regions if self.state[region] is not State.HERE]
         for region in regions:
             self._pins[region] += 1
@@ -338,58 +249,6 @@ class Execution:
             self._result.stall_s += self.now - began
         for region in regions:
             self._pins[region] -= 1
-            self._prefetched[region] = False
-
-    def _recompute(self, position: int, missing: Sequence[int], beside: Sequence[int]) -> None:
-        """Make ``missing`` again, from what they were made of, and so on."""
-        held = [region for region in beside if self.state[region] is State.HERE]
-        for region in held:
-            self._pins[region] += 1
-        made = 0
-        for wanted in missing:
-            stack: list[tuple[int, list[int]]] = [(wanted, held)]  # with who holds the result
-            waits: dict[int, list[int]] = {}  # region -> what was made for it
-            while stack:
-                region, holder = stack[-1]
-                if self.state[region] is State.HERE:
-                    stack.pop()
-                    continue
-                sources = self.sources(region)
-                own = waits.setdefault(region, [])
-                gone = [r for r in sources if self.dropped[r] and self.state[r] is State.ABSENT]
-                if gone:  # the latest first: it needs most room on its way
-                    gone.sort(key=lambda source: self.producer[source])
-                    stack += [(source, own) for source in gone]
-                    continue
-                made += 1
-                if made > _MOST_RECOMPUTED * len(self._uses):
-                    raise BudgetError(
-                        f"use {position} of the step does not come to an end: what it needs is "
-                        "dropped again as fast as it is made; raise the budget"
-                    )
-                self._again(position, region, sources)
-                self._release(waits.pop(region), ())
-                self._pins[region] += 1
-                holder.append(region)
-                stack.pop()
-        self._release(held, ())
-
-    def _again(self, position: int, region: int, sources: Sequence[int]) -> None:
-        """Make ``region`` from ``sources``, none of which is dropped."""
-        self._copied[region] = False
-        self.dropped[region] = False
-        self._fetch(position, [*sources, region])
-        for source in (*sources, region):
-            self._pins[source] += 1
-        seconds = self.cost(region)
-        self._compute(seconds, "recompute", self.producer[region])
-        self._result.recompute_s += seconds
-        self._release((*sources, region), (region,))
-
-    def _drop(self, region: int) -> None:
-        """See [Note: the three ways out]."""
-        self._forget(region)
-        self.dropped[region] = True
 
     def _forget(self, region: int) -> None:
         """The region's bytes are wanted by nobody any more."""
@@ -401,17 +260,14 @@ class Execution:
             self._leave(region)
 
     def _leave(self, region: int) -> None:
-        if self._prefetched[region]:
-            self._prefetched[region] = False
-            self._result.wasted_bytes += self.sizes[region]
         self.state[region] = State.ABSENT
         self._taken -= self.sizes[region]
 
     # Time
 
-    def _compute(self, seconds: float, what: str, position: int) -> None:
+    def _compute(self, seconds: float) -> None:
         """Let ``seconds`` of work pass, with transfers beside it where the machine can."""
-        began, left = self.now, seconds
+        left = seconds
         if not self.machine.overlap:
             self._wait(lambda: not self._traffic.under_way)
             self.now += left
@@ -426,8 +282,6 @@ class Execution:
             left -= passed * rate
             if left < 1e-12:
                 break
-        if self.record and seconds:
-            self.spans.append(Span(began, self.now, what, position, 0))
 
     def _wait(self, until: Callable[[], bool], position: int = -1) -> None:
         while True:
@@ -454,14 +308,10 @@ class Execution:
 
     def _arrive(self, transfer: Transfer) -> None:
         region, nbytes = transfer.region, transfer.nbytes
-        if self.record:
-            what = "read" if transfer.reading else "write"
-            self.spans.append(Span(transfer.start, self.now, what, region, nbytes))
         self.state[region] = State.HERE
         if transfer.reading:
             self._result.bytes_in += nbytes
             if transfer.planned:
-                self._prefetched[region] = True
                 self._result.prefetched_bytes += nbytes
             self.dirty[region] = False
         else:
@@ -513,15 +363,6 @@ class Execution:
         return self._make_room()
 
     def _make_room(self) -> bool:
-        if self.victims is not None:
-            chosen = self.victims.choose(self)
-            if chosen is None:
-                return False
-            if chosen[1]:
-                self._drop(chosen[0])
-                return True
-            self._evict(chosen[0])
-            return True
         victim = self._last_used()
         if victim < 0:
             return False
@@ -587,7 +428,7 @@ class Execution:
         link = self.machine.link
         delay = link.latency_s if planned else link.latency_s + link.fault_s
         self.state[region] = State.READING
-        self._traffic.begin(Transfer(region, size, True, delay, planned, self.now))
+        self._traffic.begin(Transfer(region, size, True, delay, planned))
 
     def _evict(self, region: int) -> None:
         size = self.sizes[region]
@@ -597,7 +438,7 @@ class Execution:
         self.state[region] = State.WRITING
         self._leaving += size
         delay = self.machine.link.latency_s + self._let_go(region)
-        self._traffic.begin(Transfer(region, size, False, delay, False, self.now))
+        self._traffic.begin(Transfer(region, size, False, delay, False))
 
     def _let_go(self, region: int) -> float:
         """Ready a region that is here for its write; return the seconds that takes."""

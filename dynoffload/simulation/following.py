@@ -1,8 +1,7 @@
 """A plan, and how far a step has come in it.
 
-What it is: `Plan`, what a policy expects of a step and what it does about it, and `Following`, by
-which a step that may go otherwise finds its place in it. What it is not: the carrying out of what
-is due (see `execution`).
+`Following` counts as the pager does (``memory/native/plan.c``): each region has a next use, which
+two regions that trade contents trade too.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ class Plan:
         keys: what each expected use is known by; the step finds its place by them.
         uses: the expected uses.
         schedule: of those.
-        drops: (position, region): drop the region once progress has reached the position.
         strict: the first use that is not the one expected ends the plan.
     """
 
     keys: Sequence[Hashable]
     uses: Sequence[Use]
     schedule: Schedule
-    drops: Sequence[tuple[int, int]] = ()
     strict: bool = False
 
 
@@ -54,9 +51,8 @@ class Following:
         self._next: dict[int, int] = {}
         self._uses: list[tuple[int, int, int]] = []  # position, region, its next position
         self._actions: Sequence[Action] = ()
-        self._drops: Sequence[tuple[int, int]] = ()
         self._places: dict[Hashable, list[int]] = {}
-        self._used = self._acted = self._dropped = 0
+        self._used = self._acted = 0
         if plan is not None:
             self._read(plan)
 
@@ -67,7 +63,7 @@ class Following:
                 self._uses.append((position, region, self._next.get(region, NEVER)))
                 self._next[region] = position
         self._uses.reverse()
-        self._actions, self._drops = plan.schedule.actions, plan.drops
+        self._actions = plan.schedule.actions
         for position, key in enumerate(plan.keys):
             self._places.setdefault(key, []).append(position)
 
@@ -111,12 +107,6 @@ class Following:
         """The next uses of two regions are each other's from now on."""
         first, second = self.next_use(one), self.next_use(other)
         self._next[one], self._next[other] = second, first
-
-    def drops(self) -> Iterator[int]:
-        """Yield the regions that are to be dropped by now."""
-        while self._dropped < len(self._drops) and self._drops[self._dropped][0] <= self.position:
-            self._dropped += 1
-            yield self._drops[self._dropped - 1][1]
 
     def due(self) -> Action | None:
         """Return the next transfer that may begin, None if there is none."""

@@ -1,8 +1,7 @@
 """The machine that a simulation runs on: a fast tier, a link to the tier below, and compute.
 
-What it is: `Machine` and `Link`, in bytes, seconds and bytes per second, and `load_machines`, which
-reads them from TOML, as `load_costs` does what an operator takes there. What it is not: a
-measurement; `dynoffload.doctor` measures this machine.
+In bytes, seconds and bytes per second, and read from TOML; `dynoffload.doctor` measures this
+machine.
 
 [Note: one direction and both]  A link moves ``read_bps`` while only reads are under way and
 ``write_bps`` while only writes are. With both under way it moves ``mixed_bps`` together, half of it
@@ -20,7 +19,7 @@ from typing import Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.profiler.costs import CostModel
-from dynoffload.units import MiB, parse_bytes
+from dynoffload.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Link:
         mixed_bps: of both directions at once, together; see [Note: one direction and both].
         latency_s: seconds before the first byte of a transfer.
         fault_s: seconds more for a transfer that an access waits for: trap, service, wake.
-        sharers: how many devices use the link at once and share it evenly.
     """
 
     read_bps: float
@@ -41,14 +39,12 @@ class Link:
     mixed_bps: float
     latency_s: float = 0.0
     fault_s: float = 0.0
-    sharers: int = 1
 
     def __post_init__(self) -> None:
         for name in ("read_bps", "write_bps", "mixed_bps"):
             _require(self, name, getattr(self, name) > 0, "above 0 bytes per second")
         for name in ("latency_s", "fault_s"):
             _require(self, name, 0 <= getattr(self, name) < float("inf"), "seconds from 0 on")
-        _require(self, "sharers", self.sharers >= 1, "at least 1")
 
     @property
     def in_turns(self) -> bool:
@@ -56,14 +52,21 @@ class Link:
         would."""
         return self.mixed_bps <= 2 / (1 / self.read_bps + 1 / self.write_bps)
 
+    def times(self, factor: float) -> Link:
+        """Return the same link, ``factor`` times as fast, with the same latency."""
+        return replace(
+            self,
+            read_bps=factor * self.read_bps,
+            write_bps=factor * self.write_bps,
+            mixed_bps=factor * self.mixed_bps,
+        )
+
     def rates(self, *, reads: bool, writes: bool) -> tuple[float, float]:
         """Return the bytes per second of all reads and of all writes that are under way."""
         if reads and writes:
             half = self.mixed_bps / 2
-            both = min(half, self.read_bps), min(half, self.write_bps)
-        else:
-            both = self.read_bps * reads, self.write_bps * writes
-        return both[0] / self.sharers, both[1] / self.sharers
+            return min(half, self.read_bps), min(half, self.write_bps)
+        return self.read_bps * reads, self.write_bps * writes
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,6 @@ class Machine:
         compute: how many times faster this machine computes than the workload's seconds say, which
             are the recorded ones, or those of the cost model that the workload was made with.
         interference: share of its speed that compute loses while a transfer is under way.
-        page_bytes: what a policy that works by pages moves at a time.
     """
 
     link: Link
@@ -89,14 +91,12 @@ class Machine:
     workers: int = 2
     compute: float = 1.0
     interference: float = 0.0
-    page_bytes: int = 2 * MiB
 
     def __post_init__(self) -> None:
         _require(self, "fast_bytes", self.fast_bytes > 0, "above 0 bytes")
         _require(self, "workers", self.workers >= 1, "at least 1")
         _require(self, "compute", self.compute > 0, "above 0")
         _require(self, "interference", 0 <= self.interference < 1, "from 0 up to below 1")
-        _require(self, "page_bytes", self.page_bytes > 0, "above 0 bytes")
         if self.slow_bytes is not None:
             _require(self, "slow_bytes", self.slow_bytes >= 0, "from 0 bytes on")
 
@@ -118,21 +118,7 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "int": ("whole number", int),
     "int | None": ("whole number", int),
 }
-_BYTES = frozenset(("fast_bytes", "slow_bytes", "page_bytes", "read_bps", "write_bps", "mixed_bps"))
-
-
-def load_machine(path: Path) -> Machine:
-    """Return the one machine that a TOML file describes; see `load_machines`.
-
-    Raises:
-        ConfigError: as for `load_machines`, or it describes several tiers.
-    """
-    machines = load_machines(path)
-    if len(machines) > 1:
-        raise ConfigError(
-            f"{path} describes {len(machines)} tiers, {', '.join(machines)}: keep one"
-        )
-    return next(iter(machines.values()))
+_BYTES = frozenset(("fast_bytes", "slow_bytes", "read_bps", "write_bps", "mixed_bps"))
 
 
 def load_machines(path: Path) -> dict[str, Machine]:

@@ -1,8 +1,7 @@
 """A transformer with experts, divided over a cluster: what one device holds, computes and sends.
 
-What it is: counts from dimensions (parameters, operators, saved activations, network bytes), layer
-by layer, for one of many devices that all do the same. What it is not: time (`roofline`,
-`movement`), or where the bytes lie (`placement`).
+Counts from dimensions (parameters, operators, saved activations, network bytes), layer by layer,
+for one of many devices that all do the same.
 
 [Note: the division]  Attention, the dense feed-forward layers and the embedding are divided over
 `Division.tensor` devices, and what lies between them by sequence (Korthikanti et al. 2022): saved

@@ -1,8 +1,7 @@
 """A step of a divided transformer with experts on a cluster: slow wires, uneven experts, parts.
 
-What it is: the step of `moe_cluster` on ranks that need not do the same, with collectives of a
-`cluster` and its expert layers in parts (`pipeline`). What it is not: remote memory (`movement`),
-but for what strategies S1 to S3 copy to it.
+The step of `moe_cluster` on ranks that need not do the same, with collectives of a `cluster` and
+its expert layers in parts (`pipeline`). Of remote memory only what strategies S1 to S3 copy counts.
 
 [Note: the step]  Forward, the head, and backward, with all but the experts recomputed just before a
 layer's backward. Attention, dense layers and the head are even, and their collectives end on all
@@ -20,20 +19,10 @@ from functools import cached_property
 
 from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster
-from dynoffload.simulation.hardware import Accelerator
 from dynoffload.simulation.moe_cluster import MoeShard
-from dynoffload.simulation.pipeline import (
-    Cost,
-    Elements,
-    Layer,
-    Part,
-    costs_of,
-    elements,
-    part_of,
-)
-from dynoffload.simulation.roofline import Operator, work
+from dynoffload.simulation.pipeline import Cost, Elements, Layer, cost_of, elements, part_of
+from dynoffload.simulation.roofline import Accelerator, Operator, work
 from dynoffload.simulation.routing import Routing, Spread
-from dynoffload.simulation.speeds import Speeds
 
 
 @dataclass(frozen=True)
@@ -74,24 +63,17 @@ class MoeSteps:
         shard: what a rank does, were all alike.
         device: every rank.
         cluster: all of them.
-        speeds: of products and copies of an expert layer; None: the device's roofline.
     """
 
     shard: MoeShard
     device: Accelerator
     cluster: Cluster
-    speeds: Speeds | None = None
 
     @property
     def spread(self) -> Spread:
         """Where experts lie."""
         cut = self.shard.division
         return Spread(self.cluster.ranks, cut.expert, cut.slices)
-
-    @property
-    def rows(self) -> float:
-        """Tokens of a rank."""
-        return self.shard.batch.tokens / self.shard.division.tensor
 
     @property
     def layer(self) -> Layer:
@@ -111,31 +93,19 @@ class MoeSteps:
             parts: of the batch, in expert layers.
             strategy: how what parts overwrite is restored.
         """
-        return self.made_of(self.split(routings, parts), parts, strategy)
-
-    def split(self, routings: Sequence[Routing], parts: int) -> list[Part]:
-        """Return one of ``parts`` parts of each of ``routings``."""
-        shard, layer = self.shard, self.layer
-        held = shard.model.experts / shard.division.expert
-        speeds = self._speeds_of(layer, held)
-        return [
-            part_of(layer, routing.part(parts), self.spread, speeds, self.cluster)
+        layer = self.layer
+        each = [
+            cost_of(
+                part_of(layer, routing.part(parts), self.spread, self.device, self.cluster),
+                parts,
+                strategy,
+            )
             for routing in routings
         ]
-
-    def made_of(self, split: Sequence[Part], parts: int, strategy: Strategy) -> StepCost:
-        """Return what a step costs whose expert layers consist of such parts; see `step`."""
-        slowdown = None if self.speeds is None else self.speeds.slowdown
-        each = [sum(costs_of(part, parts, strategy, slowdown), _NOTHING) for part in split]
         experts = sum(each, _NOTHING)
         if len(each) == 1:
             experts = sum(each * self.shard.model.moe_layers, _NOTHING)
         return StepCost(experts, self._even, self._collectives)
-
-    def _speeds_of(self, layer: Layer, held: float) -> Speeds:
-        if self.speeds is not None:
-            return self.speeds
-        return Speeds.of(self.device, layer.width, layer.inner, held, layer.element)
 
     def kept(self, routings: Sequence[Routing], parts: int, strategy: Strategy) -> Elements:
         """Return what the rank with most rows holds of all expert layers, in elements.
@@ -181,8 +151,8 @@ class MoeSteps:
         groups = self.cluster.rings(cut.data, cut.tensor)
         copies = self.cluster.rings(cut.replicas, cut.expert * cut.slices)
         for one in (*shard.layers, shard.head):
-            found += self.cluster.reduce_scatter(element * one.dense, groups)
-            found += self.cluster.reduce_scatter(element * one.expert, copies)
+            found += self.cluster.all_gather(element * one.dense, groups)
+            found += self.cluster.all_gather(element * one.expert, copies)
         return found
 
 

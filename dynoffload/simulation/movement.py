@@ -1,8 +1,7 @@
 """A step as visits to layers, and how long it takes when bytes move serially, or ahead.
 
-What it is: the sequence of visits that a placement makes of a step, with the regions each needs
-from remote memory and leaves there, and three ways to time it. What it is not: a simulation of
-devices one by one; all do the same at the same time.
+The sequence of visits that a placement makes of a step, with the regions each needs from remote
+memory and leaves there, and three ways to time it. All devices do the same at the same time.
 
 [Note: two orders]  In *sweeps*, all layers are recomputed before backward begins: weights are read
 three times, and the activations of all layers lie in remote memory at once. *Beside*, each layer is
@@ -19,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dynoffload.simulation.hardware import Accelerator, SharedLink
+from dynoffload.simulation.designs import Placement
 from dynoffload.simulation.moe_cluster import Layer, MoeShard
-from dynoffload.simulation.placement import Placement
-from dynoffload.simulation.roofline import Operator, work
+from dynoffload.simulation.roofline import Accelerator, Operator, SharedLink, work
 
 
 class Order(Enum):
@@ -85,48 +83,41 @@ def visits(
     update: Update = Update.NONE,
 ) -> list[Visit]:
     """Return the visits of a step: forward, the head, recomputation and backward."""
-    element = shard.precision.element
-    layers = [
-        _Parts(
-            layer,
-            {f"weights {n}": element * layer.parameters} if placement.weights else {},
-            {f"checkpoint {n}": shard.own} if placement.checkpoints else {},
-            {f"activations {n}": layer.saved} if placement.activations else {},
-            _update(shard, layer, n, placement, update),
-        )
-        for n, layer in enumerate(shard.layers)
-    ]
-    head = shard.head
+    element, head = shard.precision.element, shard.head
+    layers = list(enumerate(shard.layers))
+
+    def weights(number: int, layer: Layer) -> dict[str, float]:
+        nbytes = element * layer.parameters
+        return {f"weights {number}": nbytes} if placement.weights else {}
+
+    def checkpoint(number: int) -> dict[str, float]:
+        return {f"checkpoint {number}": shard.own} if placement.checkpoints else {}
+
+    def activations(number: int, layer: Layer) -> dict[str, float]:
+        return {f"activations {number}": layer.saved} if placement.activations else {}
+
     found = [
-        Visit(p.layer.forward, p.layer.forward_network, p.weights, p.checkpoint) for p in layers
+        Visit(layer.forward, layer.forward_network, weights(n, layer), checkpoint(n))
+        for n, layer in layers
     ]
     received = head.forward_network + head.backward_network + head.reduced
     found.append(Visit((*head.forward, *head.backward), received))
     if order is Order.SWEEPS:
-        for p in layers:
-            needed = {**p.weights, **p.checkpoint}
-            found.append(Visit(p.layer.forward, p.layer.forward_network, needed, p.activations))
-    for p in reversed(layers):
-        operators, received = p.layer.backward, p.layer.backward_network + p.layer.reduced
-        kept = p.activations
+        for n, layer in layers:
+            needed = {**weights(n, layer), **checkpoint(n)}
+            made = activations(n, layer)
+            found.append(Visit(layer.forward, layer.forward_network, needed, made))
+    for n, layer in reversed(layers):
+        operators, received = layer.backward, layer.backward_network + layer.reduced
+        kept = activations(n, layer)
         if order is Order.BESIDE:
-            operators = (*p.layer.forward, *operators)
-            received += p.layer.forward_network
-            kept = p.checkpoint
-        needed = {**p.weights, **kept, **p.update.fetched}
-        found.append(Visit(operators, received + p.update.network_bytes, needed, p.update.stored))
+            operators = (*layer.forward, *operators)
+            received += layer.forward_network
+            kept = checkpoint(n)
+        last = _update(shard, layer, n, placement, update)
+        needed = {**weights(n, layer), **kept, **last.fetched}
+        found.append(Visit(operators, received + last.network_bytes, needed, last.stored))
     return found
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """A layer, its regions that are remote, and its update."""
-
-    layer: Layer
-    weights: dict[str, float]
-    checkpoint: dict[str, float]
-    activations: dict[str, float]
-    update: Visit
 
 
 def _update(

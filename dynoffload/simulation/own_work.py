@@ -1,8 +1,4 @@
-"""What a simulated runtime is given, and what it takes itself: a divided budget, and its own work.
-
-What it is: plain numbers. What it is not: how a budget is divided, which the runtime decides before
-anything is simulated, nor how its own work is measured.
-"""
+"""What a simulated runtime is given and takes itself: a divided budget, and its own work."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The runtime's device, simulated: the verbs of `dynoffload.memory.device.Device`, and their time.
 
-What it is: `SimulatedPager`, an `Execution` that is driven verb by verb, as the runtime drives its
-pager, and keeps the pager's rules: what was only staged is clean and what was at its address is
-not; the stamp of a region is renewed by verbs, not by accesses; whoever touches an absent region
-waits for it; regions have twins. What it is not: the runtime, which is `training`.
+`SimulatedPager` is an `Execution` that is driven verb by verb, as the runtime drives its pager, and
+keeps the pager's rules: what was only staged is clean and what was at its address is not; the stamp
+of a region is renewed by verbs, not by accesses; whoever touches an absent region waits for it;
+regions have twins.
 
 [Note: places]  A region that is here either rests in slots ("staged") or lies at its address
 ("placed"), where anybody may write it. Only what is placed can be accessed. Putting it there, or
@@ -40,8 +40,6 @@ class SimulatedPager(Execution):
         move_s: seconds of moving a page to its address, or back; see [Note: places].
 
     Attributes:
-        moved: pages that steps have moved.
-        moved_beside: pages that transfers have.
         most_extra: bytes of extra regions, at the most.
     """
 
@@ -49,7 +47,6 @@ class SimulatedPager(Execution):
         self, machine: Machine, page_bytes: int, reserve: int, move_s: float = 0.0
     ) -> None:
         self._page, self._move_s = page_bytes, move_s
-        self.moved = self.moved_beside = 0
         self._arrived = 0  # pages that transfers have placed for who waits
         self._contents: list[int] = []
         self._placed: list[bool] = []
@@ -131,11 +128,11 @@ class SimulatedPager(Execution):
         self._result = StepResult(peak_bytes=self._taken)
         return self._result
 
-    def work(self, seconds: float, what: str = "compute") -> None:
-        """Let the step work, beside transfers."""
+    def work(self, seconds: float, *, own: bool = False) -> None:
+        """Let the step work, beside transfers; ``own`` if it is the runtime's own work."""
         if seconds > 0:
-            self._compute(seconds, what, self._plan.position)
-            if what == "compute":
+            self._compute(seconds)
+            if not own:
                 self._result.compute_s += seconds
 
     # Residency
@@ -148,7 +145,7 @@ class SimulatedPager(Execution):
             new = self.state[region] is State.ABSENT and not self._copied[region]
             if new and self._room() >= self.sizes[region]:
                 self._bring(region, planned=False)
-        self._get(regions)
+        self._bring_all(regions)
         if not pin:
             self.unpin(regions)
 
@@ -186,12 +183,12 @@ class SimulatedPager(Execution):
         following = plan.next_use(region)
         if plan.position < following <= plan.position + FAULT_LOOKAHEAD:
             self.advance(following)
-        self.work(self._fault_s, "fault")
+        self.work(self._fault_s, own=True)
         self._pins[region] += 1  # whoever waits for it is woken before it may leave
-        self._get([region])
+        self._bring_all([region])
         self.unpin([region])
 
-    def _get(self, regions: Sequence[int]) -> None:
+    def _bring_all(self, regions: Sequence[int]) -> None:
         """Wait until all are placed."""
         absent = [region for region in regions if self.state[region] is not State.HERE]
         began = self.now
@@ -211,7 +208,7 @@ class SimulatedPager(Execution):
     def _place(self, region: int, *, beside: bool = False) -> None:
         """See [Note: places]; ``beside`` if a transfer does it."""
         self._placed[region] = self.dirty[region] = True
-        self._prefetched[region] = self._wanted[region] = False
+        self._wanted[region] = False
         self._renew(region)
         if beside:
             self._arrived += self._moves(region)
@@ -226,8 +223,7 @@ class SimulatedPager(Execution):
         return self.sizes[region] // self._page
 
     def _move(self, pages: int) -> None:
-        self.moved += pages
-        self.work(pages * self._move_s, "runtime")
+        self.work(pages * self._move_s, own=True)
 
     def _renew(self, region: int) -> None:
         self._clock += 1
@@ -269,7 +265,6 @@ class SimulatedPager(Execution):
         if not all(self._may_lend(region, twin) for region, twin in pairs):
             return False
         for region, twin in pairs:
-            self._prefetched[region] = False
             self.state[region], self.state[twin] = State.ABSENT, State.HERE
             self.dirty[twin] = True
             self._renew(twin)
@@ -289,7 +284,7 @@ class SimulatedPager(Execution):
         self.withdraw((*regions, *twins))
         self._wait(lambda: all(self.state[r] in resting for r in (*regions, *twins)))
         for one, other in zip(regions, twins, strict=True):
-            for flags in (self.dirty, self._copied, self._prefetched):
+            for flags in (self.dirty, self._copied):
                 flags[one], flags[other] = flags[other], flags[one]
             self.state[one], self.state[other] = self.state[other], self.state[one]
             self._stamp[one], self._stamp[other] = self._stamp[other], self._stamp[one]
@@ -335,5 +330,4 @@ class SimulatedPager(Execution):
         if not self._placed[region]:
             return 0.0
         self._placed[region] = False
-        self.moved_beside += self._moves(region)
         return self._moves(region) * self._move_s

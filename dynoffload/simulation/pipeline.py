@@ -1,10 +1,9 @@
 """An expert-parallel layer in parts: exchanges of one part beside the products of another.
 
-What it is: what MPipeMoE (Zhang et al., IPDPS 2023) does with a layer, as tasks of `streams`: the
-batch in n parts, each dispatched (S), computed (C) and combined (R), and four ways to restore in
-backward what the parts overwrite in buffers that they share; its formula of memory. What it is not:
-the layer itself, or which way is best; nor a formula of time: a pipeline takes time to fill and to
-drain, which `Cost.bound`, the published max(compute, communication, copies), leaves out.
+The schedule of MPipeMoE (Zhang et al., IPDPS 2023): the batch in n parts, each dispatched (S),
+computed (C) and combined (R), and four ways to restore in backward what the parts overwrite in
+buffers that they share; and its formula of memory. A pipeline takes time to fill and to drain,
+which `Cost.bound`, the published max(compute, communication, copies), leaves out.
 
 [Note: the tasks of a part]  Products are counted in units of rows x width x inner multiply-adds.
 Forward: S, first product, second product, R; a strategy that offloads copies the dispatched input
@@ -22,36 +21,17 @@ published volumes have it. Without a strategy every part has buffers of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from dynoffload.errors import ConfigError
 from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster
+from dynoffload.simulation.roofline import Accelerator
 from dynoffload.simulation.routing import Routing, Spread
-from dynoffload.simulation.speeds import Speeds
-from dynoffload.simulation.streams import Floats, Program, Resource, Slowdown, Timeline
+from dynoffload.simulation.streams import Floats, Resource, Timeline
 
 COMPUTE, LINK, COPY = Resource.COMPUTE, Resource.LINK, Resource.COPY
-
-
-@dataclass(frozen=True)
-class Volumes:
-    """Units of work of a part: products of bHM, exchanges of bM, copied bM."""
-
-    products: float
-    exchanges: float
-    copies: float
-
-
-def volumes(strategy: Strategy, *, backward: bool, ratio: float = 4.0) -> Volumes:
-    """Return what a part takes; ``ratio`` is the inner width over the width."""
-    copies = strategy.offloads_rows * 1.0 + strategy.offloads_middle * ratio
-    if not backward:
-        return Volumes(2, 2, copies)
-    return Volumes(4 + strategy.computes_again, 2 + strategy.sends_again, copies)
 
 
 @dataclass(frozen=True)
@@ -70,11 +50,6 @@ class Layer:
     element: int = 2
     activation: float = 0.0
     activation_backward: float = 0.0
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row on its way."""
-        return self.width * self.element
 
 
 @dataclass(frozen=True)
@@ -98,50 +73,41 @@ class Part:
 
 
 def part_of(
-    layer: Layer,
-    routing: Routing,
-    spread: Spread,
-    speeds: Speeds,
-    cluster: Cluster | None = None,
+    layer: Layer, routing: Routing, spread: Spread, device: Accelerator, cluster: Cluster
 ) -> Part:
     """Return what a part takes.
+
+    A product takes its arithmetic, or its traffic if that takes longer: all matrices that the rank
+    holds, whatever part of the batch it is for, and the rows. Copies go to the remote memory.
 
     Args:
         layer: its dimensions.
         routing: of the part.
         spread: where experts lie.
-        speeds: of every rank.
-        cluster: computes exchanges from who sends what to whom; None: ``speeds`` say it by the
-            bytes of the busiest rank.
+        device: every rank.
+        cluster: of the ranks; its exchanges follow from who sends what to whom.
     """
     received = routing.received(spread)
-    sent = routing.sent(spread, layer.row_bytes)
-    if cluster is not None:
-        dispatch, combine = cluster.all_to_all(sent), cluster.all_to_all(sent.T)
-    else:
-        busiest = max(sent.sum(axis=0).max(), sent.sum(axis=1).max())
-        dispatch = combine = speeds.exchange(float(busiest))
-
-    def each(seconds: Callable[[float], float], per_row: float) -> Floats:
-        # Many ranks have the same rows, and a table is looked up one by one.
-        different, which = np.unique(received, return_inverse=True)
-        return np.array([seconds(float(rows) * per_row) for rows in different])[which]
-
+    sent = routing.sent(spread, layer.width * layer.element)
+    macs = received * (layer.width * layer.inner)
+    held = routing.rows.shape[1] / spread.groups * layer.width * layer.inner
+    traffic = layer.element * (held + received * (layer.width + layer.inner))
+    product = np.maximum(2 * macs / device.flops_per_s, traffic / device.local_bytes_per_s)
+    copied = received * layer.element / device.remote.share
     return Part(
-        product=each(speeds.gemm, layer.width * layer.inner),
-        dispatch=dispatch,
-        combine=combine,
-        copy_input=each(speeds.copy, layer.width * layer.element),
-        copy_middle=each(speeds.copy, layer.inner * layer.element),
+        product=np.where(received > 0, product, 0.0),
+        dispatch=cluster.all_to_all(sent),
+        combine=cluster.all_to_all(sent.T),
+        copy_input=layer.width * copied,
+        copy_middle=layer.inner * copied,
         activation=received * layer.activation,
         activation_backward=received * layer.activation_backward,
     )
 
 
-def forward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Program:
+def forward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Timeline:
     """Return forward's tasks for ``parts`` parts; see [Note: the tasks of a part]."""
-    tasks = _Tasks(part, parts)
-    program, shares = tasks.program, strategy.reuses
+    tasks, shares = Timeline(len(part.product)), strategy.reuses
     dispatched: list[int] = []
     offloaded: list[list[int]] = [[] for _ in range(parts)]  # inputs
     first: list[int] = []
@@ -151,11 +117,11 @@ def forward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Progr
 
     def dispatch(k: int) -> None:
         free = [first[k - 2], *offloaded[k - 2]] if shares and k >= 2 else []
-        dispatched.append(program.add(f"S{k}", LINK, part.dispatch, free))
+        dispatched.append(tasks.add(f"S{k}", LINK, part.dispatch, free))
 
     def offload_input(k: int) -> None:
         if strategy.offloads_rows:
-            offloaded[k] = [program.add(f"input {k} out", COPY, part.copy_input, [dispatched[k]])]
+            offloaded[k] = [tasks.add(f"input {k} out", COPY, part.copy_input, [dispatched[k]])]
 
     dispatch(0)
     offload_input(0)
@@ -164,21 +130,20 @@ def forward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Progr
             dispatch(k + 1)
         seconds = part.product + part.activation
         waits = [dispatched[k], *(emptied[-1:] if shares else [])]
-        first.append(program.add(f"first {k}", COMPUTE, seconds, waits))
+        first.append(tasks.add(f"first {k}", COMPUTE, seconds, waits))
         if strategy.offloads_middle:
-            emptied.append(program.add(f"middle {k} out", COPY, part.copy_middle, [first[k]]))
+            emptied.append(tasks.add(f"middle {k} out", COPY, part.copy_middle, [first[k]]))
         waits = [first[k], *(combined[k - 2 : k - 1] if shares and k >= 2 else [])]
-        second.append(program.add(f"second {k}", COMPUTE, part.product, waits))
-        combined.append(program.add(f"R{k}", LINK, part.combine, [second[k]]))
+        second.append(tasks.add(f"second {k}", COMPUTE, part.product, waits))
+        combined.append(tasks.add(f"R{k}", LINK, part.combine, [second[k]]))
         if k + 1 < parts:
             offload_input(k + 1)
-    return program
+    return tasks
 
 
-def backward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Program:
+def backward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Timeline:
     """Return backward's tasks for ``parts`` parts; see [Note: the tasks of a part]."""
-    tasks = _Tasks(part, parts)
-    program, shares = tasks.program, strategy.reuses
+    tasks, shares = Timeline(len(part.product)), strategy.reuses
     inputs: list[list[int]] = []
     middles: list[list[int]] = []
     gradients: list[int] = []
@@ -190,18 +155,18 @@ def backward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Prog
         if shares:
             free = inner[k - 2 : k - 1] if k >= 2 else []
             if strategy.offloads_rows:
-                inputs.append([program.add(f"input {k} in", COPY, part.copy_input, free)])
+                inputs.append([tasks.add(f"input {k} in", COPY, part.copy_input, free)])
             else:
-                inputs.append([program.add(f"S{k} again", LINK, part.dispatch, free)])
+                inputs.append([tasks.add(f"S{k} again", LINK, part.dispatch, free)])
         else:
             inputs.append([])
         free = outer[k - 2 : k - 1] if shares and k >= 2 else []
-        gradients.append(program.add(f"dR{k}", LINK, part.dispatch, free))
+        gradients.append(tasks.add(f"dR{k}", LINK, part.dispatch, free))
 
     def copy_middle(k: int) -> None:
         if strategy.offloads_middle:
             free = outer[k - 1 : k] if k else []
-            middles.append([program.add(f"middle {k} in", COPY, part.copy_middle, free)])
+            middles.append([tasks.add(f"middle {k} in", COPY, part.copy_middle, free)])
 
     arrive(0)
     copy_middle(0)
@@ -210,30 +175,23 @@ def backward(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Prog
             arrive(k + 1)
         if strategy.computes_again:
             again = part.product + part.activation
-            middles.append([program.add(f"first {k} again", COMPUTE, again, inputs[k])])
+            middles.append([tasks.add(f"first {k} again", COMPUTE, again, inputs[k])])
         elif not shares:
             middles.append([])
         seconds = 2 * part.product + part.activation_backward
         waits = [gradients[k], *middles[k]]
-        outer.append(program.add(f"second {k} backward", COMPUTE, seconds, waits))
+        outer.append(tasks.add(f"second {k} backward", COMPUTE, seconds, waits))
         if k + 1 < parts:
             copy_middle(k + 1)
         waits = [outer[k], *inputs[k], *(returned[k - 2 : k - 1] if shares and k >= 2 else [])]
-        inner.append(program.add(f"first {k} backward", COMPUTE, 2 * part.product, waits))
-        returned.append(program.add(f"dS{k}", LINK, part.combine, [inner[k]]))
-    return program
-
-
-class _Tasks:
-    def __init__(self, part: Part, parts: int) -> None:
-        if parts < 1:
-            raise ConfigError(f"a batch in {parts} parts has none: take 1 or more")
-        self.program = Program(len(part.product))
+        inner.append(tasks.add(f"first {k} backward", COMPUTE, 2 * part.product, waits))
+        returned.append(tasks.add(f"dS{k}", LINK, part.combine, [inner[k]]))
+    return tasks
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One pass of a layer.
+    """One pass of a layer, or several in a row.
 
     Attributes:
         seconds: of it.
@@ -276,27 +234,9 @@ class Cost:
         )
 
 
-def costs(
-    layer: Layer,
-    routing: Routing,
-    spread: Spread,
-    speeds: Speeds,
-    parts: int,
-    strategy: Strategy = Strategy.NONE,
-    cluster: Cluster | None = None,
-) -> tuple[Cost, Cost]:
-    """Return what forward and backward of a layer cost; the arguments are those of `part_of`."""
-    part = part_of(layer, routing.part(parts), spread, speeds, cluster)
-    return costs_of(part, parts, strategy, speeds.slowdown)
-
-
-def costs_of(
-    part: Part, parts: int, strategy: Strategy = Strategy.NONE, slowdown: Slowdown | None = None
-) -> tuple[Cost, Cost]:
-    """Return what forward and backward of ``parts`` such parts cost."""
-    passes = (make(part, parts, strategy).run(slowdown) for make in (forward, backward))
-    first, second = (Cost.of(timeline) for timeline in passes)
-    return first, second
+def cost_of(part: Part, parts: int, strategy: Strategy = Strategy.NONE) -> Cost:
+    """Return what both passes of ``parts`` such parts cost."""
+    return Cost.of(forward(part, parts, strategy)) + Cost.of(backward(part, parts, strategy))
 
 
 @dataclass(frozen=True)

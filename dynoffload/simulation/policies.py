@@ -1,20 +1,18 @@
-"""The policies that a simulation compares: who is fetched ahead, and who leaves.
+"""The policies that a simulation compares, and `simulate`, a workload on a machine under one.
 
-What it is: `Strategy`, what `dynoffload.simulation.simulate` asks a policy step by step, and the
-policies that move regions only: on demand, by pages, replay, prediction, clairvoyance. Those that
-make regions again, or move by intervals, stand in `recompute` and `intervals`. What it is not: a
-planner; where a string is known or predicted, the planners of `dynoffload.planning` plan it, the
-same that the runtime uses.
+Where a string is known, the planners of `dynoffload.planning` plan it, the same that the runtime
+uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 
+from dynoffload.errors import BudgetError
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import Policy
-from dynoffload.simulation.execution import Execution, StepResult, Victims
+from dynoffload.simulation.execution import Execution, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.workload import Step, Workload, persistent_part
@@ -26,21 +24,30 @@ class Strategy:
 
     Attributes:
         name: in tables.
-        by_pages: whether it moves pages of ``machine.page_bytes`` rather than regions.
-        drops: whether it makes regions again rather than move them.
     """
 
     name: str = "on-demand"
-    by_pages: bool = False
-    drops: bool = False
 
-    def begin(self, workload: Workload, machine: Machine) -> Victims | None:
-        """The run begins; return who chooses what leaves, or None for the last used by plan.
+    def shaped(self, workload: Workload, machine: Machine) -> Shaped:
+        """Return the workload as the policy moves it."""
+        sizes = []
+        for step in workload.steps:
+            own = list(workload.sizes)
+            for region, nbytes in step.sizes.items():
+                own[region] = nbytes
+            sizes.append(own)
+        return Shaped(workload.steps, sizes, workload.persistent)
+
+    def begin(self, workload: Workload, machine: Machine) -> None:
+        """The run begins.
 
         Raises:
             BudgetError: the policy cannot run the workload in ``machine.fast_bytes``.
         """
-        return None
+
+    def execution(self, sizes: list[int], machine: Machine) -> Execution:
+        """Return what the steps run on."""
+        return Execution(sizes, machine)
 
     def plan(self, number: int, execution: Execution) -> Plan | None:
         """Return what to expect and to do in step ``number``; None: everything on demand."""
@@ -50,66 +57,19 @@ class Strategy:
         """The step ran, and cost this."""
 
 
-def schedule_of(step: Step, execution: Execution, policy: Policy, *, strict: bool = False) -> Plan:
-    """Return a plan for ``step`` from where ``execution`` stands."""
-    resident = execution.resident()
-    dirty = [region for region in resident if execution.dirty[region]]
-    capacity = execution.machine.fast_bytes
-    schedule = policy.plan(step.uses, execution.sizes, capacity, resident, dirty)
-    return Plan(step.keys, step.uses, schedule, strict=strict)
-
-
-@dataclass
-class UnifiedMemory(Strategy):
-    """Paging in hardware, as by unified virtual memory: by pages, on demand, the oldest leaves.
-
-    Each page that an operator waits for costs the link's ``fault_s``. Read-ahead is the page: a
-    fault on 4 KiB brings all ``machine.page_bytes`` around it.
-    """
-
-    name: str = "unified memory"
-    by_pages: bool = True
-
-
-@dataclass
-class Replay(Strategy):
-    """Prefetch by the order that the last step recorded, as ZeRO-Infinity's engine does.
-
-    The first operator out of order ends the prefetch of the step; the next step runs without one
-    and is recorded anew (Rajbhandari et al., SC 2021, and its implementation in DeepSpeed).
-    """
-
-    name: str = "replay"
-    policy: Policy = field(default_factory=LookAhead)
-    _last: Step | None = None
-
-    def plan(self, number: int, execution: Execution) -> Plan | None:
-        """See `Strategy.plan`."""
-        if self._last is None:
-            return None
-        return schedule_of(self._last, execution, self.policy, strict=True)
-
-    def observe(self, step: Step, result: StepResult) -> None:
-        """See `Strategy.observe`."""
-        self._last = None if result.broken else step
-
-
-@dataclass
-class Predicted(Strategy):
-    """Prefetch by what somebody expects of each step; what comes otherwise is found again.
+@dataclass(frozen=True)
+class Shaped:
+    """A workload as a policy moves it.
 
     Attributes:
-        expect: step number -> the step that is expected, None for no idea.
+        steps: in order.
+        sizes: bytes of each region, step by step.
+        persistent: regions that are there before the first step.
     """
 
-    name: str = "pilot"
-    expect: Callable[[int], Step | None] = lambda number: None
-    policy: Policy = field(default_factory=LookAhead)
-
-    def plan(self, number: int, execution: Execution) -> Plan | None:
-        """See `Strategy.plan`."""
-        expected = self.expect(number)
-        return None if expected is None else schedule_of(expected, execution, self.policy)
+    steps: Sequence[Step]
+    sizes: Sequence[list[int]]
+    persistent: Sequence[int]
 
 
 @dataclass
@@ -117,19 +77,17 @@ class Clairvoyant(Strategy):
     """Knows every step, and the one after it: Belady's rule, fetched as early as there is room."""
 
     name: str = "clairvoyant"
-    policy: Policy = field(default_factory=LookAhead)
     _steps: Sequence[Step] = ()
 
-    def begin(self, workload: Workload, machine: Machine) -> Victims | None:
+    def begin(self, workload: Workload, machine: Machine) -> None:
         """See `Strategy.begin`."""
         self._steps = workload.steps
-        return None
 
     def plan(self, number: int, execution: Execution) -> Plan | None:
         """See `Strategy.plan`."""
         here = self._steps[number]
         if number + 1 == len(self._steps):
-            return schedule_of(here, execution, self.policy)
+            return planned(here, execution)
         # Of the next step, only what is there before it counts: what comes first should stay.
         following = self._steps[number + 1]
         joined = Step(
@@ -139,4 +97,55 @@ class Clairvoyant(Strategy):
             phases=here.phases,
             given=here.given,
         )
-        return schedule_of(joined, execution, self.policy)
+        return planned(joined, execution)
+
+
+def planned(step: Step, execution: Execution, *, strict: bool = False) -> Plan:
+    """Return a plan for ``step`` from where ``execution`` stands."""
+    resident = execution.resident()
+    dirty = [region for region in resident if execution.dirty[region]]
+    capacity = execution.machine.fast_bytes
+    schedule = LookAhead().plan(step.uses, execution.sizes, capacity, resident, dirty)
+    return Plan(step.keys, step.uses, schedule, strict=strict)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a run cost.
+
+    Attributes:
+        steps: what each cost, up to the first that could not be made.
+        infeasible: why a step, or the run, could not be made; "" if all were.
+    """
+
+    steps: tuple[StepResult, ...]
+    infeasible: str = ""
+
+    def seconds(self, warmup: int = 1) -> float:
+        """Return the median seconds of a step after the first ``warmup``."""
+        return median(step.seconds for step in self.steps[warmup:])
+
+
+def simulate(workload: Workload, machine: Machine, strategy: Strategy) -> Simulation:
+    """Run ``workload`` on ``machine`` under ``strategy``.
+
+    What is there before the first step lies in the tier below. A budget that a policy cannot run
+    under is reported, never clipped: see `Simulation.infeasible`.
+    """
+    shaped = strategy.shaped(workload, machine)
+    results: list[StepResult] = []
+    infeasible = ""
+    try:
+        strategy.begin(workload, machine)
+        execution = strategy.execution(list(shaped.sizes[0] if shaped.sizes else ()), machine)
+        execution.place(shaped.persistent)
+        for number, step in enumerate(shaped.steps):
+            execution.resize(shaped.sizes[number])
+            execution.place(step.given)
+            plan = strategy.plan(number, execution)
+            result = execution.step(step.uses, step.keys, plan)
+            strategy.observe(step, result)
+            results.append(result)
+    except BudgetError as error:
+        infeasible = str(error)
+    return Simulation(tuple(results), infeasible)

@@ -1,8 +1,7 @@
 """A recorded step as the runtime meets it: visits of units, what is saved, what backward asks for.
 
-What it is: `Network`, the parameters and the modules that own them, and `Recorded`, made of a trace
-of a plain step by `recorded`. What it is not: regions, or anything that a budget decides; see
-`training`.
+`Network` has the parameters and the modules that own them, and `recorded` makes a `Recorded` of the
+trace of a plain step. Nothing here depends on a budget.
 
 [Note: what is saved]  A trace does not tell what autograd saved; it tells which storages forward
 made or read that backward reads again. Such a storage was saved in the module call whose backward

@@ -1,7 +1,6 @@
 """Which rank's tokens go to which expert, and so what each rank sends and computes.
 
-What it is: `Routing`, counts of rows from each rank to each expert: even, drawn with a skew, or
-given; and what they mean where experts lie. What it is not: a gate, or time (`cluster`).
+Counts of rows, even or drawn with a skew, and what they mean where experts lie (`Spread`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynoffload.errors import ConfigError
 from dynoffload.simulation.streams import Floats
 
 
@@ -22,44 +20,18 @@ class Spread:
         ranks: all of them.
         groups: that the experts are spread over; all of them once in each replica.
         slices: ranks that divide each expert; a row goes to all of them.
-
-    Raises:
-        ConfigError: the ranks do not hold the experts a whole number of times.
     """
 
     ranks: int
     groups: int
     slices: int = 1
 
-    def __post_init__(self) -> None:
-        held = self.groups * self.slices
-        if self.groups < 1 or self.slices < 1 or self.ranks % held or self.ranks < held:
-            raise ConfigError(
-                f"{self.ranks} ranks cannot hold {self.groups} groups of experts, each on "
-                f"{self.slices}, a whole number of times"
-            )
-
-    @property
-    def replicas(self) -> int:
-        """How many times the ranks hold all experts."""
-        return self.ranks // (self.groups * self.slices)
-
 
 @dataclass(frozen=True)
 class Routing:
-    """Rows from each rank (row) to each expert (column).
-
-    Raises:
-        ConfigError: a count is negative or not finite, or it is no matrix.
-    """
+    """Rows from each rank (row) to each expert (column)."""
 
     rows: Floats
-
-    def __post_init__(self) -> None:
-        if self.rows.ndim != 2 or not self.rows.size:
-            raise ConfigError(f"routing has the shape {self.rows.shape}: give ranks x experts")
-        if not (np.isfinite(self.rows).all() and (self.rows >= 0).all()):
-            raise ConfigError("routing has counts below 0, or counts that are not finite")
 
     @staticmethod
     def even(ranks: int, experts: int, rows: float) -> Routing:
@@ -84,12 +56,6 @@ class Routing:
         drawn = generator.multinomial(rows, favour / favour.sum(), size=ranks)
         return Routing(drawn.astype(np.float64))
 
-    @staticmethod
-    def of_counts(counts: Floats, ranks: int) -> Routing:
-        """Return the routing in which each rank sends an equal part of each expert's rows."""
-        counts = np.asarray(counts, dtype=np.float64)
-        return Routing(np.tile(counts / ranks, (ranks, 1)))
-
     def part(self, parts: int) -> Routing:
         """Return the routing of one of ``parts`` equal parts of the batch."""
         return Routing(self.rows / parts)
@@ -104,16 +70,10 @@ class Routing:
         return self._sent(spread) * row_bytes
 
     def _sent(self, spread: Spread) -> Floats:
-        ranks, experts = self.rows.shape
-        if ranks != spread.ranks or experts % spread.groups:
-            raise ConfigError(
-                f"routing from {ranks} ranks to {experts} experts does not fit {spread.ranks} "
-                f"ranks with {spread.groups} groups of experts"
-            )
+        ranks, held = spread.ranks, spread.groups * spread.slices
         groups = self.rows.reshape(ranks, spread.groups, -1).sum(axis=2)
-        held = spread.groups * spread.slices
         sent = np.zeros((ranks, ranks))
-        for replica in range(spread.replicas):
-            own = slice(replica * held, (replica + 1) * held)
+        for first in range(0, ranks, held):  # the ranks that hold all experts once
+            own = slice(first, first + held)
             sent[own, own] = np.repeat(groups[own], spread.slices, axis=1)
         return sent

@@ -1,7 +1,6 @@
 """Transfers under way on a link: when the next one ends, and which have ended.
 
-What it is: `Traffic`, bytes that flow at the link's rates, shared evenly among the transfers of one
-direction. What it is not: a queue; whoever begins a transfer decides what is next.
+Bytes flow at the link's rates, shared evenly among the transfers of one direction.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ class Transfer:
         reading: into fast memory.
         delay: seconds before the first byte.
         planned: nobody waited for it when it began.
-        start: when it began.
         left: bytes still to come.
     """
 
@@ -34,7 +32,6 @@ class Transfer:
     reading: bool
     delay: float
     planned: bool
-    start: float
     left: float = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,12 +1,11 @@
 """Training under a budget as the runtime does it, simulated from plain steps.
 
-What it is: `Training`, which makes the steps of a `Network` on a `SimulatedPager` as the runtime
-makes them: parameters, gradients and optimizer state in regions of whole pages, what is saved for
-backward in chunks filled in order, updates put off to their parameter's next use or drafted in
-backward, and plans made at the begin of forward and of backward, from reference strings built by
-the runtime's own code (`dynoffload.planning.reference`). What it is not: a model of loops that do
-more than forward, backward, step and dropping gradients; nor of parameters that are paged by
-slices, or that something else holds.
+`Training` makes the steps of a `Network` on a `SimulatedPager`: parameters, gradients and optimizer
+state in regions of whole pages, what is saved for backward in chunks filled in order, updates put
+off to their parameter's next use or drafted in backward, and plans made as forward and backward
+begin, from reference strings built by the runtime's own code (`dynoffload.planning.reference`).
+Loops that do more than forward, backward, step and dropping gradients are not simulated, nor
+parameters that are paged by slices or have external references.
 """
 
 from __future__ import annotations
@@ -15,10 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynoffload.errors import BudgetError, ConfigError
-from dynoffload.planning.drafting import choose_drafts, drafted_regions
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
-from dynoffload.planning.schedule import NextUse, Policy, Schedule
+from dynoffload.planning.reference import (
+    Reference,
+    Saved,
+    Visit,
+    choose_drafts,
+    completing,
+    drafted_regions,
+    visits_made,
+)
+from dynoffload.planning.schedule import NextUse, Schedule
 from dynoffload.simulation.chunks import Chunks
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.machine import Machine
@@ -73,17 +79,12 @@ class Training:
         machine: its link, workers and interference; the pool is the division's.
         prefetch: plan ahead; else everything is on demand.
         work: what the runtime itself takes.
-        policy: plans.
-        record: keep the strings.
 
     Attributes:
         pager: where regions are.
         units: modules that own paged parameters, by path.
         reference: the string that is followed.
-        strings: all that were planned, if ``record`` was asked for.
         phases: of the last step: forward, backward, and the optimizer.
-        completions: of the last step, parameters and when, from the begin of backward, their
-            gradients were complete.
         chunks: of what is saved for backward.
 
     Raises:
@@ -98,11 +99,9 @@ class Training:
         *,
         prefetch: bool,
         work: Work | None = None,
-        policy: Policy | None = None,
-        record: bool = False,
     ) -> None:
         self.division, self.work = division, work or Work()
-        self._prefetch, self._policy = prefetch, policy or LookAhead()
+        self._prefetch = prefetch
         self._capacity = division.pool_bytes - division.reserve_bytes
         machine = machine.with_fast(division.pool_bytes)
         self.pager = SimulatedPager(
@@ -111,8 +110,6 @@ class Training:
             division.reserve_bytes,
             self.work.move_s(division.page_bytes),
         )
-        self.strings: list[Reference[Slot]] = []
-        self._record = record
         self._slots: dict[int, Slot] = {}
         for number, one in enumerate(network.parameters):
             if one.nbytes >= division.min_paged_bytes:
@@ -132,6 +129,7 @@ class Training:
         self.reference: Reference[Slot] = Reference()
         self._position = 0
         self._pending: dict[Slot, Recorded] = {}
+        self._begun: set[Slot] = set()  # those that had an update
         self._drafted: dict[Slot, None] = {}
         self._spent: list[Slot] = []
         self._chosen: dict[Slot, dict[int, int]] = {}
@@ -142,7 +140,6 @@ class Training:
         self._in_backward = False
         self._update_rate = 0.0  # seconds per byte of a parameter
         self.phases: list[Phase] = []
-        self.completions: list[tuple[int, float]] = []
         self._counts = Counts()
 
     def _adopt(self, number: int, nbytes: int, *, trained: bool) -> None:
@@ -171,10 +168,8 @@ class Training:
             self._forward(step, piece)
         self._end_forward()
         self._end_phase("forward", began, result)
-        turned, self.completions = self.pager.now, []
         for piece in step.backward:
             self._backward(step, piece)
-            self.completions += [(number, self.pager.now - turned) for number in piece.completes]
         self._end_phase("backward", began, result)
         self._end_backward(step)
         self._end_phase("optimizer", began, result)
@@ -308,9 +303,13 @@ class Training:
                 for twin in twins:
                     self.pager.discard(twin)
                 self._spent.append(slot)
+                continue
+            self._pending[slot] = step
+            if slot not in self._begun and step.states.get(slot.number):
+                self._update(slot)  # the first, which makes the state, does not wait
             else:
                 self.pager.lock(slot.update_regions())
-                self._pending[slot] = step
+            self._begun.add(slot)
         self.chunks.settle()
         self._outstanding.clear()
 
@@ -376,19 +375,17 @@ class Training:
     def _work(self, done: Counts) -> None:
         """Do work of the runtime's own."""
         self._counts.add(done)
-        self.pager.work(self.work.seconds(done), "runtime")
+        self.pager.work(self.work.seconds(done), own=True)
 
     # Plans
 
     def _follow(self, reference: Reference[Slot]) -> None:
-        if self._record:
-            self.strings.append(reference)
         resident = self.pager.resident()
         used = (r for use in reference.uses for r in (*use.regions, *use.creates))
         count = 1 + max(max(used, default=0), max(resident, default=0))
         sizes = [self.pager.size(region) for region in range(count)]
         try:
-            schedule = self._policy.plan(reference.uses, sizes, self._capacity, resident, resident)
+            schedule = LookAhead().plan(reference.uses, sizes, self._capacity, resident, resident)
         except (BudgetError, ValueError):  # a plan is advice: such a step runs on demand
             schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))
         self._work(Counts(planned=len(reference.uses)))

@@ -1,7 +1,6 @@
 """Recorded steps as a simulation takes them: regions, and reference strings operator by operator.
 
-What it is: `Workload`, made of traces by `workload`. What it is not: a prediction; a workload is
-what really ran, and policies that predict are given other steps than the one at hand.
+`workload` makes a `Workload` of traces: what really ran.
 
 [Note: names across steps]  Parameters, buffers and optimizer state are the same regions in all
 steps. So are gradients, which each step creates anew and frees at its end. What an operator creates
@@ -294,57 +293,3 @@ def persistent_part(use: Use, step: Step) -> Use:
     regions = tuple(region for region in use.regions if region not in step.sizes)
     writes = tuple(region for region in use.writes if region not in step.sizes)
     return Use(regions, writes=writes, seconds=use.seconds)
-
-
-def paged(step: Step, sizes: Sequence[int], page: int) -> tuple[Step, list[int]]:
-    """Return ``step`` with every region split into pages, each a region itself, and their sizes.
-
-    An operator touches the pages of its regions side by side, one after the other, and works on
-    each for its share of the time. So it runs however little fast memory there is, as under a
-    system that pages in hardware.
-
-    Args:
-        step: to be split.
-        sizes: bytes of each region in this step.
-        page: bytes of a page.
-    """
-    first: list[int] = []
-    split: list[int] = []
-    for size in sizes:
-        first.append(len(split))
-        count = max(1, -(-size // page))
-        split += [min(page, size - page * number) for number in range(count)]
-    counts = [max(1, -(-size // page)) for size in sizes]
-    uses: list[Use] = []
-    keys: list[Hashable] = []
-    for use, key in zip(step.uses, step.keys, strict=True):
-        regions = list(dict.fromkeys((*use.regions, *use.creates)))
-        most = max((counts[region] for region in regions), default=1)
-        for number in range(most):
-            # A region with fewer pages is met again and again, as an operand that is broadcast.
-            at = {r: first[r] + number * counts[r] // most for r in regions}
-            ends = number == most - 1
-            uses.append(
-                Use(
-                    regions=tuple(at[region] for region in regions),
-                    creates=tuple(_begun(at, use.creates, uses, number)),
-                    frees=tuple(
-                        first[region] + k
-                        for region in (use.frees if ends else ())
-                        for k in range(counts[region])
-                    ),
-                    seconds=use.seconds / most,
-                    writes=tuple(at[region] for region in use.writes),
-                )
-            )
-            keys.append((key, number))
-    given = tuple(first[r] + k for r in step.given for k in range(counts[r]))
-    return Step(tuple(uses), tuple(keys), dict(enumerate(split)), {}, given), split
-
-
-def _begun(
-    at: Mapping[int, int], creates: Iterable[int], uses: Sequence[Use], number: int
-) -> Iterable[int]:
-    """Return the pages of ``creates`` that this part of an operator is the first to touch."""
-    before = set(uses[-1].regions) if number else set()
-    return (at[region] for region in creates if at[region] not in before)

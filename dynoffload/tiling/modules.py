@@ -3,9 +3,8 @@
 What it is: `TiledLinear`, `TiledEmbedding` and `TiledRows`, and where the tensors of tiles lie in
 those of the whole. A tile is an ordinary module with a parameter of its own, so that under
 ``offload()`` each one, its gradient and its optimizer state move by themselves, and of the weight
-no more than a tile must be in memory at a time. What it is not: part of a session, which knows
-nothing of it; nor tensor parallelism. After the memory-centric tiling of ZeRO-Infinity (Rajbhandari
-et al., SC 2021).
+no more than a tile must be in memory at a time. A session knows nothing of tiles but
+`Tiled.tile_pieces`. After the memory-centric tiling of ZeRO-Infinity (Rajbhandari et al., SC 2021).
 
 [Note: bits]  A linear layer is split by output features. An element of its output, or of a tile's
 gradient, is the same sum of products as in the whole, and has the same bits where the library of
@@ -28,9 +27,8 @@ activations, on the CPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,27 +39,18 @@ from dynoffload.units import format_bytes, parse_bytes
 _ALIGNED = 64  # features of which tiles are multiples where they can be; see [Note: bits]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Where a tile's tensor lies in the whole one.
 
     Attributes:
         whole: name of the whole tensor.
-        dim: the dimension that is split.
-        begin: where the tile begins in it.
-        length: how far it goes.
         shape: of the whole tensor.
+        part: which part of it the tile is; the last slice is along the dimension that is split.
     """
 
     whole: str
-    dim: int
-    begin: int
-    length: int
     shape: tuple[int, ...]
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the tile's view of the whole tensor."""
-        return whole.narrow(self.dim, self.begin, self.length)
+    part: tuple[slice, ...]
 
 
 class Tiled(nn.Module):
@@ -81,8 +70,9 @@ class Tiled(nn.Module):
         """Return what the whole would, ``[..., width]``; the tiles run one after the other."""
         return torch.cat([tile(x) for tile in self.tiles], dim=-1)
 
-    def pieces(self) -> dict[str, Piece]:
-        """Return by name where each tensor of the tiles lies in the module that is whole."""
+    def tile_pieces(self, prefix: str = "") -> dict[str, Piece]:
+        """Return by name where each tensor of the tiles lies in the whole one; all names begin with
+        ``prefix``. A session that reads weights from files calls it, too."""
         found = {}
         for key in ("weight", "bias"):
             tensors: list[Any] = [tile._parameters.get(key) for tile in self.tiles]
@@ -93,8 +83,9 @@ class Tiled(nn.Module):
             shape = list(tensors[0].shape)
             shape[dim] = sum(lengths)
             for number, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True)):
-                piece = Piece(key, dim, end - length, length, tuple(shape))
-                found[f"tiles.{number}.{key}"] = piece
+                part = (slice(None),) * dim + (slice(end - length, end),)
+                piece = Piece(f"{prefix}{key}", tuple(shape), part)
+                found[f"{prefix}tiles.{number}.{key}"] = piece
         return found
 
     def _load_from_state_dict(
@@ -110,18 +101,18 @@ class Tiled(nn.Module):
         """Split what has the whole's names, by views; see `nn.Module.load_state_dict`."""
         assigned = bool(local_metadata.get("assign_to_params_buffers"))  # then views would be tied
         wholes: dict[str, Tensor] = {}
-        for name, piece in self.pieces().items():
-            if prefix + piece.whole in state_dict and prefix + name not in state_dict:
-                wholes[piece.whole] = state_dict.pop(prefix + piece.whole)
+        for name, piece in self.tile_pieces(prefix).items():
+            if piece.whole in state_dict and name not in state_dict:
+                wholes[piece.whole] = state_dict.pop(piece.whole)
             if piece.whole not in wholes:
                 continue
             whole = wholes[piece.whole]
             if tuple(whole.shape) == piece.shape:
-                part = piece.of(whole)
-                state_dict[prefix + name] = part.clone() if assigned else part
-            elif not piece.begin:
+                part = whole[piece.part]
+                state_dict[name] = part.clone() if assigned else part
+            elif not piece.part[-1].start:
                 error_msgs.append(
-                    f"size mismatch for {prefix}{piece.whole}: copying a param with shape "
+                    f"size mismatch for {piece.whole}: copying a param with shape "
                     f"{tuple(whole.shape)} from checkpoint, the shape of the tiles of the current "
                     f"model together is {piece.shape}."
                 )
@@ -267,23 +258,6 @@ class TiledRows(Tiled):
     def extra_repr(self) -> str:
         """Return what `nn.Embedding` says of itself."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
-
-
-def pieces_of(model: nn.Module) -> dict[str, Piece]:
-    """Return by full name where the tensors of all tiles of ``model`` lie in whole ones, by full
-    name too."""
-    return {
-        f"{path}.{name}" if path else name: Piece(
-            f"{path}.{piece.whole}" if path else piece.whole,
-            piece.dim,
-            piece.begin,
-            piece.length,
-            piece.shape,
-        )
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Tiled)
-        for name, piece in module.pieces().items()
-    }
 
 
 def lengths_of(

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from dynoffload.errors import ConfigError
-from dynoffload.runtime.offload import session_of
+from dynoffload.managed import is_managed
 from dynoffload.tiling.modules import (
     Tiled,
     TiledEmbedding,
     TiledLinear,
     TiledRows,
     lengths_of,
-    pieces_of,
 )
 from dynoffload.units import format_bytes, parse_bytes
 
@@ -115,7 +114,7 @@ def untile(model: nn.Module) -> nn.Module:
     _check_free(model, "untile")
     tiled = [(path, part) for path, part in model.named_modules() if isinstance(part, Tiled)]
     for path, module in tiled:
-        for key in {piece.whole for piece in module.pieces().values()}:
+        for key in {piece.whole for piece in module.tile_pieces().values()}:
             own = [getattr(tile, key) for tile in module.tiles]
             if len({(one.dtype, one.device, one.requires_grad) for one in own}) > 1:
                 raise ConfigError(
@@ -149,11 +148,17 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     A plain model reads it, as does a tiled one. Whole tensors are copies, in memory together.
     """
-    pieces, state = pieces_of(model), model.state_dict(keep_vars=True)
+    pieces = {
+        name: piece
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Tiled)
+        for name, piece in module.tile_pieces(f"{path}." if path else "").items()
+    }
+    state = model.state_dict(keep_vars=True)
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in state.items():
         parts.setdefault(pieces[name].whole if name in pieces else name, []).append(tensor)
-    dims = {piece.whole: piece.dim for piece in pieces.values()}
+    dims = {piece.whole: len(piece.part) - 1 for piece in pieces.values()}
     made: dict[tuple[int, ...], Tensor] = {}  # of tied tiles once
     for name, found in parts.items():
         of = tuple(map(id, found))
@@ -180,7 +185,7 @@ def _check_free(model: nn.Module, call: str) -> None:
         raise ConfigError(
             f"dynoffload.{call}() takes a torch.nn.Module, not a {type(model).__name__}"
         )
-    if session_of(model) is not None:
+    if is_managed(model):
         raise ConfigError(
             f"dynoffload.{call}() was called inside the offload() block that manages the model: "
             "call it before the block, and before the optimizer is made"

@@ -20,7 +20,7 @@ import dynoffload
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.forecast import Forecast
 from dynoffload.runtime.session import Session
-from dynoffload.runtime.telemetry import StepStats
+from dynoffload.telemetry import StepStats
 
 
 class StrictForecast(Forecast):

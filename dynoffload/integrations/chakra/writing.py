@@ -28,6 +28,7 @@ from dynoffload.integrations.chakra.graph import Node, nodes_of
 from dynoffload.integrations.chakra.schema import SCHEMA_VERSION, Messages, load_messages
 from dynoffload.planning.schedule import Kind, Schedule
 from dynoffload.profiler.trace import Operator, Trace
+from dynoffload.version import __version__
 
 
 def write_chakra(
@@ -109,8 +110,6 @@ class _Writer:
 
     def metadata(self) -> Any:
         """Return the message that a file begins with."""
-        from dynoffload import __version__
-
         trace = self._trace
         attributes = [
             self._attribute("producer", f"dynoffload {__version__}"),

@@ -9,7 +9,6 @@ for. Transfers of the file run in threads of their own.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from dynoffload.memory.accelerator.cells import Cell, Traffic
 from dynoffload.memory.accelerator.queues import Queues
 from dynoffload.memory.accelerator.slab import Slab
 from dynoffload.memory.device import called
-from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason
+from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason, transfer
 from dynoffload.units import format_bytes
 
 
@@ -231,7 +230,7 @@ class Host:
         number = 0
         try:
             assert isinstance(self._spill, SpillFile)
-            _transfer(self._spill.fd, content, cell.offset, reads=reads)
+            transfer(self._spill.fd, content, cell.offset, reads=reads)
         except OSError as error:
             number = error.errno or 5
         with self._settled:
@@ -268,20 +267,3 @@ class Host:
             self._workers.shutdown()
         self._draining.clear()
         self._slab.close()
-
-
-def _transfer(descriptor: int, content: torch.Tensor, offset: int, *, reads: bool) -> None:
-    """Read or write all of ``content`` at ``offset``.
-
-    Raises:
-        OSError: it cannot be; EIO if the file ends before.
-    """
-    view = memoryview(content.numpy().data)
-    done = 0
-    while done < len(view):
-        part = [view[done:]]
-        move = os.preadv if reads else os.pwritev
-        moved = move(descriptor, part, offset + done)
-        if moved <= 0:
-            raise OSError(5, "the file ends before what it holds")
-        done += moved

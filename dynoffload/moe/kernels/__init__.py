@@ -12,15 +12,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU
-
-if TYPE_CHECKING:
-    from dynoffload.moe.indices import Routing
+from dynoffload.moe.routing import Routing
 
 logger = logging.getLogger(__name__)
 

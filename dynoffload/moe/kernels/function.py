@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dynoffload.moe.indices import Routing
 from dynoffload.moe.kernels import products
 from dynoffload.moe.kernels.indexing import TILE, bounds_of, on
+from dynoffload.moe.routing import Routing
 
 
 def _launch(kernel: Any, grid: Any, *arguments: Any, **settings: Any) -> None:

@@ -10,7 +10,6 @@ by itself. This file owns rows and adoption into them; when slices are updated i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,56 +19,13 @@ from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.memory.device import Device
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
-from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, can_move, view_of
+from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.adoption.store import Store, bytes_of, can_move, view_of
 from dynoffload.runtime.placing import put, put_in_place
 from dynoffload.runtime.unseen import unseen
 
 _IN_USE = 3  # users of a storage: its own object, the parameter, and its `data`
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(eq=False)
-class Fused:
-    """One parameter that is paged by slices.
-
-    Attributes:
-        name: the parameter's name in the model.
-        parameter: the user's object.
-        like: has the dtype and shape that the parameter had when it was adopted, and no memory.
-        row: the regions of its slices.
-        slots: one for each slice; `Slot.gradient` is in the row that holds the gradient.
-        gradients: rows for gradients; a free one is used first.
-        states: rows of its optimizer state, by the optimizer's key.
-        retired: rows from before a conversion, until nobody holds a tensor over them.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    like: torch.Tensor
-    row: list[int]
-    slots: tuple[Slot, ...] = ()
-    gradients: list[list[int]] = field(default_factory=list)
-    states: dict[str, list[int]] = field(default_factory=dict)
-    retired: list[list[int]] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        """The number of slices."""
-        return len(self.slots)
-
-    def rows(self) -> list[list[int]]:
-        """Return all its rows."""
-        rows = [self.row, *self.gradients, *self.states.values(), *self.retired]
-        return [row for row in rows if row]
-
-    def row_with(self, region: int) -> list[int] | None:
-        """Return the row that ``region`` belongs to, if any."""
-        return next((row for row in self.rows() if region in row), None)
-
-    @property
-    def slice_bytes(self) -> int:
-        """Bytes of one slice."""
-        return self.like.numel() // self.count * self.like.element_size()
 
 
 def is_zero(tensor: torch.Tensor) -> bool:

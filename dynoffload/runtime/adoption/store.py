@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +23,9 @@ from dynoffload.memory.local import is_spread, local, local_bytes
 from dynoffload.memory.pieces import is_dense
 from dynoffload.memory.places import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
+from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.placing import put, put_in_place
 from dynoffload.runtime.unseen import unseen
-
-if TYPE_CHECKING:
-    from dynoffload.runtime.adoption.fused import Fused
 
 logger = logging.getLogger(__name__)
 
@@ -80,50 +77,6 @@ def _put_gradient(gradient: torch.Tensor, ours: torch.Tensor) -> None:
         put(gradient, ours)
     else:
         torch.utils.swap_tensors(gradient, ours)  # type: ignore[no-untyped-call]
-
-
-@dataclass(eq=False)
-class Slot:
-    """One paged parameter, or one slice of it, and the regions that go with it.
-
-    Attributes:
-        name: the parameter's name in the model.
-        parameter: the user's object.
-        region: holds its bytes.
-        gradient: region of its gradient, kept from step to step.
-        states: regions of its optimizer state, by the optimizer's key.
-        shared: its region is another parameter's too.
-        fused: the parameter that it is a slice of, or None.
-        number: of the slice.
-        owed: region of the gradient that an update which was put off will read; only of slices.
-        home: where that gradient was made; `owed`, which may be its twin by now, ends with it.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    region: int
-    gradient: int | None = None
-    states: dict[str, int] = field(default_factory=dict)
-    shared: bool = False
-    fused: Fused | None = None
-    number: int = 0
-    owed: int | None = None
-    home: int | None = None
-
-    @property
-    def is_slice(self) -> bool:
-        """Whether it is a slice of a parameter."""
-        return self.fused is not None
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the parameter has a gradient now."""
-        return self.parameter.grad is not None
-
-    def update_regions(self) -> list[int]:
-        """Return what an optimizer update of the parameter reads and writes."""
-        gradient = [] if self.gradient is None else [self.gradient]
-        return [self.region, *gradient, *self.states.values()]
 
 
 class Store:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dynoffload.runtime.adoption.fused import Fused
-from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.ranks.sharded import Group
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import place_of
 from dynoffload.memory.local import is_spread
 from dynoffload.memory.pieces import is_dense
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints.extents import Extents, Held
 from dynoffload.runtime.checkpoints.tensors import check_savable
 from dynoffload.runtime.checkpoints.values import KIND, TENSOR, encode

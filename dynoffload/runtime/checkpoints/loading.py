@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError, DynOffloadError
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.local import is_spread
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.checkpoints import randomness
 from dynoffload.runtime.checkpoints.contents import names_of, stateful_modules, tensors_of
 from dynoffload.runtime.checkpoints.extents import Extents, Held, extents_of
@@ -210,7 +210,7 @@ def _fill_optimizer(
             else:
                 _fill_state(checkpoint, entry, parameter, optimizer, memory, extents)
     if isinstance(optimizer, HostOptimizer):
-        optimizer.loaded()
+        optimizer.end_load()
 
 
 def _fill_state(

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import dynoffload
 from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
 from dynoffload.memory.pieces import Buffer
 from dynoffload.runtime.checkpoints import manifest, randomness, shards
@@ -45,6 +44,7 @@ from dynoffload.runtime.checkpoints.tensors import Memory, check_savable
 from dynoffload.runtime.checkpoints.values import encode
 from dynoffload.runtime.ranks.sharded import reshard
 from dynoffload.units import format_bytes, parse_bytes
+from dynoffload.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _laid_out(
             name: encode(state, f"random {name}", of_extra.put)
             for name, state in randomness.states().items()
         },
-        written_by={"dynoffload": dynoffload.__version__, "torch": str(torch.__version__)},
+        written_by={"dynoffload": __version__, "torch": str(torch.__version__)},
     )
     sets = {
         "model": shards.shards_of(

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from dynoffload.memory.device import Device
-from dynoffload.runtime.adoption.fused import Fused, FusedStore, zero_slices
+from dynoffload.runtime.adoption.fused import FusedStore, zero_slices
 from dynoffload.runtime.adoption.held import holders, is_torchs
-from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.placing import put
 from dynoffload.runtime.unseen import unseen

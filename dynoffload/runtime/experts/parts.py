@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynoffload.runtime.adoption.fused import Fused
+from dynoffload.runtime.adoption.slots import Fused
 from dynoffload.runtime.experts.gradients import Filling, FusedGradients
 from dynoffload.runtime.interrupts import uninterrupted
 

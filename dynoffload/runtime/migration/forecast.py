@@ -41,7 +41,7 @@ from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.trial import Trial
 from dynoffload.runtime.migration.worth import Worth
 from dynoffload.runtime.passes.hooks import Hook
-from dynoffload.runtime.telemetry import StepStats
+from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -427,11 +427,8 @@ def _vocabulary_of(network: str, units: Sequence[Unit]) -> Vocabulary:
             path=unit.path,
             variant="",
             visits=(unit.path,),
-            regions=tuple(slot.name for slot in unit.slots),
             nbytes=sum(local_bytes(slot.parameter) for slot in unit.slots),
             activation_bytes=0,
-            forward_s=0.0,
-            backward_s=0.0,
             idioms=_ZERO,
         )
         for number, unit in enumerate(units)

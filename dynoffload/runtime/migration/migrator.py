@@ -19,7 +19,7 @@ from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
 from dynoffload.planning.schedule import NextUse, Policy, Schedule
-from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.saved import Chunk

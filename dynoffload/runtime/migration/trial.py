@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from dynoffload.runtime.telemetry import StepStats
+from dynoffload.telemetry import StepStats
 
 logger = logging.getLogger(__name__)
 

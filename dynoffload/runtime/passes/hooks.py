@@ -26,8 +26,7 @@ import torch
 from torch import nn
 
 from dynoffload.around import Handle, before_call, choosing
-from dynoffload.runtime.adoption.fused import Fused
-from dynoffload.runtime.adoption.store import Slot
+from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.units import Unit
 
 _Owner = TypeVar("_Owner")

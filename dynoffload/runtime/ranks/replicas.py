@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import ConfigError
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.target import Target
 
 

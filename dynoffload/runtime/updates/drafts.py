@@ -36,10 +36,11 @@ from torch.optim import Optimizer
 from dynoffload.errors import BudgetError, SpillError, StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread, local
-from dynoffload.planning.drafting import choose_drafts, drafted_regions
+from dynoffload.planning.reference import choose_drafts, drafted_regions
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits, may_slice
-from dynoffload.runtime.adoption.store import Slot, Store, bytes_of, offset_of, view_of
+from dynoffload.runtime.adoption.slots import Slot
+from dynoffload.runtime.adoption.store import Store, bytes_of, offset_of, view_of
 from dynoffload.runtime.updates.modes import Modes, may_wait
 from dynoffload.runtime.updates.update import Group, Update, same, snapshot
 

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.adoption.fused import FusedStore
-from dynoffload.runtime.adoption.store import Slot, Store, offset_of, view_of
+from dynoffload.runtime.adoption.slots import Slot
+from dynoffload.runtime.adoption.store import Store, offset_of, view_of
 from dynoffload.runtime.ranks.sharded import spread_like
 from dynoffload.runtime.unseen import unseen
 from dynoffload.runtime.updates.images import Images

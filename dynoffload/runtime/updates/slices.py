@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dynoffload.memory.device import Device
-from dynoffload.runtime.adoption.fused import Fused, FusedStore
+from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits
-from dynoffload.runtime.adoption.store import Slot, Store, view_of
+from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.adoption.store import Store, view_of
 from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.modes import Modes
 from dynoffload.runtime.updates.update import Group

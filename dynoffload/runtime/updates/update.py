@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from dynoffload.errors import ConfigError
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread
-from dynoffload.optim.optimizer import HostOptimizer
 from dynoffload.runtime.ranks.sharded import replica_beside
 from dynoffload.runtime.updates.modes import Modes
 
@@ -103,16 +103,11 @@ def takes_hooks(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse optimizers whose step cannot be split by parameter, or is paged twice.
+    """Refuse optimizers whose step cannot be split by parameter.
 
     Raises:
         ConfigError: naming the optimizer.
     """
-    if isinstance(optimizer, HostOptimizer) and optimizer.place != "host":
-        raise ConfigError(
-            "a HostOptimizer with place='device' streams masters and moments through memory that "
-            "no budget counts: pass place='host', or torch's own optimizer, whose state is paged"
-        )
     name = type(optimizer).__name__
     if name in _REFUSED and type(optimizer).__module__.startswith("torch.optim"):
         raise ConfigError(

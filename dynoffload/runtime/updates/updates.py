@@ -41,13 +41,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread, local
-from dynoffload.optim.optimizer import HostOptimizer
-from dynoffload.runtime.adoption.fused import Fused, FusedStore
+from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import are_shared, references
 from dynoffload.runtime.adoption.slicing import may_slice
-from dynoffload.runtime.adoption.store import Slot, Store
+from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.kept_state import wrapped_by
 from dynoffload.runtime.unseen import unseen

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import torch
 
 from dynoffload.memory.device import Device
-from dynoffload.runtime.adoption.store import Slot, Store
+from dynoffload.runtime.adoption.slots import Slot
+from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.updates.loss import Loss, note_lost
 from dynoffload.runtime.updates.making import Maker

@@ -28,7 +28,7 @@ from dynoffload.experiments.baselines.dtr.making import Making
 from dynoffload.experiments.baselines.dtr.mode import Recompute
 from dynoffload.experiments.baselines.dtr.records import Ledger
 from dynoffload.runtime.counting import ordinary_bytes, tensors_of, whole_bytes
-from dynoffload.runtime.telemetry import RunLog, StepStats
+from dynoffload.telemetry import RunLog, StepStats
 from dynoffload.units import format_bytes
 
 

@@ -1,0 +1,125 @@
+"""Which optimizer a parameter's gradients go to: the `HostOptimizer` that was made last.
+
+Any other optimizer's step over a gradient that has left is refused, as it would train nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dynoffload.errors import ConfigError
+from dynoffload.host_optimizer.gradient_offload import GradientOffload, check_gradient
+from dynoffload.host_optimizer.state_buffers import ParameterState
+
+_owners: Any = WeakTensorKeyDictionary()  # of each parameter, a weak reference to its hooks
+
+
+class GradientHooks:
+    """The parameters of one optimizer, and the hooks by which their gradients leave.
+
+    Args:
+        optimizer: whose they are; it is held weakly.
+        gradients: where they go.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: GradientOffload) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self._gradients = gradients
+        self._states: dict[torch.Tensor, ParameterState] = {}
+        self._handles: dict[torch.Tensor, Any] = {}
+        _watch_steps()
+
+    def add(self, state: ParameterState) -> None:
+        """Take a parameter's gradients from now on, also if another optimizer has taken them."""
+        self._states[state.parameter] = state
+        _owners[state.parameter] = weakref.ref(self)
+        self._watch(state.parameter)
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        if parameter in self._handles or not parameter.requires_grad:
+            return
+        hooks = weakref.ref(self)  # a parameter that its own hook holds would never be freed
+
+        def send(parameter: torch.Tensor) -> None:
+            alive = hooks()
+            if alive is not None and _owner(parameter) is alive:
+                alive._gradients.send(alive._states[parameter])
+
+        handle = parameter.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
+        self._handles[parameter] = handle
+
+    def send_remaining(self) -> None:
+        """Send gradients that are there without a hook: of parameters that were thawed since, or
+        that somebody has put there."""
+        for parameter, state in self._states.items():
+            if parameter.grad is not None:
+                gradient = check_gradient(state, parameter.grad)
+                parameter.grad = gradient.detach().clone()  # whoever holds it keeps it
+                self._gradients.send(state)
+                self._watch(parameter)
+
+    def check(self) -> None:
+        """Refuse to go on with parameters that another optimizer has taken since.
+
+        Raises:
+            ConfigError: naming the first.
+        """
+        for parameter, state in self._states.items():
+            if _owner(parameter) is not self:
+                raise ConfigError(
+                    f"another HostOptimizer was made over {state.name} since this one, and takes "
+                    "its gradients: use that one alone, with this one's state_dict() if training "
+                    "goes on"
+                )
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter's gradient has left, and waits for a step."""
+        return parameter.grad is None and self._states[parameter] in self._gradients.gradients
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return what errors call a parameter."""
+        return self._states[parameter].name
+
+    def close(self) -> None:
+        """Remove the hooks, and let go of those parameters that are still this optimizer's."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        for parameter in self._states:
+            if _owner(parameter) is self:
+                del _owners[parameter]
+
+
+def _owner(parameter: torch.Tensor) -> GradientHooks | None:
+    found = _owners.get(parameter)
+    return None if found is None else found()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse the step of an optimizer whose gradients have left for another.
+
+    Raises:
+        ConfigError: it would train nothing.
+    """
+    for group in optimizer.param_groups if _owners else ():
+        for parameter in group["params"]:
+            owner = _owner(parameter)
+            if owner is None or owner.optimizer() is optimizer or not owner.holds(parameter):
+                continue
+            raise ConfigError(
+                f"this {type(optimizer).__name__} would train nothing of "
+                f"{owner.name_of(parameter)}, of shape {list(parameter.shape)}, as a HostOptimizer "
+                "has taken its gradient: step that one, or close() it before backward"
+            )

@@ -1,0 +1,45 @@
+"""The loss scaler of half precision, for gradients that have left the accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dynoffload.host_optimizer.optimizer import HostOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for a `HostOptimizer`, and for any other optimizer as it is.
+
+    torch's own unscales ``p.grad``, which is None here. This one has the same schedule and
+    ``state_dict``, and has the optimizer unscale gradients as it reads them. They may be float16,
+    as they are read as float32 first. ``device`` is by default the accelerator, or else the CPU.
+    """
+
+    def __init__(self, device: str | None = None, *args: Any, **kwargs: Any) -> None:
+        here = torch.accelerator.current_accelerator(check_available=True)
+        super().__init__(device or (here.type if here is not None else "cpu"), *args, **kwargs)
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        if not isinstance(optimizer, HostOptimizer):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        finite = optimizer.unscale(inv_scale)
+        return {found_inf.device: torch.full_like(found_inf, 0.0 if finite else 1.0)}
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """See `torch.amp.GradScaler.step`; gradients of a step that is skipped are dropped."""
+        if not isinstance(optimizer, HostOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if not self._enabled:
+            value: float | None = optimizer.step(*args, **kwargs)
+            return value
+        with optimizer.scaled():
+            return super().step(optimizer, *args, **kwargs)

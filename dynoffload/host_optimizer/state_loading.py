@@ -1,0 +1,108 @@
+"""A saved state, checked as a whole and then read into the places of masters and moments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from dynoffload.errors import ConfigError
+from dynoffload.host_optimizer.state_buffers import MASTER, ParameterState, flat, shaped
+
+
+def _pairs(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[torch.Tensor, ParameterState],
+) -> Iterator[tuple[ParameterState, dict[str, Any]]]:
+    """Yield each parameter's state with what was saved of it, in the order of parameters."""
+    for here, there in zip(groups, state_dict["param_groups"], strict=True):
+        for parameter, number in zip(here["params"], there["params"], strict=True):
+            saved = state_dict["state"].get(number, {})
+            yield states[parameter], {k: v for k, v in saved.items() if v is not None}
+
+
+def check_state(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[torch.Tensor, ParameterState],
+    defaults: Collection[str],
+) -> None:
+    """Refuse a state that is not of these parameters.
+
+    Args:
+        state_dict: what is to be loaded.
+        groups, states: of the optimizer.
+        defaults: names of its options.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    try:
+        lengths = [len(group["params"]) for group in state_dict["param_groups"]]
+        state_dict["state"].items()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            "this is no state of an optimizer: pass what state_dict() has returned"
+        ) from error
+    ours = [len(group["params"]) for group in groups]
+    if lengths != ours:
+        raise ConfigError(
+            f"the state has groups of {lengths} parameters, and this optimizer of {ours}: make its "
+            "groups as before it was saved"
+        )
+    for group in state_dict["param_groups"]:
+        if lacking := [name for name in defaults if name not in group]:
+            raise ConfigError(
+                f"the state has no {lacking[0]!r} in its groups: it is of another optimizer; make "
+                "the one that it was saved from"
+            )
+    for state, saved in _pairs(state_dict, groups, states):
+        for key in state.keys if saved else ():  # else it was never updated
+            value = saved.get(key)
+            if value is None:
+                if key == MASTER or key == "momentum_buffer":
+                    continue  # of torch's own; or a momentum that has not begun
+                raise ConfigError(
+                    f"the state has no {key} of {state.name}: make the optimizer with the options "
+                    "that it was saved with"
+                )
+            if not isinstance(value, torch.Tensor) or value.shape != state.parameter.shape:
+                shape = list(value.shape) if isinstance(value, torch.Tensor) else value
+                raise ConfigError(
+                    f"{key} of {state.name} is {shape} in the state, and the parameter "
+                    f"{list(state.parameter.shape)}: load the state of this model"
+                )
+
+
+@torch.no_grad()
+def fill(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[torch.Tensor, ParameterState],
+) -> None:
+    """Read a state that `check_state` has passed."""
+    for state, saved in _pairs(state_dict, groups, states):
+        for key in state.keys:
+            if key in saved:
+                shaped(state.flat(key), state.parameter).copy_(saved[key])
+            elif key == MASTER:
+                state.flat(key).copy_(flat(state.parameter))
+            else:
+                state.flat(key).zero_()
+        started = float("momentum_buffer" in saved)  # of torch's SGD, which counts no steps
+        state.step.fill_(float(saved.get("step", started)))
+        state.lags.fill_(bool(saved.get("lags", False)))
+
+
+@torch.no_grad()
+def take_over(shown: MutableMapping[torch.Tensor, Any], states: Iterable[ParameterState]) -> None:
+    """Let ``optimizer.state`` show the optimizer's own tensors, with what lies in their place."""
+    for state in states:
+        found = shown.get(state.parameter, {})
+        shown[state.parameter] = ours = state.shown()
+        for key, mine in ours.items():
+            value = found.get(key)
+            if isinstance(value, torch.Tensor) and value.data_ptr() != mine.data_ptr():
+                mine.copy_(value)

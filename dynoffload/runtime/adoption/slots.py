@@ -1,0 +1,96 @@
+"""Parameters that are paged, and their regions: whole ones, those paged by slices, and slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass(eq=False)
+class Slot:
+    """One paged parameter, or one slice of it, and the regions that go with it.
+
+    Attributes:
+        name: the parameter's name in the model.
+        parameter: the user's object.
+        region: holds its bytes.
+        gradient: region of its gradient, kept from step to step.
+        states: regions of its optimizer state, by the optimizer's key.
+        shared: its region is another parameter's too.
+        fused: the parameter that it is a slice of, or None.
+        number: of the slice.
+        owed: region of the gradient that an update which was put off will read; only of slices.
+        home: where that gradient was made; `owed`, which may be its twin by now, ends with it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    region: int
+    gradient: int | None = None
+    states: dict[str, int] = field(default_factory=dict)
+    shared: bool = False
+    fused: Fused | None = None
+    number: int = 0
+    owed: int | None = None
+    home: int | None = None
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a slice of a parameter."""
+        return self.fused is not None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the parameter has a gradient now."""
+        return self.parameter.grad is not None
+
+    def update_regions(self) -> list[int]:
+        """Return what an optimizer update of the parameter reads and writes."""
+        gradient = [] if self.gradient is None else [self.gradient]
+        return [self.region, *gradient, *self.states.values()]
+
+
+@dataclass(eq=False)
+class Fused:
+    """One parameter that is paged by slices.
+
+    Attributes:
+        name: the parameter's name in the model.
+        parameter: the user's object.
+        like: has the dtype and shape that the parameter had when it was adopted, and no memory.
+        row: the regions of its slices.
+        slots: one for each slice; `Slot.gradient` is in the row that holds the gradient.
+        gradients: rows for gradients; a free one is used first.
+        states: rows of its optimizer state, by the optimizer's key.
+        retired: rows from before a conversion, until nobody holds a tensor over them.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    like: torch.Tensor
+    row: list[int]
+    slots: tuple[Slot, ...] = ()
+    gradients: list[list[int]] = field(default_factory=list)
+    states: dict[str, list[int]] = field(default_factory=dict)
+    retired: list[list[int]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """The number of slices."""
+        return len(self.slots)
+
+    def rows(self) -> list[list[int]]:
+        """Return all its rows."""
+        rows = [self.row, *self.gradients, *self.states.values(), *self.retired]
+        return [row for row in rows if row]
+
+    def row_with(self, region: int) -> list[int] | None:
+        """Return the row that ``region`` belongs to, if any."""
+        return next((row for row in self.rows() if region in row), None)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one slice."""
+        return self.like.numel() // self.count * self.like.element_size()
