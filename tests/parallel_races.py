@@ -148,7 +148,7 @@ def kinds(rank: int, world: int, names: tuple[str, ...]) -> list[Any]:
             for one, known in zip(found, wanted, strict=True):
                 assert torch.equal(one, known), kind
 
-        results.append((kind, watched.steps(step, 14)))
+        results.append((kind, watched.steps(step, None if kind == "plain" else 40)))
     return results
 
 
@@ -164,7 +164,7 @@ def mixed(rank: int, world: int) -> list[Any]:
         for one, known in zip(found, step_of(kind, fixed, given), strict=True):
             assert torch.equal(one, known), kind
 
-    return watched.steps(step, 3 * len(KINDS))
+    return watched.steps(step, 150)
 
 
 def held(rank: int, world: int) -> list[list[Made]]:

@@ -18,14 +18,12 @@ from dynoffload.experiments.allocations import Allocations
 from dynoffload.experiments.moe_pipeline_rank import Task
 from dynoffload.experiments.networks import SlowExchange
 from dynoffload.experiments.workers import WorkerError
-from dynoffload.moe.parallel import Strategy
-from dynoffload.moe.parallel.memory import memory, shape_of
 
 
 def test_it_measures_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pipeline.json"
     result = moe_pipeline.run(
-        path, sizes="GPT-S", factor=24, ranks="2", mbit="160", tokens=256, experts=4, steps=1,
+        path, sizes="GPT-S", factor=24, ranks="2", mbit="40", tokens=512, experts=4, steps=1,
         seconds=0.0, limit_share=0.5, links="delays", timeout=60.0,
     )  # fmt: skip
     assert json.loads(path.read_text(encoding="utf-8"))["rows"] == result["rows"]
@@ -35,12 +33,12 @@ def test_it_measures_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert row["rounds"] == 1
     assert row["noise"] >= 0
     assert [1, "none"] in [[one["parts"], one["strategy"]] for one in row["again"]]
-    # 4 trips of 128 rows of 32 numbers to another rank, at 160 Mbit/s, and no less.
+    # 4 trips of 256 rows of 32 numbers to another rank, at 40 Mbit/s, and no less.
     one_part = next(
         one["seconds"] for one in row["seconds"] if (one["parts"], one["strategy"]) == (1, "none")
     )
-    assert one_part > 3 * 128 * 32 * 4 * 8 / 160e6
-    assert 0 < row["communication_share"] < 2  # of two measurements
+    assert one_part > 3 * 256 * 32 * 4 * 8 / 40e6
+    assert 0.3 < row["communication_share"] < 2  # of two measurements
     for name in ("free", "bound"):
         assert row[name]["behind"] >= 0
         same = row[name]["chosen"] == row[name]["best"]
@@ -52,11 +50,9 @@ def test_it_measures_and_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert spent == pytest.approx(
             row[name]["steps_s"] - row[name]["steps"] * row[name]["chosen_s"]
         )
-    parts, strategy = row["bound"]["chosen"]
-    shape = shape_of(256, 1, 4, 2, 32, 128, 1, 4)
-    assert memory(Strategy(strategy), parts, shape) <= row["limit_bytes"]
-    (peaks,) = result["memory"]
-    at = {(one["parts"], one["strategy"]): one["bytes"] for one in peaks["rows"]}
+    assert row["bound"]["chosen"][1] != "none"  # no number of parts makes that fit
+    (memory,) = result["memory"]
+    at = {(one["parts"], one["strategy"]): one["bytes"] for one in memory["rows"]}
     assert at[4, "S4"] < at[1, "none"]
     told = capsys.readouterr().out
     assert "GPT-S" in told

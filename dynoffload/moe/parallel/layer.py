@@ -300,7 +300,7 @@ class ExpertParallel(MoE):
             -1 if limit is None else limit,
         ]
         found = self.exchange.gathered(given, self.router.device, "parts and strategy")
-        if any(one != given for one in found):
+        if any(one != found[0] for one in found):
             memory = "" if limit is None else f", memory={format_bytes(limit)}"
             raise ConfigError(
                 f"layer {self.exchange.name!r} has parts={parts!r}, strategy={strategy!r}{memory} "
