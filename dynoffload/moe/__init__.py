@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU, Traced
 from dynoffload.moe.computation import experts
-from dynoffload.moe.indices import route
+from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.layer import MoE, MoEOutput
 from dynoffload.moe.registered import register
-from dynoffload.moe.routing import Routing
 
 __all__ = [
     "Activation",

@@ -31,8 +31,7 @@ import torch
 from dynoffload.errors import ConfigError
 from dynoffload.moe import kernels as gpu
 from dynoffload.moe.activations import Activation, SwiGLU
-from dynoffload.moe.indices import route
-from dynoffload.moe.routing import Routing
+from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.slices import Gathering, Sliced, Slices, slices_of
 
 TILE = 1024
@@ -275,7 +274,7 @@ def _experts(
             if not isinstance(up, torch.Tensor):
                 raise ConfigError("experts() needs count= where matrices are no tensors")
             count = len(up)
-        chosen = route(chosen, count, kernels=kernels)
+        chosen = route(chosen, count)
     shape = chosen.token_expert_indices.shape
     if tokens.dim() != 2 or len(tokens) != shape[0] or gates.shape != shape:
         raise ConfigError(

@@ -21,8 +21,7 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU
 from dynoffload.moe.computation import experts as run_experts
-from dynoffload.moe.indices import route
-from dynoffload.moe.routing import Routing
+from dynoffload.moe.indices import Routing, route
 from dynoffload.runtime.experts.calls import stand_ins
 
 _ACTIVATIONS: dict[str, type[Activation]] = {"swiglu": SwiGLU, "silu": SiLU}

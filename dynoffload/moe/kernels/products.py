@@ -141,7 +141,7 @@ def up_kernel(
         {"BT": 128, "BM": 64, "BN": 64, "BK": 32},
         {"BT": 128, "BM": 16, "BN": 128, "BK": 32},
     ),
-    key=["inner", "width", "experts", "k"],
+    key=["inner", "width", "experts"],
 )
 @triton.jit
 def combine_kernel(
@@ -153,7 +153,6 @@ def combine_kernel(
     out,
     length,
     experts,
-    k,
     inner,
     width,
     tiles,
@@ -176,8 +175,8 @@ def combine_kernel(
     mine = tile * BT + tl.arange(0, BT)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     kept = columns < width
-    low_at = bounds + tile * (BT // TILE) * (experts + k)
-    high_at = bounds + tl.minimum((tile + 1) * (BT // TILE), tiles) * (experts + k)
+    low_at = bounds + tile * (BT // TILE) * experts
+    high_at = bounds + tl.minimum((tile + 1) * (BT // TILE), tiles) * experts
     total = tl.zeros((BT, BN), dtype=ACC)
     broken = tl.zeros((BT,), dtype=tl.int32)
     for expert in range(experts):

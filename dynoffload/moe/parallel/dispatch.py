@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dynoffload.moe.indices import route
+from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.parallel.exchange import Exchange
-from dynoffload.moe.routing import Routing
 
 
 @dataclass(frozen=True, eq=False)

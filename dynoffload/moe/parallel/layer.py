@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import ConfigError
+from dynoffload.moe.indices import Routing
 from dynoffload.moe.layer import MoE
 from dynoffload.moe.parallel.choice import NUMBERS, Adapting, Choice
 from dynoffload.moe.parallel.dispatch import dispatch
@@ -23,7 +24,6 @@ from dynoffload.moe.parallel.memory import Shape, shape_of
 from dynoffload.moe.parallel.pipeline import Call, pipelined
 from dynoffload.moe.parallel.step_timer import TimedStep
 from dynoffload.moe.parallel.tiers import Tier, tier_for
-from dynoffload.moe.routing import Routing
 from dynoffload.planning.strategies import Strategy, strategy_of
 from dynoffload.runtime.ranks.replicas import Rows
 from dynoffload.units import format_bytes, parse_bytes
