@@ -10,7 +10,6 @@ system's page cache, which is no memory of the process and can be taken from it 
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import deque
@@ -25,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from dynoffload.errors import SpillError
-from dynoffload.memory.spill import SpillFile, default_spill_dir, reason
+from dynoffload.memory.spill import SpillFile, default_spill_dir, transfer
 from dynoffload.planning.extents import Extents
 from dynoffload.units import format_bytes
 
@@ -195,38 +194,23 @@ class FileTier:
             ) from error
 
     def _write(self, tensor: torch.Tensor, offset: int) -> None:
-        rest = _bytes(tensor)
-        while rest:
-            try:
-                count = os.pwrite(self._file.fd, rest, offset)
-            except OSError as error:
-                why = reason(error.errno or 0)
-                message = self._file.unwritable("a part of a batch", why)
-                raise SpillError(error.errno, message) from error
-            rest, offset = rest[count:], offset + count
+        try:
+            transfer(self._file.fd, _bytes(tensor), offset, reads=False)
+        except OSError as error:
+            message = self._file.unwritable("a part of a batch", error.strerror)
+            raise SpillError(error.errno, message) from error
 
     def _read(self, into: torch.Tensor, offset: int) -> None:
-        rest = _bytes(into)
-        while rest:
-            try:
-                count = os.preadv(self._file.fd, [rest], offset)
-                why = "" if count else "the file is too short"
-                number = 0
-            except OSError as error:
-                count, number, why = 0, error.errno or 0, reason(error.errno or 0)
-            if not count:
-                raise SpillError(number, self._file.unreadable("a part of a batch", why))
-            rest, offset = rest[count:], offset + count
+        try:
+            transfer(self._file.fd, _bytes(into), offset, reads=True)
+        except OSError as error:
+            message = self._file.unreadable("a part of a batch", error.strerror)
+            raise SpillError(error.errno, message) from error
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor on the CPU."""
-    flat = tensor.detach().reshape(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    if flat.data_ptr() != tensor.data_ptr():
-        raise ValueError("a tensor that is not contiguous was to be stored")
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class PinnedTier:
