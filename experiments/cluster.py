@@ -3,14 +3,12 @@
 Steps of `dynoffload.simulation.moe_steps` under even and skewed routing, in parts and under each
 strategy; single layers over the share that communication takes of them; and the published formula
 of memory. Nothing is measured: networks and devices are written down.
-
-With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.comparing import check_page, show, write_between
+from dynoffload.experiments.comparing import Table, check_page, show, write_between
 from dynoffload.experiments.memory_expansion import SETTING
 from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
@@ -31,6 +29,7 @@ from dynoffload.simulation.routing import Routing, Spread
 
 GB = 1e9
 PARTS = (1, 2, 4, 8)
+_CUT = ("2", "4", "8")
 LAYERS: dict[str, tuple[int, int]] = {
     "GPT-S": (768, 3072),
     "BERT-L": (1024, 4096),
@@ -74,12 +73,11 @@ def run(
     experts: int = 64,
     tokens: int = 16384,
     page: Path | None = None,
-    figure: bool = True,
 ) -> dict[str, Any]:
-    """Simulate everything, print it, and draw it beside ``json_path``.
+    """Simulate everything, and print it.
 
     Args:
-        json_path: where the caller will write the numbers.
+        json_path: not used; the caller writes the numbers.
         sequences: of each data-parallel group of the 1T network, one step for each.
         skew: of skewed routing: the k-th expert in favour is chosen k ** -skew times as often.
         seed: of the draws.
@@ -90,18 +88,12 @@ def run(
         tokens: of each rank of a single layer.
         page: a Markdown file whose tables are written anew, between the lines that say
             <!-- table --> and <!-- end of table -->.
-        figure: whether to draw.
     """
     check_page(page)
-    from dynoffload.experiments.cluster_views import draw, lines, tables
-
     options = Options(sequences, skew, seed, between_gb, latency_us, ranks, experts, tokens)
     _check(options)
     result = computed(options)
     show(*tables(result))
-    if json_path is not None and figure:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        draw(result, json_path.with_suffix(".svg"))
     if page is not None:
         write_between(page, lines(result))
     return result
@@ -297,3 +289,137 @@ def _published(result: dict[str, Any]) -> dict[str, Any]:
             for parts in PUBLISHED_MEMORY
         },
     }
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """Return all tables."""
+    return [
+        _table_of_steps(result),
+        _table_of_strategies(result),
+        _table_of_layers(result),
+        _table_of_batches(result),
+        _table_of_memory(result),
+    ]
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """Return what stands between the marks of a page."""
+    return [
+        line for one in tables(result) for line in (f"**{one.title}.**", "", *one.markdown(), "")
+    ][:-1]
+
+
+def row_of(case: Mapping[str, Any], parts: int, strategy: str) -> Mapping[str, Any]:
+    """Return one step of a case."""
+    found: Mapping[str, Any] = next(
+        row for row in case["rows"] if (row["parts"], row["strategy"]) == (parts, strategy)
+    )
+    return found
+
+
+def _table_of_steps(result: Mapping[str, Any]) -> Table:
+    rows = []
+    for case in result["steps"]:
+        plain = row_of(case, 1, "none")
+        shared = [row for row in case["rows"] if row["strategy"] != "none" and row["parts"] > 1]
+        best = min(shared, key=lambda row: row["seconds"])
+        rows.append(
+            [
+                case["network"],
+                str(case["sequences"]),
+                f"{case['routing']} ({case['busiest']:.1f}x)",
+                _ms(plain["seconds"]),
+                f"{plain['link_share']:.0%}",
+                f"{plain['waiting_s'] / plain['seconds']:.0%}",
+                *(_ms(row_of(case, int(parts), "none")["seconds"]) for parts in _CUT),
+                f"{_ms(best['seconds'])} (n={best['parts']}, {best['strategy']})",
+                f"{plain['kept_gb']:.2f}",
+                f"{best['kept_gb']:.2f}",
+            ]
+        )
+    columns = (
+        *("network", "sequences", "routing (busiest rank)", "ms, n=1", "on the link"),
+        *("waiting", "n=2", "n=4", "n=8", "best with shared buffers", "kept GB, n=1", "kept GB"),
+    )
+    return Table("A step of the 1T network on 256 GPUs", columns, rows)
+
+
+def _table_of_strategies(result: Mapping[str, Any]) -> Table:
+    case = last_even(result)
+    rows = [
+        [
+            f"{row['parts']}",
+            row["strategy"],
+            *(_ms(row[key]) for key in ("seconds", "expert_layers_s", "bound_s")),
+            f"{row['link_share']:.0%}",
+            f"{row['exposed_share']:.0%}",
+            f"{row['kept_gb']:.2f}",
+        ]
+        for row in case["rows"]
+    ]
+    columns = (
+        *("n", "strategy", "step ms", "expert layers ms", "their bound ms"),
+        *("on the link", "exposed", "kept GB"),
+    )
+    title = f"Every n and strategy: {case['network']}, {case['sequences']} sequences, even routing"
+    return Table(title, columns, rows, (0, 1))
+
+
+def last_even(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the largest batch on nodes, evenly routed."""
+    even = [c for c in result["steps"] if (c["network"], c["routing"]) == ("nodes", "even")]
+    found: Mapping[str, Any] = max(even, key=lambda case: case["sequences"])
+    return found
+
+
+def _table_of_layers(result: Mapping[str, Any]) -> Table:
+    rows = []
+    for name, shares in result["layers"].items():
+        for row in shares:
+            speedup = row["speedup"]
+            shared = {
+                (parts, strategy): speedup[strategy][parts]
+                for strategy in speedup
+                for parts in _CUT
+                if strategy != "none"
+            }
+            best = max(shared, key=lambda key: shared[key])
+            rows.append(
+                [
+                    name,
+                    f"{row['share']:.0%}",
+                    f"{row['network_gb']:.3g}",
+                    *(f"{speedup['none'][parts]:.2f}" for parts in _CUT),
+                    f"{shared[best]:.2f} (n={best[0]}, {best[1]})",
+                ]
+            )
+    columns = ("layer", "link's share", "GB/s", "n=2", "n=4", "n=8", "best with shared buffers")
+    return Table("Times the speed of the unpipelined layer", columns, rows)
+
+
+def _table_of_batches(result: Mapping[str, Any]) -> Table:
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            *(f"{seconds * 1e3:.2f}" for seconds in row["seconds"].values()),
+            str(row["best"]),
+        ]
+        for row in result["best_parts"]
+    ]
+    columns = ("tokens of a rank", "ms, n=1", "n=2", "n=4", "n=8", "best n")
+    return Table("GPT-XL by its batch, half of a large one on the link", columns, rows)
+
+
+def _table_of_memory(result: Mapping[str, Any]) -> Table:
+    rows = [
+        [row["layer"], f"{row['tokens']:,}", *(f"-{row['saved'][parts]:.0%}" for parts in _CUT)]
+        for row in result["memory"]
+    ]
+    published = result["published"]["memory"]
+    rows.append(["published", "", *(f"-{published[parts]:.0%}" for parts in _CUT)])
+    columns = ("layer", "tokens of a rank", "n=2", "n=4", "n=8")
+    return Table("Memory of a layer, by the formula, against one part", columns, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
