@@ -148,7 +148,7 @@ class TestLabelsThatAreKept:
         cut, flipped, empty, *_ = sorted(keep.iterdir())
         cut.write_bytes(cut.read_bytes()[:-7])
         data = bytearray(flipped.read_bytes())
-        data[len(data) // 2] ^= 1
+        data[-1] ^= 1  # a bit flipped before the checksum may leave what is unpacked as it was
         flipped.write_bytes(bytes(data))
         empty.write_bytes(b"")
         (keep / ".x.part").write_bytes(b"left by a kill")

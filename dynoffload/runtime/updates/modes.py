@@ -17,9 +17,9 @@ made. So flags are set instead, and nothing is cached.
 compiler and the number of threads that new threads begin with are the process's; all else is a
 thread's own. The guard's thread makes updates while threads of the user's run, so it leaves those
 settings as they are. On the CPU no optimizer of `torch.optim` depends on deterministic algorithms.
-What depends on the default dtype does not wait (`depends_on_dtype`), and what multiplies matrices
-is refused there if oneDNN was switched meanwhile. A thread of the user's that makes an update has
-the settings of its ``step()`` for that time.
+Where it makes updates, what depends on the default dtype does not wait (`depends_on_dtype`), and
+what multiplies matrices is refused there if oneDNN was switched meanwhile. A thread of the user's
+that makes an update has the settings of its ``step()`` for that time.
 
 [Note: modes that hold]  Two kinds cannot be carried over, so with them nothing is put off: a mode
 or a profiler of the user's that watches operators would miss them, and no other thread flushes

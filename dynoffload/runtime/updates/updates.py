@@ -512,8 +512,11 @@ class Updates:
             data, part = _data_of(parameter), local(gradient)
             update = Update(group, data, part, copy, regions, modes, states)
             torch.autograd.graph.increment_version(parameter)
-            depends = self._defer and depends_on_dtype(self.optimizer, first=not copy)
-            if may and not depends and (not self._defer or self._guards(slot, gradient)):
+            if (
+                may
+                and self._may_wait(first=not copy)
+                and (not self._defer or self._guards(slot, gradient))
+            ):
                 waiting.append((slot, update))
                 continue
             self.maker.make(slot, update)
@@ -541,11 +544,16 @@ class Updates:
 
     def _wait_for_slice(self, slot: Slot, step: Step) -> None:
         update = self._slices.begin(slot, step)
-        waits = self._defer and not depends_on_dtype(self.optimizer, first=False)
-        if waits and may_wait():
+        if self._defer and self._may_wait(first=False) and may_wait():
             self.waiting.add(slot, update)
         else:
             self.maker.make(slot, update)
+
+    def _may_wait(self, *, first: bool) -> bool:
+        """Return whether an update has the bits of now whenever it is made. The guard's thread
+        changes no default dtype; without one, who makes the update has the step's."""
+        served = self._defer and self._device.serves
+        return not (served and depends_on_dtype(self.optimizer, first=first))
 
     def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
         """Return whether the device sees every access to what the update reads and writes."""
