@@ -197,14 +197,14 @@ class FileTier:
         try:
             transfer(self._file.fd, _bytes(tensor), offset, reads=False)
         except OSError as error:
-            message = self._file.unwritable("a part of a batch", error.strerror)
+            message = self._file.unwritable("a part of a batch", str(error.strerror))
             raise SpillError(error.errno, message) from error
 
     def _read(self, into: torch.Tensor, offset: int) -> None:
         try:
             transfer(self._file.fd, _bytes(into), offset, reads=True)
         except OSError as error:
-            message = self._file.unreadable("a part of a batch", error.strerror)
+            message = self._file.unreadable("a part of a batch", str(error.strerror))
             raise SpillError(error.errno, message) from error
 
 
