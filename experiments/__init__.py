@@ -27,7 +27,7 @@ EXPERIMENTS: dict[str, str] = {
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:run",
     "pilot-benefit": "dynoffload.experiments.pilot_benefit:run",
     "memory-expansion": "dynoffload.experiments.memory_expansion:run",
-    "cluster": "dynoffload.experiments.cluster:run",
+    "cluster": "dynoffload.experiments.cluster:Clusters",
     "simulation": "dynoffload.experiments.simulation:Simulated",
     "step-time": "dynoffload.experiments.step_time:run",
     "estimates": "dynoffload.experiments.estimates:Estimates",
@@ -39,9 +39,9 @@ EXPERIMENTS: dict[str, str] = {
     "costs": "dynoffload.experiments.costs:Costs",
     "host-optimizer": "dynoffload.experiments.host_optimizer:DelayedUpdates",
     "tiling": "dynoffload.experiments.tiling:Tiling",
-    "moe-layer": "dynoffload.experiments.moe_layer:run",
-    "ranks": "dynoffload.experiments.ranks:run",
-    "moe-pipeline": "dynoffload.experiments.moe_pipeline:run",
+    "moe-layer": "dynoffload.experiments.moe_layer:Layers",
+    "ranks": "dynoffload.experiments.ranks:Ranks",
+    "moe-pipeline": "dynoffload.experiments.moe_pipeline:Pipeline",
     "gpu": "dynoffload.experiments.gpu:run",
 }
 """Name on the command line -> ``module:class`` or ``module:function``."""
@@ -68,6 +68,8 @@ BENCH: dict[str, str] = {
     "tiling": "",
     "moe-layer": "",
     "ranks": "",
+    "moe-pipeline": "",
+    "moe-pipeline-4": "moe-pipeline --ranks 4 --mbit 200",
 }
 """What ``dynoffload experiment all`` runs: name of the result -> words, if more than the name."""
 

@@ -19,9 +19,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TYPE_CHECKING, Generic, NamedTuple, ParamSpec, TypeVar
 
 from dynoffload.errors import DynOffloadError
 from dynoffload.units import format_seconds
@@ -40,6 +42,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
+T = TypeVar("T")
 
 
 class WorkerError(DynOffloadError, RuntimeError):
@@ -149,6 +152,67 @@ def fresh(
     """Return what ``function`` returns in a process of its own; see `Process`."""
     with Process(name, patience=patience, environment=environment) as process:
         return process.call(function, *args)
+
+
+class Outcome(NamedTuple, Generic[Value]):
+    """What a call has come to.
+
+    Attributes:
+        value: that was returned; None if there is an error.
+        error: that was raised; None if there is a value.
+        at: when, by `time.monotonic`.
+    """
+
+    value: Value | None
+    error: WorkerError | None
+    at: float
+
+
+def at_once(
+    what: str,
+    function: Callable[[T], Value],
+    given: Sequence[T],
+    *,
+    patience: float | None = None,
+    environment: Mapping[str, str] | None = None,
+    well: bool = True,
+) -> list[Outcome[Value]]:
+    """Return what ``function`` makes of each of ``given``, all at once in processes of their own.
+
+    Args:
+        what: names them all; messages call each by its number, too.
+        function: of a module.
+        given: one for each process.
+        patience: seconds that a call may take.
+        environment: see `Process`.
+        well: the first error ends all processes, and is raised.
+
+    Raises:
+        WorkerError: see ``well``.
+    """
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                Process(f"rank {rank} of {what}", patience=patience, environment=environment)
+            )
+            for rank in range(len(given))
+        ]
+
+        def outcome(process: Process, one: T) -> Outcome[Value]:
+            try:
+                return Outcome(process.call(function, one), None, time.monotonic())
+            except WorkerError as error:
+                return Outcome(None, error, time.monotonic())
+
+        pool = stack.enter_context(ThreadPoolExecutor(len(given)))
+        calls = [pool.submit(outcome, *pair) for pair in zip(processes, given, strict=True)]
+        for done in as_completed(calls):
+            error = done.result().error
+            if well and error is not None:
+                for process in processes:
+                    process.kill()
+                raise error
+        return [call.result() for call in calls]
 
 
 @contextlib.contextmanager

@@ -1,56 +1,44 @@
-"""The simulated mixture of experts on a cluster: its steps add up, and its page is written."""
+"""The simulated mixture of experts on a cluster: its steps add up."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import cluster
-from dynoffload.experiments.cluster import Options, computed, lines
-from dynoffload.experiments.comparing import BEGIN, END
-
-SMALL = Options((2,), 0.25, 0, 50.0, 5.0, ranks=8, experts=16, tokens=2048)
+from dynoffload.experiments.cluster import Clusters, Params, gathered
+from dynoffload.experiments.harness import carry_out
 
 
 def test_steps_add_up_and_parts_keep_their_work() -> None:
-    found = computed(SMALL)
-    for case in found["steps"]:
+    found = carry_out(Clusters, Params((2,), ranks=8, experts=16, tokens=2048))
+    for case in gathered(found["rows"], "steps"):
         assert [row["parts"] for row in case["rows"]] == [n for n in (1, 2, 4, 8) for _ in range(5)]
         for row in case["rows"]:
             sums = row["even_s"] + row["experts_s"] + row["exposed_s"]
             assert sums == pytest.approx(row["seconds"])
             assert row["expert_layers_s"] >= row["bound_s"] * (1 - 1e-9)
         assert (case["busiest"] > 1.5) is (case["routing"] == "skewed")
-    for rows in found["layers"].values():
-        for row in rows:
-            assert row["speedup"]["none"]["1"] == 1
-            most = max(n for table in row["speedup"].values() for n in table.values())
-            assert most <= 1 / max(row["share"], 1 - row["share"]) * (1 + 1e-9)
-    saved = found["published"]["memory_range"]
+    for row in gathered(found["rows"], "layer"):
+        assert row["speedup"]["none"]["1"] == 1
+        most = max(n for table in row["speedup"].values() for n in table.values())
+        assert most <= 1 / max(row["share"], 1 - row["share"]) * (1 + 1e-9)
+    saved = found["summary"]["memory_range"]
     for parts, low, high in (("2", 0.13, 0.30), ("8", 0.34, 0.75)):
-        assert low < saved[parts][0] < found["published"]["memory"][parts] < saved[parts][1] < high
-
-
-def test_the_command_writes_the_page(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"# A\n{BEGIN}\n{END}\nend\n")
-    result = cluster.run(sequences=(2,), ranks=4, experts=4, page=page)
-    assert "\n".join(lines(result)) in page.read_text()
+        assert low < saved[parts][0] < found["summary"]["memory"][parts] < saved[parts][1] < high
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tokens": 0}, "--tokens 0 is too few"),
-        ({"sequences": (2, 0)}, "--sequences 0 is too few"),
+        ({"tokens": 0}, "tokens=0 is too few"),
+        ({"sequences": (2, 0)}, "sequences=0 is too few"),
         ({"sequences": ()}, "names none"),
-        ({"between_gb": 0.0}, "--between-gb 0"),
-        ({"skew": -1.0}, "--skew -1"),
+        ({"between_gb": 0.0}, "between_gb=0"),
+        ({"skew": -1.0}, "skew=-1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        cluster.run(**options)
+        Params(**options)

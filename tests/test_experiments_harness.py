@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 import time
@@ -17,7 +18,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments import harness
 from dynoffload.experiments.comparing import BEGIN, END
 from dynoffload.experiments.harness import Experiment, Row, carry_out, option, rendered, turns
-from dynoffload.experiments.processes import Process, WorkerError, fresh
+from dynoffload.experiments.processes import Process, WorkerError, at_once, fresh
 
 PAGE = f"""# Squares
 
@@ -198,3 +199,19 @@ def test_a_process_that_dies_or_hangs_is_named() -> None:
             process.call(os.getpid)
     with pytest.raises(WorkerError, match="'one' gave no answer within 1"):
         fresh("one", time.sleep, 60, patience=1.0)
+
+
+def test_the_first_of_several_processes_that_fails_ends_all() -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)'rank 1 of two' failed: .*ValueError"):
+        at_once("two", time.sleep, [600, -1])
+    with pytest.raises(WorkerError, match="'rank 1 of two' gave no answer within 20 s"):
+        at_once("two", time.sleep, [0, 600], patience=20.0)
+    assert time.monotonic() - start < 300
+
+
+def test_errors_of_several_processes_are_returned_where_they_are_asked_for() -> None:
+    good, bad = at_once("two", math.sqrt, [4.0, -1.0], well=False)
+    assert (good.value, good.error) == (2.0, None)
+    assert bad.value is None
+    assert "math domain error" in str(bad.error)
