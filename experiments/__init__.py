@@ -42,7 +42,7 @@ EXPERIMENTS: dict[str, str] = {
     "moe-layer": "dynoffload.experiments.moe_layer:run",
     "ranks": "dynoffload.experiments.ranks:run",
     "moe-pipeline": "dynoffload.experiments.moe_pipeline:run",
-    "gpu": "dynoffload.experiments.gpu:run",
+    "gpu": "dynoffload.experiments.gpu:Gpu",
 }
 """Name on the command line -> ``module:class`` or ``module:function``."""
 BENCH: dict[str, str] = {
