@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import harness
@@ -198,3 +199,20 @@ def test_a_process_that_dies_or_hangs_is_named() -> None:
             process.call(os.getpid)
     with pytest.raises(WorkerError, match="'one' gave no answer within 1"):
         fresh("one", time.sleep, 60, patience=1.0)
+
+
+class Counted(Squares):
+    one_thread = True
+
+    def run(self, case: int) -> Row:
+        return {"square": 0, "threads": torch.get_num_threads()}
+
+
+def test_threads_are_as_many_as_the_experiment_asks_for() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rows = carry_out(Counted, Params(most=1))["rows"]
+        assert (rows[0]["threads"], torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
