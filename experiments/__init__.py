@@ -19,7 +19,7 @@ from typing import Any
 from dynoffload.errors import ConfigError
 
 EXPERIMENTS: dict[str, str] = {
-    "demo": "dynoffload.experiments.demo:run",
+    "demo": "dynoffload.experiments.demo:Demo",
     "paged": "dynoffload.experiments.paged:run",
     "breakdown": "dynoffload.experiments.breakdown:run",
     "exactness": "dynoffload.experiments.exactness:Exactness",
@@ -42,7 +42,7 @@ EXPERIMENTS: dict[str, str] = {
     "moe-layer": "dynoffload.experiments.moe_layer:Layers",
     "ranks": "dynoffload.experiments.ranks:Ranks",
     "moe-pipeline": "dynoffload.experiments.moe_pipeline:Pipeline",
-    "gpu": "dynoffload.experiments.gpu:run",
+    "gpu": "dynoffload.experiments.gpu:Gpu",
 }
 """Name on the command line -> ``module:class`` or ``module:function``."""
 BENCH: dict[str, str] = {

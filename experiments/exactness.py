@@ -21,11 +21,10 @@ from dynoffload.experiments.architectures import ARCHITECTURES, experts_of
 from dynoffload.experiments.comparing import Table
 from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.loops import Loop, loops
-from dynoffload.experiments.processes import ONE_THREAD, Process, WorkerError
+from dynoffload.experiments.processes import ONE_THREAD, QUIET, Process, WorkerError
 from dynoffload.units import format_bytes
 
 _PATIENCE = 660.0  # seconds for one case and the start of its process
-_QUIET = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Exactness(Experiment[Params]):
 
     def _process(self) -> Process:
         if self._started is None:
-            environment = {**ONE_THREAD, **_QUIET}
+            environment = {**ONE_THREAD, **QUIET}
             self._started = Process("a case", patience=_PATIENCE, environment=environment)
             self.stack.callback(self._end)
         return self._started

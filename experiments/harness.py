@@ -166,35 +166,28 @@ def carry_out(
         ConfigError: a parameter is wrong, or a file that is to be written cannot be.
     """
     one = kind(params)
-    begun: dict[str, Any] = {"params": plain(params), "made_by": provenance()}
-    if json_path is not None:
-        make_room(json_path, "--json")
-        check_page(json_path)
-        if not restart:
-            if (found := _kept(json_path, begun, kind)) is not None:
-                render(one, found, json_path)
-                return found
-            one.rows = (_kept(_partial(json_path), begun, kind) or {"rows": []})["rows"]
-    with progress_bar(True) as one.report, one.stack:
+    with one.stack:
         if kind.one_thread:
             import torch
 
+            one.stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-        done = {row["case"]: row for row in one.rows}
-        cases = one.cases()
-        for number, (name, case) in enumerate(cases.items()):
-            if name in done:
-                continue
-            one.report(name, number, len(cases))
-            done[name] = {"case": name, **_row(one, name, case)}
-            one.rows.append(done[name])
-            if json_path is not None and kind.resumes:
-                write_json(_partial(json_path), {**begun, "rows": one.rows})
-        rows = [done[name] for name in cases]
-        result = {**begun, "summary": one.summary(rows), "rows": rows}
-    if json_path is not None:
-        write_json(json_path, result)
-        _partial(json_path).unlink(missing_ok=True)
+        begun: dict[str, Any] = {"params": plain(params), "made_by": provenance()}
+        result = None
+        if json_path is not None:
+            make_room(json_path, "--json")
+            check_page(json_path)
+            if not restart:
+                result = _kept(json_path, begun, kind)
+                partial = _kept(_partial(json_path), begun, kind)
+                one.rows = [] if partial is None else partial["rows"]
+        if result is None:
+            with progress_bar(True) as one.report:
+                rows = _rows(one, begun, json_path)
+                result = {**begun, "summary": one.summary(rows), "rows": rows}
+            if json_path is not None:
+                write_json(json_path, result)
+                _partial(json_path).unlink(missing_ok=True)
     render(one, result, json_path)
     return result
 
@@ -241,6 +234,21 @@ def check_page(json_path: Path) -> None:
     if page.exists():
         marks_of(page)
         make_room(page, "--json")
+
+
+def _rows(one: Experiment[Any], begun: Mapping[str, Any], json_path: Path | None) -> list[Row]:
+    """Return the rows of all cases, of which the missing ones are measured."""
+    done = {row["case"]: row for row in one.rows}
+    cases = one.cases()
+    for number, (name, case) in enumerate(cases.items()):
+        if name in done:
+            continue
+        one.report(name, number, len(cases))
+        done[name] = {"case": name, **_row(one, name, case)}
+        one.rows.append(done[name])
+        if json_path is not None and one.resumes:
+            write_json(_partial(json_path), {**begun, "rows": one.rows})
+    return [done[name] for name in cases]
 
 
 def _row(one: Experiment[Any], name: str, case: Any) -> Row:

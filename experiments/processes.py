@@ -39,6 +39,8 @@ NEVER_LEFT = contextlib.ExitStack()
 """See [Note: leaving without restoring]."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Environment of a process that computes with one thread."""
+QUIET = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+"""Environment of a process that does not warn."""
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import harness
@@ -215,3 +216,20 @@ def test_errors_of_several_processes_are_returned_where_they_are_asked_for() -> 
     assert (good.value, good.error) == (2.0, None)
     assert bad.value is None
     assert "math domain error" in str(bad.error)
+
+
+class Counted(Squares):
+    one_thread = True
+
+    def run(self, case: int) -> Row:
+        return {"square": 0, "threads": torch.get_num_threads()}
+
+
+def test_threads_are_as_many_as_the_experiment_asks_for() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rows = carry_out(Counted, Params(most=1))["rows"]
+        assert (rows[0]["threads"], torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
