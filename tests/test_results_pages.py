@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynoffload.experiments.cluster import Clusters
 from dynoffload.experiments.costs import Costs
 from dynoffload.experiments.estimates import Estimates
 from dynoffload.experiments.harness import Experiment, rendered
@@ -23,6 +24,7 @@ from dynoffload.experiments.whatif import WhatIf
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 HARNESSED: dict[str, type[Experiment[Any]]] = {
+    "cluster": Clusters,
     "costs": Costs,
     "capacity": Capacity,
     "max-batch": MaxBatch,
