@@ -76,28 +76,7 @@ gpu-check:
 
 bench: $(STAMP)
 	@mkdir -p docs/results
-	$(BIN)/dynoffload experiment paged --json docs/results/paged.json
-	$(BIN)/dynoffload experiment breakdown --json docs/results/breakdown.json
-	$(BIN)/dynoffload experiment breakdown --tokens 512 --json docs/results/breakdown-512.json
-	$(BIN)/dynoffload experiment exactness --json docs/results/exactness.json
-	$(BIN)/dynoffload experiment resident --json docs/results/resident.json
-	$(BIN)/dynoffload experiment pilot-accuracy --json docs/results/pilot-accuracy.json --page docs/results/pilot-accuracy.md
-	$(BIN)/dynoffload experiment pilot-benefit --samples 160 --steps 40 --json docs/results/pilot-benefit.json --page docs/results/pilot-benefit.md
-	$(BIN)/dynoffload experiment memory-expansion --json docs/results/memory-expansion.json
-	$(BIN)/dynoffload experiment cluster --json docs/results/cluster.json --page docs/results/cluster.md
-	$(BIN)/dynoffload experiment simulation --json docs/results/simulation.json --page docs/results/simulation.md
-	$(BIN)/dynoffload experiment estimates --calibration docs/results/simulation.json --json docs/results/estimates.json --page docs/results/estimates.md
-	$(BIN)/dynoffload experiment step-time --calibration docs/results/simulation.json --json docs/results/step-time.json --page docs/results/step-time.md
-	$(BIN)/dynoffload experiment idioms --json docs/results/idioms.json
-	$(BIN)/dynoffload experiment costs --clock processor --json docs/results/costs.json
-	OMP_NUM_THREADS=1 $(BIN)/dynoffload experiment tiling --json docs/results/tiling.json
-	$(BIN)/dynoffload experiment host-optimizer --steps 200 --warmup 40 --seeds 2 --json docs/results/host-optimizer.json
-	$(BIN)/dynoffload experiment moe-layer --json docs/results/moe-layer.json
-	OMP_NUM_THREADS=1 $(BIN)/dynoffload experiment ranks --json docs/results/ranks.json
-	$(BIN)/dynoffload experiment planner-optimality --json docs/results/planner-optimality.json
-	$(BIN)/dynoffload experiment capacity --json docs/results/capacity.json --page docs/results/capacity.md
-	$(BIN)/dynoffload experiment max-batch --json docs/results/max-batch.json --page docs/results/max-batch.md
-	$(BIN)/dynoffload experiment whatif --json docs/results/whatif.json --page docs/results/whatif.md
+	$(BIN)/dynoffload experiment all --json docs/results
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,11 +1,7 @@
-"""The experiments: measurements behind the published numbers, each a module with a function.
+"""The experiments: measurements behind the published numbers, each by its name.
 
-What it is: the list of names that ``dynoffload experiment`` knows, imported only when one is asked
-for. What it is not: the measurements.
-
-An experiment is a function ``run(json_path: Path | None = None, **options) -> dict``. It prints
-its own tables, returns what JSON can hold, and gives each option a type and a default; the caller
-writes the returned numbers to ``json_path``, which the function may use for what it has so far.
+An experiment is a class; see `dynoffload.experiments.harness`. Some are still a function
+``run(json_path: Path | None = None, **options) -> dict``, which prints its own tables.
 """
 
 from __future__ import annotations
@@ -16,43 +12,70 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dynoffload.errors import ConfigError
 
 EXPERIMENTS: dict[str, str] = {
-    "demo": "dynoffload.experiments.demo:run",
+    "demo": "dynoffload.experiments.demo:Demo",
     "paged": "dynoffload.experiments.paged:run",
     "breakdown": "dynoffload.experiments.breakdown:run",
-    "exactness": "dynoffload.experiments.exactness:run",
+    "exactness": "dynoffload.experiments.exactness:Exactness",
     "resident": "dynoffload.experiments.resident:run",
     "pilot-accuracy": "dynoffload.experiments.pilot_accuracy:run",
     "pilot-benefit": "dynoffload.experiments.pilot_benefit:run",
     "memory-expansion": "dynoffload.experiments.memory_expansion:run",
-    "cluster": "dynoffload.experiments.cluster:run",
-    "simulation": "dynoffload.experiments.simulation:run",
+    "cluster": "dynoffload.experiments.cluster:Clusters",
+    "simulation": "dynoffload.experiments.simulation:Simulated",
     "step-time": "dynoffload.experiments.step_time:run",
-    "estimates": "dynoffload.experiments.estimates:run",
-    "whatif": "dynoffload.experiments.whatif:run",
-    "planner-optimality": "dynoffload.experiments.planner.optimality:run",
-    "idioms": "dynoffload.experiments.idioms:run",
-    "capacity": "dynoffload.experiments.capacity:run",
-    "max-batch": "dynoffload.experiments.max_batch:run",
-    "costs": "dynoffload.experiments.costs:run",
-    "host-optimizer": "dynoffload.experiments.host_optimizer:run",
-    "tiling": "dynoffload.experiments.tiling:run",
-    "moe-layer": "dynoffload.experiments.moe_layer:run",
-    "ranks": "dynoffload.experiments.ranks:run",
-    "moe-pipeline": "dynoffload.experiments.moe_pipeline:run",
-    "gpu": "dynoffload.experiments.gpu:run",
+    "estimates": "dynoffload.experiments.estimates:Estimates",
+    "whatif": "dynoffload.experiments.whatif:WhatIf",
+    "planner-optimality": "dynoffload.experiments.planner.optimality:Optimality",
+    "idioms": "dynoffload.experiments.idioms:Idioms",
+    "capacity": "dynoffload.experiments.largest:Capacity",
+    "max-batch": "dynoffload.experiments.largest:MaxBatch",
+    "costs": "dynoffload.experiments.costs:Costs",
+    "host-optimizer": "dynoffload.experiments.host_optimizer:DelayedUpdates",
+    "tiling": "dynoffload.experiments.tiling:Tiling",
+    "moe-layer": "dynoffload.experiments.moe_layer:Layers",
+    "ranks": "dynoffload.experiments.ranks:Ranks",
+    "moe-pipeline": "dynoffload.experiments.moe_pipeline:Pipeline",
+    "gpu": "dynoffload.experiments.gpu:Gpu",
 }
-"""Name on the command line -> ``module:function``."""
+"""Name on the command line -> ``module:class`` or ``module:function``."""
+BENCH: dict[str, str] = {
+    "paged": "",
+    "breakdown": "",
+    "breakdown-512": "breakdown --tokens 512",
+    "exactness": "",
+    "resident": "",
+    "pilot-accuracy": "",
+    "pilot-benefit": "pilot-benefit --samples 160 --steps 40",
+    "memory-expansion": "",
+    "cluster": "",
+    "simulation": "",
+    "estimates": "estimates --calibration {folder}/simulation.json",
+    "step-time": "step-time --calibration {folder}/simulation.json",
+    "whatif": "",
+    "planner-optimality": "",
+    "idioms": "",
+    "capacity": "",
+    "max-batch": "",
+    "costs": "",
+    "host-optimizer": "",
+    "tiling": "",
+    "moe-layer": "",
+    "ranks": "",
+    "moe-pipeline": "",
+    "moe-pipeline-4": "moe-pipeline --ranks 4 --mbit 200",
+}
+"""What ``dynoffload experiment all`` runs: name of the result -> words, if more than the name."""
 
 
-def load(name: str) -> Callable[..., dict[str, Any]]:
-    """Return the function of the experiment ``name``.
+def load(name: str) -> Any:
+    """Return the class or the function of the experiment ``name``.
 
     Raises:
         ConfigError: if there is none of this name.
@@ -60,8 +83,7 @@ def load(name: str) -> Callable[..., dict[str, Any]]:
     if name not in EXPERIMENTS:
         raise ConfigError(f"no experiment is named {name!r}: there are {', '.join(EXPERIMENTS)}")
     module, _, function = EXPERIMENTS[name].partition(":")
-    found: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), function)
-    return found
+    return getattr(importlib.import_module(module), function)
 
 
 def summary(name: str) -> str:

@@ -3,23 +3,22 @@
 Steps of `dynoffload.simulation.moe_steps` under even and skewed routing, in parts and under each
 strategy; single layers over the share that communication takes of them; and the published formula
 of memory. Nothing is measured: networks and devices are written down.
-
-With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.comparing import check_page, show, write_between
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option
 from dynoffload.experiments.memory_expansion import SETTING
 from dynoffload.planning.strategies import Strategy
 from dynoffload.simulation.cluster import Cluster, Wire
@@ -31,6 +30,7 @@ from dynoffload.simulation.routing import Routing, Spread
 
 GB = 1e9
 PARTS = (1, 2, 4, 8)
+_CUT = ("2", "4", "8")
 LAYERS: dict[str, tuple[int, int]] = {
     "GPT-S": (768, 3072),
     "BERT-L": (1024, 4096),
@@ -49,101 +49,75 @@ DEVICE = Accelerator("assumed", 312e12, 2039e9, SharedLink(25 * GB), SharedLink(
 
 
 @dataclass(frozen=True)
-class Options:
-    """What `run` was asked for."""
+class Params:
+    """Batches, routing, wires and single layers."""
 
-    sequences: tuple[int, ...]
-    skew: float
-    seed: int
-    between_gb: float
-    latency_us: float
-    ranks: int
-    experts: int
-    tokens: int
+    sequences: tuple[int, ...] = option((2, 32), "of each group of the 1T network, a step for each")
+    skew: float = option(0.25, "k ** -skew as often is the k-th expert in favour chosen")
+    seed: int = option(0, "of the draws")
+    between_gb: float = option(50.0, "GB/s of a node's wire for each of its GPUs")
+    latency_us: float = option(5.0, "microseconds of a message")
+    ranks: int = option(64, "of a single layer, on one flat network")
+    experts: int = option(64, "of a single layer")
+    tokens: int = option(16384, "of each rank of a single layer")
 
-
-def run(
-    json_path: Path | None = None,
-    *,
-    sequences: tuple[int, ...] = (2, 32),
-    skew: float = 0.25,
-    seed: int = 0,
-    between_gb: float = 50.0,
-    latency_us: float = 5.0,
-    ranks: int = 64,
-    experts: int = 64,
-    tokens: int = 16384,
-    page: Path | None = None,
-    figure: bool = True,
-) -> dict[str, Any]:
-    """Simulate everything, print it, and draw it beside ``json_path``.
-
-    Args:
-        json_path: where the caller will write the numbers.
-        sequences: of each data-parallel group of the 1T network, one step for each.
-        skew: of skewed routing: the k-th expert in favour is chosen k ** -skew times as often.
-        seed: of the draws.
-        between_gb: GB/s of a node's wire for each of its GPUs, where nodes have one.
-        latency_us: microseconds of a message on every wire of nodes and of single layers.
-        ranks: of a single layer, all on one flat network.
-        experts: of a single layer.
-        tokens: of each rank of a single layer.
-        page: a Markdown file whose tables are written anew, between the lines that say
-            <!-- table --> and <!-- end of table -->.
-        figure: whether to draw.
-    """
-    check_page(page)
-    from dynoffload.experiments.cluster_views import draw, lines, tables
-
-    options = Options(sequences, skew, seed, between_gb, latency_us, ranks, experts, tokens)
-    _check(options)
-    result = computed(options)
-    show(*tables(result))
-    if json_path is not None and figure:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        draw(result, json_path.with_suffix(".svg"))
-    if page is not None:
-        write_between(page, lines(result))
-    return result
+    def __post_init__(self) -> None:
+        counts = {"ranks": self.ranks, "experts": self.experts, "tokens": self.tokens}
+        for name, value in [*counts.items(), *(("sequences", n) for n in self.sequences)]:
+            if value < 1:
+                raise ConfigError(f"{name}={value} is too few: take at least 1")
+        if not self.sequences:
+            raise ConfigError("sequences names none: give numbers, such as 2,32")
+        if not (self.between_gb > 0 and 0 <= self.skew < math.inf and self.latency_us >= 0):
+            raise ConfigError(
+                f"between_gb={self.between_gb} must be above 0, skew={self.skew} and "
+                f"latency_us={self.latency_us} 0 or more"
+            )
 
 
-def _check(options: Options) -> None:
-    counts = {name: getattr(options, name) for name in ("ranks", "experts", "tokens")}
-    for name, value in [*counts.items(), *(("sequences", n) for n in options.sequences)]:
-        if value < 1:
-            raise ConfigError(f"--{name} {value} is too few: take at least 1")
-    if not options.sequences:
-        raise ConfigError("--sequences names none: give numbers, such as 2,32")
-    if not (options.between_gb > 0 and 0 <= options.skew < math.inf and options.latency_us >= 0):
-        raise ConfigError(
-            f"--between-gb {options.between_gb} must be above 0, --skew {options.skew} and "
-            f"--latency-us {options.latency_us} 0 or more"
-        )
+class Clusters(Experiment[Params]):
+    """A case is a batch of the 1T network on a network, a layer, or a view of layers."""
 
+    parameters = Params
 
-def computed(options: Options) -> dict[str, Any]:
-    """Return all numbers."""
-    result = {
-        "options": {**asdict(options), "sequences": list(options.sequences)},
-        "device": {
-            "flops_per_s": DEVICE.flops_per_s,
-            "local_bytes_per_s": DEVICE.local_bytes_per_s,
-            "copy_bytes_per_s": DEVICE.remote.share,
-        },
-        "steps": [
-            case
+    def cases(self) -> Mapping[str, Callable[[], Row]]:
+        given = self.params
+        steps = {
+            f"{network}, {count} sequences": partial(_steps_of, given, network, count)
             for network in ("flat", "nodes")
-            for count in options.sequences
-            for case in _cases(options, network, count)
-        ],
-        "layers": {name: _layer(options, name) for name in LAYERS},
-        "best_parts": _best_parts(options),
-        "memory": _memory(options),
-    }
-    return {**result, "published": _published(result)}
+            for count in given.sequences
+        }
+        layers = {name: partial(_layer_of, given, name) for name in LAYERS}
+        return {
+            **steps,
+            **layers,
+            "batches": lambda: {"batches": _best_parts(given)},
+            "memory": lambda: {"memory": _memory(given)},
+        }
+
+    def run(self, case: Callable[[], Row]) -> Row:
+        return case()
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return _published(rows)
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        rows = result["rows"]
+        return [
+            _table_of_steps(rows),
+            _table_of_strategies(rows),
+            _table_of_layers(rows),
+            _table_of_batches(rows),
+            _table_of_memory(rows),
+        ]
 
 
-def _cases(options: Options, network: str, sequences: int) -> list[dict[str, Any]]:
+def gathered(rows: Sequence[Row], key: str) -> list[Any]:
+    """Return what cases of one kind have found, one after the other."""
+    return [one for row in rows for one in row.get(key, ())]
+
+
+def _steps_of(options: Params, network: str, sequences: int) -> Row:
     """Return the steps of one network and batch, by even and by skewed routing."""
     shard = replace(SETTING, batch=replace(SETTING.batch, sequences=sequences))
     device, count = DESIGNS[4], shard.division.devices
@@ -163,16 +137,18 @@ def _cases(options: Options, network: str, sequences: int) -> list[dict[str, Any
             for _ in range(shard.model.moe_layers)
         ],
     }
-    return [
-        {
-            "network": network,
-            "sequences": sequences,
-            "routing": name,
-            "busiest": max(_busiest(one, steps.spread) for one in drawn),
-            "rows": [row for parts in PARTS for row in _steps(steps, drawn, parts)],
-        }
-        for name, drawn in routings.items()
-    ]
+    return {
+        "steps": [
+            {
+                "network": network,
+                "sequences": sequences,
+                "routing": name,
+                "busiest": max(_busiest(one, steps.spread) for one in drawn),
+                "rows": [row for parts in PARTS for row in _steps(steps, drawn, parts)],
+            }
+            for name, drawn in routings.items()
+        ]
+    }
 
 
 def _busiest(routing: Routing, spread: Spread) -> float:
@@ -212,7 +188,7 @@ def _step(cost: StepCost, parts: int, strategy: Strategy, kept: float) -> dict[s
 
 
 def _of_layer(
-    name: str, options: Options, network: float, tokens: int, parts: int, strategy: Strategy
+    name: str, options: Params, network: float, tokens: int, parts: int, strategy: Strategy
 ) -> Cost:
     """Return both passes of a layer whose ranks send ``network`` bytes a second."""
     spread = Spread(options.ranks, math.gcd(options.ranks, options.experts))
@@ -222,7 +198,7 @@ def _of_layer(
     return cost_of(part, parts, strategy)
 
 
-def _layer(options: Options, name: str) -> list[dict[str, Any]]:
+def _layer(options: Params, name: str) -> list[dict[str, Any]]:
     """Return speeds of a layer in parts, by the share of it that the link takes in one part."""
     rows = []
     free = _of_layer(name, replace(options, latency_us=0), 1e30, options.tokens, 1, Strategy.NONE)
@@ -245,7 +221,11 @@ def _layer(options: Options, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _best_parts(options: Options) -> list[dict[str, Any]]:
+def _layer_of(options: Params, name: str) -> Row:
+    return {"layer": [{"name": name, **row} for row in _layer(options, name)]}
+
+
+def _best_parts(options: Params) -> list[dict[str, Any]]:
     """Return the best n of the largest layer by its batch, at half of it on the link."""
     half = next(row for row in _layer(options, "GPT-XL") if row["share"] == 0.5)
     found = []
@@ -261,7 +241,7 @@ def _best_parts(options: Options) -> list[dict[str, Any]]:
     return found
 
 
-def _memory(options: Options) -> list[dict[str, Any]]:
+def _memory(options: Params) -> list[dict[str, Any]]:
     """Return the share of memory that n parts save, by the formula."""
     found = []
     for name, (width, inner) in LAYERS.items():
@@ -275,15 +255,11 @@ def _memory(options: Options) -> list[dict[str, Any]]:
     return found
 
 
-def _published(result: dict[str, Any]) -> dict[str, Any]:
+def _published(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what can be set beside the paper's numbers."""
-    shown = [
-        row
-        for rows in result["layers"].values()
-        for row in rows
-        if 0.2 - 1e-9 <= row["share"] <= 0.8 + 1e-9
-    ]
+    shown = [row for row in gathered(rows, "layer") if 0.2 - 1e-9 <= row["share"] <= 0.8 + 1e-9]
     best = [max(n for table in row["speedup"].values() for n in table.values()) for row in shown]
+    memory = gathered(rows, "memory")
     return {
         "speedup": list(PUBLISHED_SPEEDUP),
         "memory": PUBLISHED_MEMORY,
@@ -291,9 +267,121 @@ def _published(result: dict[str, Any]) -> dict[str, Any]:
         "speedup_most": max(best) if best else None,
         "memory_range": {
             parts: [
-                min(row["saved"][parts] for row in result["memory"]),
-                max(row["saved"][parts] for row in result["memory"]),
+                min(row["saved"][parts] for row in memory),
+                max(row["saved"][parts] for row in memory),
             ]
             for parts in PUBLISHED_MEMORY
         },
     }
+
+
+def row_of(case: Mapping[str, Any], parts: int, strategy: str) -> Mapping[str, Any]:
+    """Return one step of a case."""
+    found: Mapping[str, Any] = next(
+        row for row in case["rows"] if (row["parts"], row["strategy"]) == (parts, strategy)
+    )
+    return found
+
+
+def _table_of_steps(found: Sequence[Row]) -> Table:
+    rows = []
+    for case in gathered(found, "steps"):
+        plain = row_of(case, 1, "none")
+        shared = [row for row in case["rows"] if row["strategy"] != "none" and row["parts"] > 1]
+        best = min(shared, key=lambda row: row["seconds"])
+        rows.append(
+            [
+                case["network"],
+                str(case["sequences"]),
+                f"{case['routing']} ({case['busiest']:.1f}x)",
+                _ms(plain["seconds"]),
+                f"{plain['link_share']:.0%}",
+                f"{plain['waiting_s'] / plain['seconds']:.0%}",
+                *(_ms(row_of(case, int(parts), "none")["seconds"]) for parts in _CUT),
+                f"{_ms(best['seconds'])} (n={best['parts']}, {best['strategy']})",
+                f"{plain['kept_gb']:.2f}",
+                f"{best['kept_gb']:.2f}",
+            ]
+        )
+    columns = (
+        *("network", "sequences", "routing (busiest rank)", "ms, n=1", "on the link"),
+        *("waiting", "n=2", "n=4", "n=8", "best with shared buffers", "kept GB, n=1", "kept GB"),
+    )
+    return Table("A step of the 1T network on 256 GPUs", columns, rows)
+
+
+def _table_of_strategies(found: Sequence[Row]) -> Table:
+    even = [
+        case
+        for case in gathered(found, "steps")
+        if (case["network"], case["routing"]) == ("nodes", "even")
+    ]
+    case = max(even, key=lambda one: one["sequences"])
+    rows = [
+        [
+            f"{row['parts']}",
+            row["strategy"],
+            *(_ms(row[key]) for key in ("seconds", "expert_layers_s", "bound_s")),
+            f"{row['link_share']:.0%}",
+            f"{row['exposed_share']:.0%}",
+            f"{row['kept_gb']:.2f}",
+        ]
+        for row in case["rows"]
+    ]
+    columns = (
+        *("n", "strategy", "step ms", "expert layers ms", "their bound ms"),
+        *("on the link", "exposed", "kept GB"),
+    )
+    title = "Every n and strategy: the largest batch on nodes, even routing"
+    return Table(title, columns, rows, (0, 1))
+
+
+def _table_of_layers(found: Sequence[Row]) -> Table:
+    rows = []
+    for row in gathered(found, "layer"):
+        speedup = row["speedup"]
+        shared = {
+            (parts, strategy): speedup[strategy][parts]
+            for strategy in speedup
+            for parts in _CUT
+            if strategy != "none"
+        }
+        best = max(shared, key=lambda key: shared[key])
+        rows.append(
+            [
+                row["name"],
+                f"{row['share']:.0%}",
+                f"{row['network_gb']:.3g}",
+                *(f"{speedup['none'][parts]:.2f}" for parts in _CUT),
+                f"{shared[best]:.2f} (n={best[0]}, {best[1]})",
+            ]
+        )
+    columns = ("layer", "link's share", "GB/s", "n=2", "n=4", "n=8", "best with shared buffers")
+    return Table("Times the speed of the unpipelined layer", columns, rows)
+
+
+def _table_of_batches(found: Sequence[Row]) -> Table:
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            *(f"{seconds * 1e3:.2f}" for seconds in row["seconds"].values()),
+            str(row["best"]),
+        ]
+        for row in gathered(found, "batches")
+    ]
+    columns = ("tokens of a rank", "ms, n=1", "n=2", "n=4", "n=8", "best n")
+    return Table("GPT-XL by its batch, half of a large one on the link", columns, rows)
+
+
+def _table_of_memory(found: Sequence[Row]) -> Table:
+    rows = [
+        [row["layer"], f"{row['tokens']:,}", *(f"-{row['saved'][parts]:.0%}" for parts in _CUT)]
+        for row in gathered(found, "memory")
+    ]
+    rows.append(["published", "", *(f"-{PUBLISHED_MEMORY[parts]:.0%}" for parts in _CUT)])
+    columns = ("layer", "tokens of a rank", "n=2", "n=4", "n=8")
+    return Table("Memory of a layer, by the formula, against one part", columns, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"

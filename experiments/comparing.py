@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 """Marks of a page between which the table stands."""
+
+_WIDTH = 160  # of tables, where the output is no terminal
+_MARKS = re.compile(f"(<!-- table(?:: (.+?))? -->).*?{END}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ def show(*parts: Table | str) -> None:
     from rich.table import Table as Rich
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
     for part in parts:
         if isinstance(part, str):
             console.print(part, markup=False, highlight=False)
@@ -79,6 +85,53 @@ def write_between(page: Path, lines: Sequence[str]) -> None:
     """
     before, after = _parted(page)
     page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+
+
+def fill_page(page: Path, parts: Sequence[Table | str]) -> None:
+    """Write what stands between the marks of a page anew.
+
+    A table goes between marks that name its title, or, with all other tables and lines, between
+    those that name none.
+
+    Raises:
+        ConfigError: the page has no marks, or marks of a table that there is not.
+    """
+    named = {title for title in marks_of(page) if title}
+    tables = {part.title: part for part in parts if isinstance(part, Table)}
+    if strange := named - tables.keys():
+        raise ConfigError(
+            f"{page} has a place for a table {min(strange)!r}; there are {', '.join(tables)}"
+        )
+    rest: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            rest.append(f"- {part}")
+        elif part.title not in named:
+            rest += [*part.markdown(), ""]
+
+    def filled(found: re.Match[str]) -> str:
+        lines = tables[found[2]].markdown() if found[2] else rest
+        return "\n".join((found[1], *lines, END))
+
+    text = page.read_text(encoding="utf-8")
+    page.write_text(_MARKS.sub(filled, text), encoding="utf-8")
+
+
+def marks_of(page: Path) -> list[str]:
+    """Return the titles of the tables that a page has marks for; "" for marks without a title.
+
+    Raises:
+        ConfigError: the page cannot be read, or has no marks without a title.
+    """
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {page}, whose table is to be written: {why}") from error
+    found = [title or "" for _, title in _MARKS.findall(text)]
+    if "" not in found:
+        raise ConfigError(f"{page} has no {BEGIN} ... {END}: put these lines where the table goes")
+    return found
 
 
 def _parted(page: Path) -> tuple[str, str]:

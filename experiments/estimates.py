@@ -1,33 +1,30 @@
 """Estimates beside real trainings: peaks and step time, network by network.
 
-What it is: `dynoffload.estimation` asked of the zoo's networks and of six of transformers, and the
-same networks trained under the same budgets; a table of both with its misses. What it is not: a fit
-to what it validates; see `dynoffload.experiments.simulation` for what is fitted, to other networks.
-
-Processes compute with one thread, so that transfers have a core of their own where there are two.
-With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
+Networks of the zoo and of transformers are estimated by `dynoffload.estimation`, and trained under
+the same budgets. Nothing is fitted to them; what `dynoffload.experiments.simulation` fits, it fits
+to others. Processes compute with one thread, so that transfers have a core of their own where there
+are two.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
 
-from dynoffload.errors import ConfigError
-from dynoffload.experiments.children import answer_of
-from dynoffload.experiments.comparing import check_page
-from dynoffload.experiments.estimates_run import ESTIMATED, TRAINED, Task
-from dynoffload.experiments.estimates_views import (
-    PEAK_WORST,
-    STEP_WORST,
-    show,
-    write_figure,
-    write_table,
-)
+from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.experiments.comparing import Table, draw_diagonal, marked
+from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.processes import NEVER_LEFT, ONE_THREAD, fresh
 from dynoffload.experiments.simulation import FIT
-from dynoffload.pilot.progress import progress_bar
+from dynoffload.units import MiB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NETWORKS = (
     *("moe", "tree", "evoformer", "esmfold"),
@@ -37,96 +34,187 @@ NETWORKS = (
 KINDS_FITTED = frozenset(one.network.removesuffix(" (fit)") for one in FIT)
 """Of whose kind another network, of other sizes, is among those that the runtime's own work is
 fitted on."""
+PEAK_WORST, STEP_WORST = 0.10, 0.20
+"""Relative errors that are asked for."""
+_ERRORS = {
+    "step_error": ("step time", STEP_WORST),
+    "fast_error": ("fast memory", PEAK_WORST),
+    "file_error": ("spill file", PEAK_WORST),
+}
+_CONFIG = {"policy": "repeat"}
 _MOST_STEPS = 10  # from the eleventh on a session may try steps without prefetch
+_SAMPLES = 6  # as many as an estimate looks at
 _TIMEOUT_S = 600.0
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    shares: str = "0.5,0.25",
-    only: str = "",
-    steps: int = 10,
-    warmup: int = 4,
-    runs: int = 2,
-    calibration: Path | None = None,
-    page: Path | None = None,
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Estimate, train, and compare.
+@dataclass(frozen=True)
+class Params:
+    """What is compared."""
 
-    Args:
-        json_path: the figure is written beside it.
-        shares: of parameters, gradients and optimizer state, that are the budgets.
-        only: networks, separated by commas; all without it.
-        steps: of each training.
-        warmup: of them, those that do not count.
-        runs: trainings of each, of which the median counts.
-        calibration: what ``experiment simulation --json`` wrote on this machine.
-        page: a page whose table is written anew, between its marks.
-        spill_dir: where the spill files lie.
-    """
-    check_page(page)
-    names = [one for one in only.split(",") if one] or list(NETWORKS)
-    unknown = [one for one in names if one not in NETWORKS]
-    if unknown:
-        raise ConfigError(f"only names {unknown[0]!r}: there are {', '.join(NETWORKS)}")
-    if not 0 < warmup < steps <= _MOST_STEPS:
-        raise ConfigError(
-            f"warmup={warmup} of steps={steps}: leave some steps that count, of {_MOST_STEPS} at "
-            "most"
+    shares: tuple[float, ...] = option(
+        (0.5, 0.25), "of parameters, gradients and optimizer state, that are the budgets"
+    )
+    only: tuple[str, ...] = option((), "networks; all by default")
+    steps: int = option(10, "of each training")
+    warmup: int = option(4, "of them, those that do not count")
+    runs: int = option(2, "trainings of each, of which the median counts")
+    calibration: Path | None = option(None, "what experiment simulation has written here")
+    spill_dir: Path | None = option(None, "where the spill files lie", place=True)
+
+    def __post_init__(self) -> None:
+        if unknown := [one for one in self.only if one not in NETWORKS]:
+            raise ConfigError(f"only names {unknown[0]!r}: there are {', '.join(NETWORKS)}")
+        if not 0 < self.warmup < self.steps <= _MOST_STEPS:
+            raise ConfigError(
+                f"warmup={self.warmup} of steps={self.steps}: leave some steps that count, of "
+                f"{_MOST_STEPS} at most"
+            )
+
+
+class Estimates(Experiment[Params]):
+    """A case is a network under a share of its footprint."""
+
+    parameters = Params
+
+    def cases(self) -> Mapping[str, tuple[str, float]]:
+        pairs = itertools.product(self.params.only or NETWORKS, self.params.shares)
+        return {f"{name}, {share:g}": (name, share) for name, share in pairs}
+
+    def run(self, case: tuple[str, float]) -> Row:
+        network, share = case
+
+        def child(function: Any, *args: Any) -> Any:
+            name = f"{network}, {function.__name__}"
+            return fresh(
+                name, function, network, *args, patience=_TIMEOUT_S, environment=ONE_THREAD
+            )
+
+        spill_dir, steps = self.params.spill_dir, self.params.steps
+        budget = int(share * child(footprint))
+        ours, seconds = child(estimated, budget, self.params.calibration, spill_dir)
+        real = [
+            child(trained, budget, steps, self.params.warmup, spill_dir)
+            for _ in range(self.params.runs)
+        ]
+        return compared(network, share, ours, real, seconds)
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return summary(rows)
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        shown = table("estimated and real", _COLUMNS, result["rows"], ["bound by"])
+        return [shown, *said(result["summary"])]
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        shown = [row for row in result["rows"] if row["real"]]
+        step = (("step_s", 1e3, "compute", "step"),)
+        peaks = (
+            ("fast_peak", 1 / MiB, "plan", "fast memory"),
+            ("file_peak", 1 / MiB, "fault", "spill file"),
         )
+        kinds = (("ms per step", STEP_WORST, step), ("MiB at the peak", PEAK_WORST, peaks))
+        for axes, (label, most, series) in zip(figure.subplots(1, 2), kinds, strict=True):
+            every: list[float] = []
+            for key, scale, shade, name in series:
+                real = [row["real"][key] * scale for row in shown]
+                ours = [row["estimated"][key] * scale for row in shown]
+                every += real + ours
+                axes.scatter(real, ours, s=22, color=color[shade], label=name, zorder=3)
+            if every:
+                draw_diagonal(axes, color, every, most)
+                axes.set(xlabel=f"real, {label}", ylabel="estimated")
+                axes.legend(frameon=False, loc="upper left")
+
+
+# In processes of their own
+
+
+def footprint(network: str) -> int:
+    """Return the bytes of a network's parameters, gradients and optimizer state."""
+    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.simulated_run import adamw
+    from dynoffload.runtime.counting import whole_bytes
+
+    model = NETWORKS[network]().build()
+    return whole_bytes(model, adamw(model))
+
+
+def estimated(
+    network: str, budget: int, calibration: Path | None, spill_dir: Path | None
+) -> tuple[dict[str, Any], float]:
+    """Return the estimate, and the seconds that it took."""
+    from dynoffload.estimation import estimates
+    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.simulated_run import adamw
+
+    kind = NETWORKS[network]()
+    model = kind.build()
+    begin = time.perf_counter()
+    (found,) = estimates(
+        model,
+        kind.samples(0),
+        budgets=(budget,),
+        optimizer=adamw(model),
+        config=_CONFIG,
+        spill_dir=spill_dir,
+        calibration=calibration,
+    )
+    return asdict(found), time.perf_counter() - begin
+
+
+def trained(
+    network: str, budget: int, steps: int, warmup: int, spill_dir: Path | None
+) -> dict[str, Any]:
+    """Train under a budget; return a step's seconds, and the peaks."""
+    import dynoffload
+    from dynoffload.experiments.simulated_networks import NETWORKS
+    from dynoffload.experiments.simulated_run import adamw
+
+    kind = NETWORKS[network]()
+    model = kind.build()
+    optimizer, seconds, file = adamw(model), list[float](), 0
+    block = dynoffload.offload(model, optimizer, budget=budget, config=_CONFIG, spill_dir=spill_dir)
     try:
-        parts = [float(share) for share in shares.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"shares={shares!r}: write numbers, separated by commas") from error
-    spill = "" if spill_dir is None else str(spill_dir)
-    fitted = "" if calibration is None else str(calibration)
-    rows = []
-    with progress_bar(True) as report:
-        for number, name in enumerate(names):
-            report(name, number, len(names))
-            whole = _child(Task(name, "footprint", ()))["bytes"]
-            budgets = tuple(int(share * whole) for share in parts)
-            ours = _child(Task(name, ESTIMATED, budgets, calibration=fitted, spill_dir=spill))
-            for share, budget, one in zip(parts, budgets, ours["estimates"], strict=True):
-                task = Task(name, TRAINED, (budget,), steps, warmup, spill_dir=spill)
-                real = [_child(task) for _ in range(runs)]
-                rows.append(row(name, share, one, real, ours["seconds"]))
-    result = {
-        "steps": steps,
-        "warmup": warmup,
-        "runs": runs,
-        "calibration": fitted or "as shipped",
-        "summary": summary(rows),
-        "rows": rows,
+        session = NEVER_LEFT.enter_context(block)
+    except BudgetError as error:
+        return {"refused": str(error)}
+    seen = list(itertools.islice(kind.samples(0), _SAMPLES))
+    for sample in itertools.islice(itertools.cycle(seen), steps):
+        begin = time.perf_counter()
+        sample.call(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+        file = max(file, session.spill_bytes)
+    made = session.log.steps
+    return {
+        "refused": "",
+        "step_s": fmean(seconds[warmup:]),
+        "steps_s": seconds,
+        "fast_peak": max(step.peak_fast_bytes for step in made),
+        "file_peak": file,
+        "bytes_in": fmean(step.bytes_in for step in made[warmup:]),
+        "bytes_out": fmean(step.bytes_out for step in made[warmup:]),
     }
-    show(result)
-    if json_path is not None:
-        write_figure(result, json_path.with_suffix(".svg"))
-    if page is not None:
-        write_table(result, page)
-    return result
 
 
-def _child(task: Task) -> dict[str, Any]:
-    return answer_of("estimates_run", task, f"{task.network}, {task.mode},", _TIMEOUT_S)
+# Arithmetic
 
 
-def row(
-    name: str,
+def compared(
+    network: str,
     share: float,
     ours: Mapping[str, Any],
     real: Sequence[Mapping[str, Any]],
     seconds: float,
-) -> dict[str, Any]:
+) -> Row:
     """Return one budget's numbers, estimated and real, and how far they are apart.
 
     A budget that one side calls too small and the other does not is wrong by all of it.
     """
     refused = bool(real[0]["refused"])
     base = {
-        "network": name,
+        "network": network,
         "share": share,
         "budget": ours["budget"],
         "estimate_s": seconds,
@@ -135,42 +223,93 @@ def row(
         "agrees": refused is not ours["feasible"],
     }
     if refused or not ours["feasible"]:
-        wrong = 0.0 if base["agrees"] else 1.0
-        return {**base, "real": {}, "step_error": wrong, "fast_error": wrong, "file_error": wrong}
+        return {**base, "real": {}, **dict.fromkeys(_ERRORS, 0.0 if base["agrees"] else 1.0)}
     keys = ("step_s", "fast_peak", "file_peak", "bytes_in", "bytes_out")
     ran = {key: median(one[key] for one in real) for key in keys}
     return {
         **base,
         "real": {**ran, "runs": [one["step_s"] for one in real]},
-        "step_error": ours["step_s"] / ran["step_s"] - 1,
-        "fast_error": ours["fast_peak"] / ran["fast_peak"] - 1,
-        "file_error": ours["file_peak"] / ran["file_peak"] - 1,
+        **{
+            error: ours[key] / ran[key] - 1
+            for error, key in zip(_ERRORS, ("step_s", "fast_peak", "file_peak"), strict=True)
+        },
     }
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Return how many rows hit what is asked for, and the errors over all but those where both
     sides refuse the budget."""
-    agreed = [one for one in rows if one["agrees"] and not one["real"]]
-    counted = [one for one in rows if not (one["agrees"] and not one["real"])]
-    found: dict[str, Any] = {"rows": len(counted), "both_refuse": len(agreed)}
-    for key, most in (
-        ("step_error", STEP_WORST),
-        ("fast_error", PEAK_WORST),
-        ("file_error", PEAK_WORST),
-    ):
-        found[key] = _errors([abs(one[key]) for one in counted], most)
+    counted = [one for one in rows if one["real"] or not one["agrees"]]
     unseen = [one for one in counted if one["network"] not in KINDS_FITTED]
-    names = sorted({one["network"] for one in unseen})
-    errors = _errors([abs(one["step_error"]) for one in unseen], STEP_WORST)
-    found["unseen"] = {"networks": names, "rows": len(unseen), **errors}
-    return found
 
+    def errors(of: Sequence[Row], key: str) -> dict[str, Any]:
+        found, most = [abs(one[key]) for one in of], _ERRORS[key][1]
+        return {
+            "median": median(found) if found else 0.0,
+            "worst": max(found, default=0.0),
+            "within": sum(error <= most for error in found),
+            "holds": all(error <= most for error in found),
+        }
 
-def _errors(errors: Sequence[float], most: float) -> dict[str, Any]:
     return {
-        "median": median(errors) if errors else 0.0,
-        "worst": max(errors, default=0.0),
-        "within": sum(error <= most for error in errors),
-        "holds": all(error <= most for error in errors),
+        "rows": len(counted),
+        "both_refuse": len(rows) - len(counted),
+        **{key: errors(counted, key) for key in _ERRORS},
+        "unseen": {
+            "networks": sorted({one["network"] for one in unseen}),
+            "rows": len(unseen),
+            **errors(unseen, "step_error"),
+        },
     }
+
+
+def said(found: Mapping[str, Any]) -> list[str]:
+    """Return what was asked for, and whether it holds."""
+    unseen = found["unseen"]
+    lines = [
+        f"{name}: median error {found[key]['median']:.1%}, worst {found[key]['worst']:.1%} (at "
+        f"most {most:.0%}: {'holds' if found[key]['holds'] else 'missed'}), "
+        f"{found[key]['within']} of {found['rows']} within"
+        for key, (name, most) in _ERRORS.items()
+    ]
+    if unseen["rows"]:
+        lines.append(
+            f"step time of kinds that nothing was fitted to ({', '.join(unseen['networks'])}): "
+            f"median error {unseen['median']:.1%}, worst {unseen['worst']:.1%}, "
+            f"{unseen['within']} of {unseen['rows']} within"
+        )
+    return lines
+
+
+def _number(side: str, key: str, unit: float, decimals: int) -> Any:
+    return lambda row: f"{row[side][key] / unit:.{decimals}f}" if row["real"] else ""
+
+
+def _step(row: Mapping[str, Any]) -> str:
+    if row["real"]:
+        return f"{row['estimated']['step_s'] * 1e3:.0f}"
+    return "too small, both say" if row["agrees"] else "too small, one says miss"
+
+
+def _bound(ours: Mapping[str, Any]) -> str:
+    return "nothing" if ours["resident"] else str(ours["bound"])
+
+
+def _error(key: str) -> Any:
+    return lambda row: marked(row[key], _ERRORS[key][1]) if row["real"] else ""
+
+
+_COLUMNS = {
+    "network": lambda row: row["network"],
+    "budget": lambda row: f"{row['share']:.3g}",
+    "estimated ms": _step,
+    "real ms": _number("real", "step_s", 1e-3, 0),
+    "step error": _error("step_error"),
+    "fast MiB": _number("estimated", "fast_peak", MiB, 1),
+    "real MiB": _number("real", "fast_peak", MiB, 1),
+    "fast error": _error("fast_error"),
+    "file MiB": _number("estimated", "file_peak", MiB, 1),
+    "real file MiB": _number("real", "file_peak", MiB, 1),
+    "file error": _error("file_error"),
+    "bound by": lambda row: _bound(row["estimated"]) if row["real"] else "",
+}

@@ -1,35 +1,30 @@
 """Whether training under a share of the memory gives the bits of plain PyTorch.
 
-What it is: some fifty architectures of transformers times rotating training loops, each trained
-plainly and inside a block, and compared: losses, parameters, gradients, buffers, optimizer state,
-random numbers, after every step or, so that updates wait from step to step, at the end. The share
-is a quarter of parameters, gradients and optimizer state, or three times the largest parameter; a
-case that is accepted under no such budget is counted apart, and named with the reason. What it is
-not: a measure of time. Each case runs in a process that the next one may share; one that dies or
-hangs is a failed case, and the rest goes on.
+Some fifty architectures of transformers times rotating training loops, each trained plainly and
+inside a block, and compared: losses, parameters, gradients, buffers, optimizer state, random
+numbers, after every step or, so that updates wait from step to step, at the end. The share is a
+quarter of parameters, gradients and optimizer state, or three times the largest parameter; a case
+that is accepted under no such budget is counted apart, and named with the reason. A process that
+dies or hangs is a failed case, and the rest goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import write_json
 from dynoffload.experiments.allowed import CONFIG, budget_of
 from dynoffload.experiments.architectures import ARCHITECTURES, experts_of
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.loops import Loop, loops
-from dynoffload.experiments.serving import Server
-from dynoffload.pilot.progress import progress_bar
+from dynoffload.experiments.processes import ONE_THREAD, QUIET, Process, WorkerError
 from dynoffload.units import format_bytes
 
-_PATIENCE = 600.0  # seconds for one case
+_PATIENCE = 660.0  # seconds for one case and the start of its process
 
 
 @dataclass(frozen=True)
@@ -52,39 +47,114 @@ class Case:
     experts: str = ""
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    architectures: Sequence[str] = (),
-    rounds: int = 3,
-    steps: int = 5,
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Train and compare.
+@dataclass(frozen=True)
+class Params:
+    """What is trained."""
 
-    Args:
-        json_path: what there is so far is written here after each case.
-        architectures: names; all by default.
-        rounds: loops per architecture; the last of them on the mapped-file backend, and every
-            third, from the first on, with the eager implementation of fused experts.
-        steps: optimizer steps of each.
-        spill_dir: where the spill files lie.
-    """
-    unknown = [name for name in architectures if name not in ARCHITECTURES]
-    if unknown:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"no architecture is named {', '.join(unknown)}; there are {known}")
-    cases = cases_of(list(architectures or ARCHITECTURES), rounds, steps)
-    results: list[dict[str, Any]] = []
-    with progress_bar(True) as report, _Child(spill_dir) as child:
-        for number, case in enumerate(cases):
-            report(f"{case.architecture}: {case.loop.describe()}", number, len(cases))
-            results.append(child.train(case))
-            if json_path is not None:
-                write_json(json_path, _summary(results))
-    result = _summary(results)
-    _print(result)
-    return result
+    architectures: tuple[str, ...] = option((), "names; all by default")
+    rounds: int = option(
+        3,
+        "loops per architecture; the last of them on the mapped-file backend, and every third, "
+        "from the first on, with the eager implementation of fused experts",
+    )
+    steps: int = option(5, "optimizer steps of each")
+    spill_dir: Path | None = option(None, "where the spill files lie", place=True)
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.architectures if name not in ARCHITECTURES]:
+            known = ", ".join(ARCHITECTURES)
+            raise ConfigError(f"no architecture is named {', '.join(unknown)}; there are {known}")
+
+
+class Exactness(Experiment[Params]):
+    """A case is an architecture trained by one loop; cases share a process until it fails."""
+
+    parameters = Params
+
+    def cases(self) -> Mapping[str, Case]:
+        names = list(self.params.architectures or ARCHITECTURES)
+        cases = cases_of(names, self.params.rounds, self.params.steps)
+        return {
+            f"{number}: {case.architecture}, {case.loop.describe()}": case
+            for number, case in enumerate(cases)
+        }
+
+    def run(self, case: Case) -> Row:
+        row = {"architecture": case.architecture, "loop": asdict(case.loop), "looks": case.looks}
+        try:
+            found = self._process().call(train_case, case, self.params.spill_dir)
+        except WorkerError as error:
+            self._end()
+            found = {"exact": False, "why": str(error)}
+        return {**row, **found}
+
+    _started: Process | None = None
+
+    def _process(self) -> Process:
+        if self._started is None:
+            environment = {**ONE_THREAD, **QUIET}
+            self._started = Process("a case", patience=_PATIENCE, environment=environment)
+            self.stack.callback(self._end)
+        return self._started
+
+    def _end(self) -> None:
+        if self._started is not None:
+            self._started.close()
+            self._started = None
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {
+            "architectures": len({row["architecture"] for row in rows}),
+            "cases": len(rows),
+            "exact": sum(row["exact"] for row in rows),
+            "within_a_quarter": sum(row.get("budget_share", 1.0) <= 0.25 for row in rows),
+            "above_share": sum(bool(row.get("above_share")) for row in rows),
+            "paged": sum(row.get("bytes_in", 0) > 0 for row in rows),
+        }
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        rows, found = result["rows"], result["summary"]
+        return [
+            table("exact", _COLUMNS, [_of(rows, name) for name in _names(rows)]),
+            *(f"{row['case']}: {row['why']}" for row in rows if not row["exact"]),
+            *(
+                f"{row['case']}, is above its share: {row['above_share']}"
+                for row in rows
+                if row.get("above_share")
+            ),
+            f"{found['exact']} of {found['cases']} cases of {found['architectures']} architectures "
+            f"are exact, {found['above_share']} above a quarter of their need and three times "
+            "their largest parameter",
+        ]
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["architecture"] for row in rows))
+
+
+def _of(rows: Sequence[Row], name: str) -> Row:
+    """Return the numbers of an architecture."""
+    mine = [row for row in rows if row["architecture"] == name]
+    budgets = [row for row in mine if "budget" in row]
+    least = min(budgets, key=lambda row: row["budget"], default=None)
+    return {
+        "architecture": name,
+        "loops": len(mine),
+        "exact": sum(row["exact"] for row in mine),
+        "budget": "-" if least is None else format_bytes(least["budget"]),
+        "share": "-" if least is None else f"{least['budget_share']:.0%}",
+        "above": sum(bool(row["above_share"]) for row in budgets),
+    }
+
+
+_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "architecture": lambda row: row["architecture"],
+    "loops": lambda row: str(row["loops"]),
+    "exact": lambda row: str(row["exact"]),
+    "least budget": lambda row: row["budget"],
+    "share of its need": lambda row: row["share"],
+    "above": lambda row: str(row["above"]),
+}
 
 
 def cases_of(names: Sequence[str], rounds: int, steps: int) -> list[Case]:
@@ -111,21 +181,7 @@ def _backends(rounds: int) -> list[str]:
     return ["mapped" if rounds > 1 and index == rounds - 1 else "auto" for index in range(rounds)]
 
 
-def _summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    exact = [row for row in results if row["exact"]]
-    return {
-        "architectures": len({row["architecture"] for row in results}),
-        "cases": len(results),
-        "exact": len(exact),
-        "failed": [row for row in results if not row["exact"]],
-        "within_a_quarter": sum(row.get("budget_share", 1.0) <= 0.25 for row in results),
-        "above_share": sum(bool(row.get("above_share")) for row in results),
-        "paged": sum(row.get("bytes_in", 0) > 0 for row in results),
-        "results": results,
-    }
-
-
-def train_case(case: Case, spill_dir: str | None = None) -> dict[str, Any]:
+def train_case(case: Case, spill_dir: Path | None = None) -> dict[str, Any]:
     """Train one case in this process and return what was found.
 
     The budget is that of `budget_of`.
@@ -216,71 +272,3 @@ def _network_of(case: Case) -> Any:
     model = ARCHITECTURES[case.architecture].build()
     case.loop.prepare(model)
     return model
-
-
-class _Child:
-    """A process that trains cases; see `Server`."""
-
-    def __init__(self, spill_dir: Path | None) -> None:
-        answer = partial(_answer, None if spill_dir is None else str(spill_dir))
-        self._server = Server(answer, _prepare, _PATIENCE)
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.__exit__()
-
-    def train(self, case: Case) -> dict[str, Any]:
-        """Return the row of one case."""
-        row = {"architecture": case.architecture, "loop": asdict(case.loop), "looks": case.looks}
-        return {**row, "exact": False, **self._server.ask(case)}
-
-
-def _answer(spill_dir: str | None, case: Case) -> dict[str, Any]:
-    return train_case(case, spill_dir)
-
-
-def _prepare() -> None:
-    import warnings
-
-    import torch
-    import transformers
-
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-
-
-def _print(result: dict[str, Any]) -> None:
-    console = Console()
-    table = Table(
-        "architecture", "loops", "exact", "least budget", "share of its need", "above", box=None
-    )
-    rows = result["results"]
-    for name in dict.fromkeys(row["architecture"] for row in rows):
-        mine = [row for row in rows if row["architecture"] == name]
-        budgets = [row for row in mine if "budget" in row]
-        least = min(budgets, key=lambda row: row["budget"], default=None)
-        table.add_row(
-            name,
-            str(len(mine)),
-            str(sum(row["exact"] for row in mine)),
-            "-" if least is None else format_bytes(least["budget"]),
-            "-" if least is None else f"{least['budget_share']:.0%}",
-            str(sum(bool(row["above_share"]) for row in budgets)),
-        )
-    console.print(table)
-    for row in result["failed"]:
-        loop = Loop(**row["loop"]).describe()
-        console.print(f"{row['architecture']}, {loop}: {row['why']}", markup=False)
-    for row in rows:
-        if row.get("above_share"):
-            loop = Loop(**row["loop"]).describe()
-            why = f"{row['architecture']}, {loop}, is above its share: {row['above_share']}"
-            console.print(why, markup=False)
-    console.print(
-        f"{result['exact']} of {result['cases']} cases of {result['architectures']} architectures "
-        f"are exact, {result['above_share']} above a quarter of their need and three times their "
-        "largest parameter"
-    )

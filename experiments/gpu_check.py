@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,13 @@ from dynoffload.experiments.gpu_check_cases import (
 )
 from dynoffload.experiments.gpu_check_host import HostCase, host_cases, train_host_case
 from dynoffload.experiments.loops import Loop
-from dynoffload.experiments.serving import Server
+from dynoffload.experiments.processes import QUIET, Process, WorkerError
 
 SANITIZER = "compute-sanitizer"
 TOOLS = ("memcheck",)  # racecheck looks at memory within a kernel, and this library has none
 _FOUND = 86  # what the sanitizer ends with where it has found something
 _SHOWS_NOTHING = 3  # what the smallest case ends with that is neither exact nor failed
-_SECONDS, _PATIENCE = 330.0, 75.0
+_SECONDS, _PATIENCE, _START_S = 330.0, 75.0, 60.0
 _SAID = 1_500
 _SMALLEST = Case("moe", Loop("AdamW foreach", steps=2), files=True)
 _ONLY_TORCH = ("transformers",)
@@ -283,9 +282,8 @@ def _run_all(device: torch.device, options: argparse.Namespace) -> int:
         if options.json is not None:
             write_json(options.json, _result(known, missing, rows))
 
-    answer = partial(_answer, device, options.spill_dir)
-    with Server(answer, _prepare, options.patience) as server:
-        check(server.ask, chosen, options.seconds, tell)
+    with Cases(device, options.spill_dir, options.patience) as asked:
+        check(asked.train, chosen, options.seconds, tell)
     for tool in () if options.only else TOOLS:
         tell(sanitize(device, tool, options.spill_dir, options.patience))
     found = summary(rows)
@@ -306,20 +304,42 @@ def _result(
     }
 
 
-def _answer(device: torch.device, spill_dir: str | None, case: Case | HostCase) -> dict[str, Any]:
+def _train(case: Case | HostCase, device: torch.device, spill_dir: str | None) -> dict[str, Any]:
     if isinstance(case, HostCase):
         return train_host_case(case, device, spill_dir)
     return train_case(case, device, spill_dir)
 
 
-def _prepare() -> None:
-    import warnings
+class Cases:
+    """A process that trains cases, replaced if it fails: an accelerator that met an error in a
+    kernel fails whatever comes after."""
 
-    warnings.simplefilter("ignore")
-    if find_spec("transformers") is not None:
-        import transformers
+    def __init__(self, device: torch.device, spill_dir: str | None, patience: float) -> None:
+        self._where: tuple[torch.device, str | None] = (device, spill_dir)
+        self._patience = patience
+        self._process: Process | None = None
 
-        transformers.logging.set_verbosity_error()
+    def train(self, case: Case | HostCase) -> dict[str, Any]:
+        """Return a case's row, or ``why`` alone if there is none."""
+        try:
+            return self._started().call(_train, case, *self._where)
+        except WorkerError as error:
+            self.__exit__()
+            return {"why": str(error)}
+
+    def _started(self) -> Process:
+        if self._process is None:
+            patience = self._patience + _START_S
+            self._process = Process("a case", patience=patience, environment=QUIET)
+        return self._process
+
+    def __enter__(self) -> Cases:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
 
 if __name__ == "__main__":

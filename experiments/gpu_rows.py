@@ -1,8 +1,7 @@
 """One row of `dynoffload.experiments.gpu`: a task, trained in this process.
 
-What it is: ``python -m dynoffload.experiments.gpu_rows TASK`` caps the accelerator's allocator,
-trains a task of `gpu_ways` and prints what was found as JSON, as `children.answer_of` takes it.
-What it is not: a comparison. It has never run on a GPU so far.
+`measure` caps the accelerator's allocator and trains a task of `gpu_ways`. It has never run on a
+GPU so far.
 
 [Note: time]  A step is timed from its call until the queue on which torch computes has come to its
 end, for all ways alike. Copies that go on beside that, for the next step, are not waited for.
@@ -14,11 +13,8 @@ and libraries that the accelerator's software loads are not counted.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -27,6 +23,7 @@ import torch
 from dynoffload.errors import BudgetError, ClientError, DynOffloadError
 from dynoffload.experiments.gpu_check_cases import deterministic
 from dynoffload.experiments.gpu_ways import PLAIN, WAYS, Ready, Task
+from dynoffload.experiments.processes import NEVER_LEFT
 from dynoffload.experiments.trainer import finite
 from dynoffload.experiments.zoo.building import moved
 from dynoffload.memory.limits import resident_bytes
@@ -35,67 +32,61 @@ MEASURED, NO_ROOM, NOT_MEASURED = "measured", "does not fit", "not measured"
 _SAID = 400
 
 
-def measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Train a task and tell what was found, before its block ends.
+def measure(task: Task) -> dict[str, Any]:
+    """Train a task and return what was found; its block is not left.
 
-    Args:
-        task: what to train.
-        tell: called once, with ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`), ``why`` it
-            is not measured, and the numbers if it is: ``steps_s``, ``seconds`` (their median),
-            ``losses`` of all steps as `float.hex` writes them, ``parameters``, ``peak_allocated``
-            and ``peak_reserved`` bytes of the allocator (0 where it does not count), and of this
-            library's sessions ``bytes_in``, ``bytes_out``, ``stall_s`` (medians),
-            ``peak_fast_bytes``, ``first_allocated`` (of the first step; ``peak_allocated`` is of
-            the others), ``pinned_bytes``, ``charged_bytes`` and ``backend``.
+    Returns:
+        ``state`` (one of `MEASURED`, `NO_ROOM`, `NOT_MEASURED`), ``why`` it is not measured, and
+        the numbers if it is: ``steps_s``, ``seconds`` (their median), ``losses`` of all steps as
+        `float.hex` writes them, ``parameters``, ``peak_allocated`` and ``peak_reserved`` bytes of
+        the allocator (0 where it does not count), and of this library's sessions ``bytes_in``,
+        ``bytes_out``, ``stall_s`` (medians), ``peak_fast_bytes``, ``first_allocated`` (of the first
+        step; ``peak_allocated`` is of the others), ``pinned_bytes``, ``charged_bytes`` and
+        ``backend``.
     """
     try:
-        _measure(task, tell)
+        return _measure(task)
     except (torch.OutOfMemoryError, BudgetError, MemoryError) as error:
-        tell({"state": NO_ROOM, "why": _said(error)})
+        return {"state": NO_ROOM, "why": _said(error)}
     except (ClientError, DynOffloadError, RuntimeError, NotImplementedError) as error:
-        tell({"state": NOT_MEASURED, "why": _said(error)})
+        return {"state": NOT_MEASURED, "why": _said(error)}
 
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:_SAID]}"
 
 
-def _measure(task: Task, tell: Callable[[dict[str, Any]], None]) -> None:
-    from contextlib import nullcontext
-
+def _measure(task: Task) -> dict[str, Any]:
     from dynoffload.experiments import zoo
 
     device = place_of(task)
-    way = WAYS[task.way]
-    with deterministic() if task.deterministic else nullcontext():
-        _warm_up(task, device)
-        cap(device, task.cap_bytes)
-        before = resident_bytes()
-        with way.prepare(task, device) as ready:
-            torch.manual_seed(0)
-            stream = zoo.samples(task.network, "train", **task.shape)
-            seconds, losses = [], []
-            for _ in range(task.warmup + task.steps):
-                args = moved(next(stream).args, device)
-                wait(device)
-                start = time.perf_counter()
-                loss = ready.step(args)
-                wait(device)
-                seconds.append(time.perf_counter() - start)
-                losses.append(float(loss).hex())
-            counted = seconds[task.warmup :]
-            tell(
-                {
-                    "state": MEASURED,
-                    "why": "",
-                    "seconds": median(counted),
-                    "steps_s": counted,
-                    "losses": losses,
-                    "parameters": sum(p.numel() for p in ready.model.parameters()),
-                    **_peaks(device),
-                    **_of_session(ready, task, before),
-                }
-            )
+    NEVER_LEFT.enter_context(deterministic() if task.deterministic else nullcontext())
+    _warm_up(task, device)
+    cap(device, task.cap_bytes)
+    before = resident_bytes()
+    ready = NEVER_LEFT.enter_context(WAYS[task.way].prepare(task, device))
+    torch.manual_seed(0)
+    stream = zoo.samples(task.network, "train", **task.shape)
+    seconds, losses = [], []
+    for _ in range(task.warmup + task.steps):
+        args = moved(next(stream).args, device)
+        wait(device)
+        start = time.perf_counter()
+        loss = ready.step(args)
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss).hex())
+    counted = seconds[task.warmup :]
+    return {
+        "state": MEASURED,
+        "why": "",
+        "seconds": median(counted),
+        "steps_s": counted,
+        "losses": losses,
+        "parameters": sum(p.numel() for p in ready.model.parameters()),
+        **_peaks(device),
+        **_of_session(ready, task, before),
+    }
 
 
 def place_of(task: Task) -> torch.device:
@@ -166,29 +157,3 @@ def _of_session(ready: Ready, task: Task, before: int) -> dict[str, Any]:
         found["pinned_bytes"] = paging.device.taken_bytes()
         found["charged_bytes"] = resident_bytes() - before
     return found
-
-
-def main() -> None:
-    """Measure the task that the command line has; what else is printed goes to the error stream.
-
-    The process ends as soon as it has told: to leave the block would make ordinary tensors of a
-    network that has no room.
-    """
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def tell(found: dict[str, Any]) -> None:
-        replies.write(json.dumps(found) + "\n")
-        replies.flush()
-        os._exit(0)
-
-    asked = json.loads(sys.argv[1])
-    if "seconds_each" in asked:
-        from dynoffload.experiments.gpu_link import Link, measure_link
-
-        tell(measure_link(Link(**asked)))
-    measure(Task(**asked), tell)
-
-
-if __name__ == "__main__":
-    main()

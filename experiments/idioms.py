@@ -1,82 +1,87 @@
 """Whether the idiom table knows every operator that training executes.
 
-What it is: each of `ARCHITECTURES`, tiny and with random weights, trained for a few steps under the
-profiler's recorder (forward, backward and optimizer); which operators its traces hold, and by which
-rule each of them is known. What it is not: a measure of time. The table itself is docs/idioms.md.
+Each of `ARCHITECTURES`, tiny and with random weights, is trained for a few steps under the
+profiler's recorder (forward, backward and optimizer). Told is which operators its traces hold, and
+by which rule each of them is known. The table itself is docs/idioms.md.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
-from dynoffload.pilot.progress import progress_bar
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.profiler import Recorder, Trace, rule_of
 
 _SEED = 0
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    architectures: Sequence[str] = (),
-    steps: int = 2,
-) -> dict[str, Any]:
-    """Train and look each operator up.
+@dataclass(frozen=True)
+class Params:
+    """What is trained."""
 
-    Args:
-        json_path: not used; the numbers are written by the caller.
-        architectures: names; all by default.
-        steps: optimizer steps of each, on samples of their own.
+    architectures: tuple[str, ...] = option((), "names; all by default")
+    steps: int = option(2, "optimizer steps of each, on samples of their own")
 
-    Returns:
-        How many architectures and distinct operators there were, which operators were unknown and
-        where, how many operators each rule decided, and a row for each architecture.
+    def __post_init__(self) -> None:
+        if strange := [name for name in self.architectures if name not in ARCHITECTURES]:
+            known = ", ".join(ARCHITECTURES)
+            raise ConfigError(f"no architecture is named {strange[0]!r}; there are {known}")
 
-    Raises:
-        ConfigError: if there is no architecture of a given name.
-    """
-    seen: dict[str, set[str]] = {}  # operator -> the architectures that execute it
-    rows = []
-    names = list(architectures) or list(ARCHITECTURES)
-    if strange := [name for name in names if name not in ARCHITECTURES]:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"no architecture is named {strange[0]!r}; there are {known}")
-    with progress_bar(True) as report:
-        for done, name in enumerate(names):
-            report(name, done, len(names))
-            traces = trained(ARCHITECTURES[name], steps)
-            executed = [operator.name for trace in traces for operator in trace.operators]
-            for operator in executed:
-                seen.setdefault(operator, set()).add(name)
-            rows.append(
-                {
-                    "architecture": name,
-                    "family": ARCHITECTURES[name].family,
-                    "steps": len(traces),
-                    "executed": len(executed),
-                    "distinct": len(set(executed)),
-                }
-            )
-    rules = {operator: rule_of(_overload(operator)) for operator in sorted(seen)}
-    result: dict[str, Any] = {
-        "torch": torch.__version__.partition("+")[0],
-        "architectures": len(rows),
-        "executed": sum(row["executed"] for row in rows),
-        "operators": len(seen),
-        "unknown": {op: sorted(seen[op]) for op, rule in rules.items() if rule == "unknown"},
-        "rules": dict(Counter(rule.partition(":")[0] for rule in rules.values()).most_common()),
-        "operator_rules": rules,
-        "rows": rows,
-    }
-    _print(result)
-    return result
+
+class Idioms(Experiment[Params]):
+    """A case is an architecture."""
+
+    parameters = Params
+
+    def cases(self) -> Mapping[str, str]:
+        return {name: name for name in self.params.architectures or ARCHITECTURES}
+
+    def run(self, case: str) -> Row:
+        traces = trained(ARCHITECTURES[case], self.params.steps)
+        executed = [operator.name for trace in traces for operator in trace.operators]
+        return {
+            "architecture": case,
+            "family": ARCHITECTURES[case].family,
+            "steps": len(traces),
+            "executed": len(executed),
+            "operators": sorted(set(executed)),
+        }
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        seen = sorted({operator for row in rows for operator in row["operators"]})
+        rules = {operator: rule_of(_overload(operator)) for operator in seen}
+        return {
+            "torch": torch.__version__.partition("+")[0],
+            "executed": sum(row["executed"] for row in rows),
+            "unknown": {
+                operator: [row["architecture"] for row in rows if operator in row["operators"]]
+                for operator, rule in rules.items()
+                if rule == "unknown"
+            },
+            "rules": dict(Counter(rule.partition(":")[0] for rule in rules.values()).most_common()),
+            "operator_rules": rules,
+        }
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        found = result["summary"]
+        rules = [{"rule": rule, "count": str(count)} for rule, count in found["rules"].items()]
+        columns = {"rule": lambda row: row["rule"], "operators": lambda row: row["count"]}
+        return [
+            table(f"{len(result['rows'])} architectures", columns, rules),
+            f"of {len(found['operator_rules'])} operators, {len(found['unknown'])} unknown",
+            *(
+                f"unknown: {operator}, executed by {', '.join(where)}"
+                for operator, where in found["unknown"].items()
+            ),
+        ]
 
 
 def trained(architecture: Architecture, steps: int) -> list[Trace]:
@@ -98,23 +103,3 @@ def _overload(name: str) -> Any:
     """Return the overload that a trace calls ``name``, such as ``"aten.mm.default"``."""
     namespace, base, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload)
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"{result['architectures']} architectures",
-        caption=f"of {result['operators']} operators, {len(result['unknown'])} unknown",
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("rule")
-    table.add_column("operators", justify="right")
-    for rule, count in result["rules"].items():
-        table.add_row(rule, str(count))
-    console = Console()
-    console.print(table)
-    for operator, where in result["unknown"].items():
-        console.print(f"unknown: {operator}, executed by {', '.join(where)}")

@@ -1,14 +1,13 @@
-"""The largest that fits, found by trying: ways of training one network in so much memory.
+"""The largest that trains in so much memory, by trying: plain, and by every policy.
 
-What it is: `Way`, one way of training; `search`, which doubles a size and then halves the gap until
-it is known what still trains, each try in a process and a memory cgroup of its own. What it is not:
-a model of memory; nothing is computed, everything is tried. What a size is (layers, rows) is the
-caller's business, tables and figures are those of `dynoffload.experiments.largest_views`.
+`capacity` grows a mixture of experts by layers, `max-batch` the batches of two trunks of
+AlphaFold's kind by rows, for each way of training, until it no longer trains. Each try is a process
+in a memory cgroup of its own.
 
 [Note: what fits]  Every way has the same memory: what a process takes before there is a network,
 and so many bytes. A try fits if it makes its steps without being refused or killed, none of them
-longer than `Search.slowest` times what plain training takes for as much: paging by the system has
-no other end than the disk's. How slow is too slow is a matter of taste, so the largest of what was
+longer than ``slowest`` times what plain training takes for as much: paging by the system has no
+other end than the disk's. How slow is too slow is a matter of taste, so the largest of what was
 tried is also told for the paces of `PACES`. Ways that count bytes themselves get a share of the
 memory as their budget, and the rest is for operators' temporaries, which nobody can put off.
 """
@@ -20,16 +19,22 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments.baselines import DTR, REPLAY
 from dynoffload.experiments.baselines.cgroup import memory_group, swap_file
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.trainer import BUDGETED, PLAIN, Spec
 from dynoffload.experiments.workers import Worker, WorkerError, ended_after, worker
+from dynoffload.experiments.zoo import FOLDING, TRUNK
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.pilot.progress import Report
-from dynoffload.units import format_bytes, format_seconds
+from dynoffload.units import format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 OURS = "repeat"
 """The way that stands for this library: a pilot would have to be trained for each size."""
@@ -47,30 +52,47 @@ class Way:
 
     Attributes:
         title: in tables.
+        look: colour and mark in figures.
         mode: see `Spec`.
         policy: of `OffloadConfig`, or ...
         baseline: ... a name of `dynoffload.experiments.baselines`, where it counts bytes.
-        pilot: see `Spec`.
         swap: whether the system may page.
     """
 
     title: str
+    look: tuple[str, str]
     mode: str = BUDGETED
     policy: str = ""
     baseline: str = ""
-    pilot: str | None = None
     swap: bool = False
 
 
 WAYS = {
-    "plain": Way("plain PyTorch", PLAIN),
-    "system": Way("paging by the system", PLAIN, swap=True),
-    "dtr": Way("rematerialisation (DTR)", baseline=DTR),
-    "on-demand": Way("dynoffload, on demand", policy="on-demand"),
-    "replay": Way("dynoffload, recorded order", baseline=REPLAY),
-    OURS: Way("dynoffload, last order", policy=OURS),
+    "plain": Way("plain PyTorch", ("ink", "o"), PLAIN),
+    "system": Way("paging by the system", ("fault", "v"), PLAIN, swap=True),
+    "dtr": Way("rematerialisation (DTR)", ("stall", "D"), baseline=DTR),
+    "on-demand": Way("dynoffload, on demand", ("rss", "^"), policy="on-demand"),
+    "replay": Way("dynoffload, recorded order", ("backward", "s"), baseline=REPLAY),
+    OURS: Way("dynoffload, last order", ("plan", "P"), policy=OURS),
 }
 """By the name that ``--ways`` takes."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What grows.
+
+    Attributes:
+        title: over its table.
+        unit: what a size counts, in the plural.
+        spec: size -> what plain training runs.
+        meta: whether ways that count build on the meta device.
+    """
+
+    title: str
+    unit: str
+    spec: Callable[[int], Spec]
+    meta: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,99 +113,149 @@ class Try:
 
 
 @dataclass(frozen=True)
-class Search:
-    """What is asked of every way.
+class Params:
+    """What is asked of every way."""
 
-    Attributes:
-        spec: size -> what plain training runs.
-        memory: bytes beyond what a process takes before there is a network.
-        share: of it that is the budget of a way that counts.
-        steps: that a try makes after the first.
-        slowest: times as long as plain training takes for as much, that a step may take.
-        most: the largest size that is tried.
-        meta: whether ways that count build on the meta device.
-        spill_dir: where spill and swap files lie.
-    """
-
-    spec: Callable[[int], Spec]
-    memory: int
-    share: float
-    steps: int
-    slowest: float
-    most: int
-    meta: bool
-    spill_dir: Path = field(default_factory=default_spill_dir)
+    memory: str = option("512MiB", "that a process may take beyond what it takes without a network")
+    share: float = option(0.5, "of that, as the budget of ways that count bytes")
+    tokens: int = option(512, "of a step")
+    steps: int = option(2, "that each try makes after the first")
+    slowest: float = option(8.0, "times plain training's time for as much, that is too slow")
+    most: int = option(64, "the largest size that is tried")
+    ways: tuple[str, ...] = option(tuple(WAYS), "of training; plain is always tried")
+    spill_dir: Path | None = option(None, "where spill and swap files lie", place=True)
 
     def __post_init__(self) -> None:
+        if unknown := [key for key in self.ways if key not in WAYS]:
+            raise ConfigError(f"no way {unknown[0]!r}; there are {', '.join(WAYS)}")
         if not (0 < self.share <= 1 and self.steps >= 1 and self.slowest > 1 and self.most >= 1):
             raise ConfigError(
                 f"share={self.share} must be above 0 and at most 1, steps={self.steps} and "
                 f"most={self.most} at least 1, slowest={self.slowest} above 1"
             )
 
-    @property
-    def budget(self) -> int:
-        """Of a way that counts bytes."""
-        return int(self.memory * self.share)
 
-    def of(self, way: Way, size: int) -> Spec:
-        """Return what ``way`` runs."""
-        spec = self.spec(size)
-        if way.mode == PLAIN:
-            return spec
-        return replace(
-            spec,
-            mode=BUDGETED,
-            budget=self.budget,
-            pilot=way.pilot,
-            config={} if way.baseline else {"policy": way.policy},
-            baseline=way.baseline,
-            meta=self.meta and way.baseline != DTR,
-            spill_dir=str(self.spill_dir),
-        )
+class Largest(Experiment[Params]):
+    """A case is a subject with a way of training; plain training's tells the others' paces."""
 
+    parameters: ClassVar[type[Any]] = Params
 
-def measure(search: Search, keys: Sequence[str], report: Report) -> dict[str, Any]:
-    """Return what each way can do, by key, plain training's first: the others' time is told by it.
+    def subjects(self) -> Mapping[str, Subject]:
+        """Return what grows, by name."""
+        raise NotImplementedError
 
-    Raises:
-        ConfigError: a key is unknown, or plain training does not fit at the smallest size.
-        LimitError: the system lets no memory be limited.
-    """
-    unknown = [key for key in keys if key not in WAYS]
-    if unknown:
-        raise ConfigError(f"no way {unknown[0]!r}; there are {', '.join(WAYS)}")
-    base = _before(search)
-    found: dict[str, Any] = {}
-    room = _Room(base)
-    for key in ("plain", *(key for key in keys if key != "plain")):
-        way = WAYS[key]
-        tries = _search(search, way, room, report)
+    def cases(self) -> Mapping[str, tuple[str, str]]:
+        keys = dict.fromkeys(("plain", *self.params.ways))
+        return {f"{name}, {key}": (name, key) for name in self.subjects() for key in keys}
+
+    def run(self, case: tuple[str, str]) -> Row:
+        name, key = case
+        subject, way = self.subjects()[name], WAYS[key]
+        plain = next((row for row in self.rows if row["case"] == f"{name}, plain"), None)
+        base = before(subject, self.params) if plain is None else plain["process_before_bytes"]
+        room = _Room(base)
+        if plain is not None:
+            known = {one["size"]: one["seconds"] for one in plain["tries"] if not one["why"]}
+            room = _Room(base, plain["largest"], known)
+        tries = search(lambda size: self._try(subject, way, size, room), self.params.most)
         best = max((each for each in tries if not each.why), key=lambda t: t.size, default=None)
-        if key == "plain":
+        if plain is None:
             if best is None:
                 raise ConfigError(
-                    f"plain training does not fit {format_bytes(search.memory)} at size 1: "
-                    f"{tries[0].why}"
+                    f"plain training does not fit {self.params.memory} at size 1: {tries[0].why}"
                 )
             known = {each.size: each.seconds for each in tries if not each.why}
             room = _Room(base, best.size, known)
-        found[key] = {
-            "title": way.title,
+        told = [
+            asdict(each) | {"pace": each.seconds / room.paced(each.size)}
+            for each in sorted(tries, key=lambda each: each.size)
+        ]
+        return {
+            "subject": name,
+            "way": key,
             "largest": 0 if best is None else best.size,
+            "over_plain": 0.0 if best is None else best.size / room.holds,
             "seconds": None if best is None else best.seconds,
             "seconds_over_plain": None if best is None else best.seconds / room.paced(best.size),
-            "ended_by": _ended_by(tries, search),
-            "tries": [
-                asdict(each) | {"pace": each.seconds / room.paced(each.size)}
-                for each in sorted(tries, key=lambda each: each.size)
-            ],
+            "within": within(told),
+            "ended_by": _ended_by(tries, self.params.most),
+            "process_before_bytes": base,
+            "tries": told,
         }
-        found[key]["within"] = _within(found[key]["tries"])
-    plain = found["plain"]["largest"]
-    for row in found.values():
-        row["over_plain"] = row["largest"] / plain
-    return {"process_before_bytes": base, "losses_equal": _same_losses(found), "ways": found}
+
+    def _try(self, subject: Subject, way: Way, size: int, room: _Room) -> Try:
+        self.report(f"{subject.title}, {way.title}: {size}")
+        return attempt(self.params, subject, way, size, room)
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {
+            name: {"losses_equal": same_losses([row for row in rows if row["subject"] == name])}
+            for name in self.subjects()
+        }
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        parts: list[Table | str] = []
+        for name, subject in self.subjects().items():
+            mine = [row for row in result["rows"] if row["subject"] == name]
+            columns = {
+                head.replace("largest", f"largest ({subject.unit})"): cell
+                for head, cell in _COLUMNS.items()
+            }
+            parts.append(table(subject.title, columns, mine, ["more fails by"]))
+            equal = result["summary"][name]["losses_equal"]
+            told = "equal, bit for bit" if equal else "NOT EQUAL: see the JSON"
+            parts.append(f"losses of ways that made steps of one size, {name}: {told}")
+        return parts
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        subjects = self.subjects()
+        every = figure.subplots(len(subjects), 2, squeeze=False)
+        for (left, right), (name, subject) in zip(every, subjects.items(), strict=True):
+            rows = [row for row in result["rows"] if row["subject"] == name]
+            _bars(left, color, f"{subject.title} in {self.params.memory}", rows)
+            _paces(right, color, subject.unit, rows)
+
+
+class Capacity(Largest):
+    """Layers of 3.4 million parameters, so that plain training holds a handful of them."""
+
+    height = 3.2
+    sizes: ClassVar[Mapping[str, int]] = {"hidden": 256, "heads": 8, "experts": 8, "width": 512}
+
+    def subjects(self) -> Mapping[str, Subject]:
+        shape = {"rows": 1, "length": self.params.tokens}
+
+        def spec(layers: int) -> Spec:
+            return Spec("moe", "tiny", sizes={**self.sizes, "layers": layers}, shape=shape)
+
+        return {"moe": Subject("layers of a mixture of experts", "layers", spec, meta=True)}
+
+
+@dataclass(frozen=True)
+class BatchParams(Params):
+    """The same; a budget leaves less room beside it, as temporaries grow with the batch."""
+
+    share: float = option(0.6, "of that, as the budget of ways that count bytes")
+    tokens: int = option(16, "residues of a row")
+
+
+class MaxBatch(Largest):
+    """Rows of the Evoformer with recycling, and of ESMFold: nearly all memory is activations."""
+
+    parameters = BatchParams
+    height = 6.4
+
+    def subjects(self) -> Mapping[str, Subject]:
+        length = self.params.tokens
+        fixed = {"min_length": length, "max_length": length, "min_depth": 8, "max_depth": 8}
+
+        def of(network: str) -> Subject:
+            def spec(rows: int) -> Spec:
+                return Spec(network, "small", shape={"rows": rows, "max_cycles": 3, **fixed})
+
+            return Subject(f"rows of {network}", "rows", spec)
+
+        return {network: of(network) for network in (TRUNK, FOLDING)}
 
 
 @dataclass(frozen=True)
@@ -205,7 +277,7 @@ class _Room:
         return self.known.get(size, self.known[self.holds] / self.holds * size)
 
 
-def _search(search: Search, way: Way, room: _Room, report: Report) -> list[Try]:
+def search(attempt: Callable[[int], Try], most: int) -> list[Try]:
     """Double until a size does not fit, then halve the gap between it and those that do.
 
     As long as none fits, one that is only too slow is doubled too: what a way takes for each
@@ -214,18 +286,17 @@ def _search(search: Search, way: Way, room: _Room, report: Report) -> list[Try]:
     tries: list[Try] = []
 
     def fits(size: int) -> bool:
-        report(f"{way.title}: {size}", len(tries), None)
-        tries.append(_try(search, way, size, room))
+        tries.append(attempt(size))
         return not tries[-1].why
 
     low, high = 0, 1
-    while high <= search.most:
+    while high <= most:
         if fits(high):
             low = high
         elif low or not tries[-1].seconds:
             break
         high *= 2
-    high = min(high, search.most + 1)
+    high = min(high, most + 1)
     while low and high - low > max(1, low // 16):  # to a sixteenth, beyond which nothing is told
         middle = (low + high) // 2
         if fits(middle):
@@ -235,23 +306,39 @@ def _search(search: Search, way: Way, room: _Room, report: Report) -> list[Try]:
     return tries
 
 
-def _try(search: Search, way: Way, size: int, room: _Room) -> Try:
-    allowed = search.slowest * room.paced(size) if room.holds else _PLAIN_S
-    deadline = _START_S + 4 * (search.steps + 1) * allowed
+def spec_of(params: Params, subject: Subject, way: Way, size: int) -> Spec:
+    """Return what ``way`` runs."""
+    spec = subject.spec(size)
+    if way.mode == PLAIN:
+        return spec
+    return replace(
+        spec,
+        mode=BUDGETED,
+        budget=int(parse_bytes(params.memory) * params.share),
+        config={} if way.baseline else {"policy": way.policy},
+        baseline=way.baseline,
+        meta=subject.meta and way.baseline != DTR,
+        spill_dir=str(params.spill_dir or default_spill_dir()),
+    )
+
+
+def attempt(params: Params, subject: Subject, way: Way, size: int, room: _Room) -> Try:
+    """Train a size."""
+    allowed = params.slowest * room.paced(size) if room.holds else _PLAIN_S
+    deadline = _START_S + 4 * (params.steps + 1) * allowed
+    memory = parse_bytes(params.memory)
     started: Worker | None = None
     with ExitStack() as stack:
         if way.swap:
-            need = room.base + search.memory * size // max(1, room.holds)
-            stack.enter_context(swap_file(search.spill_dir, int(_SPARE * need)))
-        limit = room.base + search.memory
-        group = stack.enter_context(memory_group(limit, swap=way.swap))
+            need = int(_SPARE * (room.base + memory * size // max(1, room.holds)))
+            stack.enter_context(swap_file(params.spill_dir or default_spill_dir(), need))
+        group = stack.enter_context(memory_group(room.base + memory, swap=way.swap))
         try:
-            started = stack.enter_context(
-                worker(f"{way.title} {size}", search.of(way, size), group)
-            )
+            spec = spec_of(params, subject, way, size)
+            started = stack.enter_context(worker(f"{way.title} {size}", spec, group))
             with ended_after(started.kill, deadline) as late:
                 started.wait_ready()
-                for number in range(search.steps + 1):
+                for number in range(params.steps + 1):
                     started.step(measured=number > 0)
                     if number and started.steps[-1].seconds > allowed:
                         break
@@ -269,26 +356,26 @@ def _try(search: Search, way: Way, size: int, room: _Room) -> Try:
     return Try(size, why, median(seconds), losses)
 
 
-def _before(search: Search) -> int:
+def before(subject: Subject, params: Params) -> int:
     """Return what a process is charged with before there is a network, the least of several: the
     first that reads a library's files is charged with them, later ones are not."""
-    spec, charged = replace(search.spec(1), meta=True), []
+    spec, charged = replace(subject.spec(1), meta=True), []
     for _ in range(_BEFORE):
         with memory_group(None) as group, worker("before", spec, group) as started:
             charged.append(started.before["charged_bytes"])
     return min(charged)
 
 
-def _ended_by(tries: Sequence[Try], search: Search) -> str:
+def _ended_by(tries: Sequence[Try], most: int) -> str:
     """Return why the smallest size beyond those that fit does not."""
-    most = max((each.size for each in tries if not each.why), default=0)
-    failed = [each for each in tries if each.why and each.size > most]
+    best = max((each.size for each in tries if not each.why), default=0)
+    failed = [each for each in tries if each.why and each.size > best]
     if not failed:
-        return f"nothing: {search.most} is the largest that was tried"
+        return f"nothing: {most} is the largest that was tried"
     return min(failed, key=lambda each: each.size).why
 
 
-def _within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the largest of what fits and kept a pace, by the pace; 0 if nothing did."""
     fits = [each for each in tries if not each["why"]]
     return {
@@ -297,15 +384,60 @@ def _within(tries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     }
 
 
-def _same_losses(found: Mapping[str, Any]) -> bool:
+def same_losses(rows: Sequence[Row]) -> bool:
     """Return whether all ways had the same losses wherever two made steps of one size."""
-    known: dict[int, tuple[str, ...]] = {}
-    for row in found.values():
-        for each in row["tries"]:
-            if each["losses"]:
-                losses = tuple(each["losses"])
-                first = known.setdefault(each["size"], losses)
-                common = min(len(first), len(losses))
-                if first[:common] != losses[:common]:
-                    return False
+    known: dict[int, list[str]] = {}
+    for each in (each for row in rows for each in row["tries"] if each["losses"]):
+        losses = list(each["losses"])
+        first = known.setdefault(each["size"], losses)
+        common = min(len(first), len(losses))
+        if first[:common] != losses[:common]:
+            return False
     return True
+
+
+def _pace(most: float) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: str(row["within"][f"{most:g}"])
+
+
+_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "way": lambda row: WAYS[row["way"]].title,
+    "largest": lambda row: str(row["largest"]),
+    "times plain": lambda row: f"{row['over_plain']:.2f}",
+    "step": lambda row: "" if row["seconds"] is None else format_seconds(row["seconds"]),
+    "pace": lambda row: "" if row["seconds"] is None else f"{row['seconds_over_plain']:.2f}",
+    **{f"at most {most:g}x": _pace(most) for most in PACES},
+    "more fails by": lambda row: row["ended_by"],
+}
+
+
+def _bars(axes: Axes, color: Mapping[str, str], title: str, rows: Sequence[Row]) -> None:
+    rows = rows[::-1]
+    values = [row["over_plain"] for row in rows]
+    names = [WAYS[row["way"]].title for row in rows]
+    bars = axes.barh(names, values, color=[color[WAYS[row["way"]].look[0]] for row in rows])
+    labels = [f"{row['over_plain']:.1f}x ({row['largest']})" for row in rows]
+    axes.bar_label(bars, labels=labels, padding=4)
+    axes.set_xlim(0, 1.4 * max(values))
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("largest, times that of plain training")
+
+
+def _paces(axes: Axes, color: Mapping[str, str], unit: str, rows: Sequence[Row]) -> None:
+    for row in rows:
+        way = WAYS[row["way"]]
+        shade, mark = way.look
+        made = [one for one in row["tries"] if one["seconds"]]
+        x, y = ([one[key] for one in made] for key in ("size", "pace"))
+        look: dict[str, Any] = {"markersize": 4.5, "linewidth": 1.2, "color": color[shade]}
+        axes.plot(x, y, marker=mark, label=way.title, **look)
+        refused = [one["size"] for one in row["tries"] if not one["seconds"]]
+        if refused and made:
+            axes.plot(min(refused), made[-1]["pace"], "x", markersize=7, color=color[shade])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(f"{unit} (× cannot run)")
+    axes.set_ylabel("step, times plain training's pace")
+    axes.legend(frameon=False, fontsize=7)

@@ -1,9 +1,8 @@
 """Experts of one layer: time and memory beside transformers' and a reference with routed buffers.
 
-What it is: the seven configurations of MoEBlaze (arXiv 2601.05296, section 6), whole on an
-accelerator and scaled down on a CPU; forward and backward of each way on the same tokens and
-choices, one after the other in every round. What it is not: the ways (`moe_layer_ways`), the
-router, or a session.
+The seven configurations of MoEBlaze (arXiv 2601.05296, section 6), whole on an accelerator and
+scaled down on a CPU; forward and backward of each way on the same tokens and choices, one after the
+other in every round.
 
 [Note: memory]  *Saved* is what a forward leaves alive for its backward, without its result: what a
 layer costs for as long as others run. *Peak* is the most that is alive in forward and backward
@@ -15,15 +14,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from dynoffload.errors import ConfigError
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.moe_layer_ways import (
     ACTIVATIONS,
     OURS,
@@ -33,7 +33,6 @@ from dynoffload.experiments.moe_layer_ways import (
     make_layer,
     ways_of,
 )
-from dynoffload.pilot.progress import progress_bar
 from dynoffload.units import format_bytes, format_seconds
 
 
@@ -67,63 +66,90 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    configurations: str = ",".join(CONFIGURATIONS),
-    activations: str = ",".join(ACTIVATIONS),
-    dtype: str = "",
-    fewer_tokens: int = 0,
-    narrower: int = 0,
-    rounds: int = 7,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Measure.
+@dataclass(frozen=True)
+class Params:
+    """Which layers, and how much smaller than the paper's; 0 depends on the device."""
 
-    Args:
-        json_path: not used; the numbers are written by the caller.
-        configurations: of the paper, with commas between.
-        activations: likewise.
-        dtype: float32 or bfloat16; by default bfloat16 on an accelerator and float32 on a CPU.
-        fewer_tokens: the paper's tokens are divided by it; 0: by 1 on an accelerator, else by 64.
-        narrower: likewise d and h; 0: by 1 on an accelerator, else by 2.
-        rounds: in each of which every way runs once; five at least.
-        seed: of weights, tokens and choices.
+    configurations: tuple[str, ...] = option(tuple(CONFIGURATIONS), "of the paper")
+    activations: tuple[str, ...] = option(ACTIVATIONS, "of experts")
+    dtype: str = option("", "float32 or bfloat16; the latter on an accelerator by default")
+    fewer_tokens: int = option(0, "divides the paper's tokens; 1 on an accelerator, else 64")
+    narrower: int = option(0, "divides the paper's d and h; 1 on an accelerator, else 2")
+    rounds: int = option(7, "in each of which every way runs once; five at least")
+    seed: int = option(0, "of weights, tokens and choices")
 
-    Returns:
-        Seconds and bytes of each way, by configuration and activation.
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("configurations", self.configurations, CONFIGURATIONS),
+            ("activations", self.activations, ACTIVATIONS),
+            ("dtype", [self.dtype], ["", *DTYPES]),
+        ):
+            if unknown := [one for one in given if one not in known]:
+                told = ", ".join(filter(None, known))
+                raise ConfigError(f"{what}={unknown[0]!r} is unknown; there are {told}")
+        if self.rounds < 5:
+            raise ConfigError(f"rounds={self.rounds}: medians are of five at least")
 
-    Raises:
-        ConfigError: an option is wrong, or a way has another result than the others.
-    """
-    here = torch.accelerator.current_accelerator(check_available=True)
-    device = here or torch.device("cpu")
-    dtype = dtype or ("float32" if here is None else "bfloat16")
-    fewer_tokens = fewer_tokens or (64 if here is None else 1)
-    narrower = narrower or (2 if here is None else 1)
-    names, kinds = configurations.split(","), activations.split(",")
-    for what, given, known in (
-        ("configurations", names, list(CONFIGURATIONS)),
-        ("activations", kinds, list(ACTIVATIONS)),
-        ("dtype", [dtype], list(DTYPES)),
-    ):
-        if unknown := [one for one in given if one not in known]:
-            raise ConfigError(f"{what}={unknown[0]!r} is unknown; there are {', '.join(known)}")
-    if rounds < 5:
-        raise ConfigError(f"rounds={rounds}: medians are of five at least")
-    result: dict[str, Any] = {
-        "device": str(device), "dtype": dtype, "fewer_tokens": fewer_tokens, "narrower": narrower,
-        "threads": torch.get_num_threads(), "rounds": rounds, "seed": seed, "layers": [],
-    }  # fmt: skip
-    with progress_bar(True) as report:
-        cases = [(name, kind) for name in names for kind in kinds]
-        for at, (name, kind) in enumerate(cases):
-            report(f"{name}, {kind}", at, len(cases))
-            scaled = _scaled(CONFIGURATIONS[name], fewer_tokens, narrower)
-            row = _measure(scaled, kind, DTYPES[dtype], device, rounds, seed)
-            result["layers"].append({"configuration": name, "activation": kind, **row})
-    _print(result)
-    return result
+
+class Layers(Experiment[Params]):
+    """A case is a configuration with an activation."""
+
+    parameters = Params
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        here = torch.accelerator.current_accelerator(check_available=True)
+        self.device = here or torch.device("cpu")
+        self.dtype = params.dtype or ("float32" if here is None else "bfloat16")
+        self.fewer_tokens = params.fewer_tokens or (64 if here is None else 1)
+        self.narrower = params.narrower or (2 if here is None else 1)
+
+    def cases(self) -> Mapping[str, tuple[Configuration, str]]:
+        return {
+            f"{name} {kind}": (
+                _scaled(CONFIGURATIONS[name], self.fewer_tokens, self.narrower),
+                kind,
+            )
+            for name in self.params.configurations
+            for kind in self.params.activations
+        }
+
+    def run(self, case: tuple[Configuration, str]) -> Row:
+        size, kind = case
+        given = self.params
+        row = _measure(size, kind, DTYPES[self.dtype], self.device, given.rounds, given.seed)
+        return {"activation": kind, **row}
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {
+            "device": str(self.device),
+            "dtype": self.dtype,
+            "fewer_tokens": self.fewer_tokens,
+            "narrower": self.narrower,
+        }
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        ways, of = list(result["rows"][0]["ways"]), result["summary"]
+        heads: dict[str, Any] = {
+            "layer": lambda row: row["case"],
+            **{
+                name: lambda row, name=name: format_seconds(row["ways"][name]["seconds"])
+                for name in ways
+            },
+            "best / ours": lambda row: f"{row['speed']:.2f}",
+            "saved, ours": lambda row: format_bytes(row["ways"][OURS]["saved"]),
+            "saved": lambda row: f"{row['saved']:.2f}",
+            "peak": lambda row: f"{row['peak']:.2f}",
+        }
+        title = (
+            f"experts of one layer on {of['device']}, {of['dtype']}: tokens of the paper "
+            f"/ {of['fewer_tokens']}, d and h / {of['narrower']}"
+        )
+        return [
+            table(title, heads, result["rows"]),
+            "forward and backward, medians; best / ours: of times, by rounds, above 1 is faster; "
+            f"saved and peak: ours / {ROUTED}",
+        ]
 
 
 def _scaled(whole: Configuration, fewer_tokens: int, narrower: int) -> Configuration:
@@ -218,8 +244,6 @@ def _compare(task: _Task, ways: dict[str, Way]) -> None:
     """
     expected: list[torch.Tensor] = []
     for name, way in ways.items():
-        if name == "MegaBlocks":  # it has weights of its own
-            continue
         out = task.forward(way)
         task.backward(out)
         found = [out.detach()]
@@ -294,35 +318,3 @@ def _on_cpu(
             alive += event.nbytes()
             peak = max(peak, alive)
     return saved, peak
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=(
-            f"experts of one layer on {result['device']}, {result['dtype']}: tokens of the paper "
-            f"/ {result['fewer_tokens']}, d and h / {result['narrower']}"
-        ),
-        caption=(
-            f"forward and backward, medians of {result['rounds']}; ours / best: of times, by "
-            f"rounds, above 1 is faster; saved and peak: ours / {ROUTED}"
-        ),
-        title_justify="left",
-        caption_justify="left",
-    )
-    ways = list(result["layers"][0]["ways"])
-    for header in ("layer", *ways, "best / ours", "saved, ours", "saved", "peak"):
-        table.add_column(header, justify="right")
-    for row in result["layers"]:
-        made = row["ways"]
-        table.add_row(
-            f"{row['configuration']} {row['activation']}",
-            *(format_seconds(made[name]["seconds"]) for name in ways),
-            f"{row['speed']:.2f}",
-            format_bytes(made[OURS]["saved"]),
-            f"{row['saved']:.2f}",
-            f"{row['peak']:.2f}",
-        )
-    Console().print(table)

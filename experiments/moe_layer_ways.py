@@ -1,13 +1,11 @@
-"""The ways in which the experts of one layer are computed, to be compared.
+"""The ways in which the experts of one layer are computed, to be compared, over the same matrices.
 
-What it is: transformers' own loop and its ``grouped_mm``, a reference with routed buffers written
-with torch alone, MegaBlocks where it is installed, and `dynoffload.moe`, over the same matrices.
-What it is not: a measurement of them.
+transformers' own loop and its ``grouped_mm``, a reference with routed buffers written with torch
+alone, and `dynoffload.moe`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,15 +61,12 @@ def ways_of(layer: Layer) -> dict[str, Way]:
     Raises:
         ConfigError: there is no transformers to compare with.
     """
-    found: dict[str, Way] = {
+    return {
         "eager": _transformers(layer, "eager"),
         "grouped_mm": _transformers(layer, "grouped_mm"),
         ROUTED: lambda tokens, chosen, gates: routed(layer, tokens, chosen, gates),
         OURS: lambda tokens, chosen, gates: _ours(layer, tokens, chosen, gates),
     }
-    if importlib.util.find_spec("megablocks") is not None and layer.up.is_cuda:
-        found["MegaBlocks"] = _MegaBlocks(layer)
-    return found
 
 
 def _ours(
@@ -134,37 +129,3 @@ def _transformers(layer: Layer, implementation: str) -> Way:
     module.down_proj = layer.down
     config._experts_implementation = implementation
     return module  # type: ignore[no-any-return]
-
-
-class _MegaBlocks:
-    """MegaBlocks' dropless experts, with weights of its own; it has not been run here."""
-
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self._module: Any = None
-
-    def __call__(
-        self, tokens: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
-    ) -> torch.Tensor:
-        count, width, hidden = self._layer.down.shape
-        if self._module is None:
-            from megablocks.layers.arguments import Arguments
-            from megablocks.layers.dmoe import ParallelDroplessMLP
-
-            arguments = Arguments(
-                hidden_size=width,
-                ffn_hidden_size=hidden,
-                moe_num_experts=count,
-                moe_top_k=chosen.shape[1],
-                mlp_type="glu" if self._layer.activation == "swiglu" else "mlp",
-                mlp_impl="grouped",
-                activation_fn=F.silu,
-                bias=False,
-                bf16=self._layer.up.dtype == torch.bfloat16,
-                device=self._layer.up.device,
-            )
-            self._module = ParallelDroplessMLP(arguments)
-        scores = torch.zeros(len(tokens), count, dtype=gates.dtype, device=gates.device)
-        made = self._module(tokens.unsqueeze(0), scores.scatter(1, chosen, gates), gates, chosen)
-        out: torch.Tensor = made[0] if isinstance(made, tuple) else made
-        return out.squeeze(0)

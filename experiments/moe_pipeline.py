@@ -1,216 +1,197 @@
 """Experts over processes on slow links: parts and strategies beside the layer in one part.
 
-What it is: 2 and 4 gloo processes, each in a network namespace whose link is slowed, or, where none
-can be made, with exchanges that take as long as their bytes would; layers in the proportions of
-GPT-S, BERT-L and GPT-XL, made smaller; times of every number of parts and strategy, the layer's
-own choice, what it took to choose, and peaks of allocations. What it is not: a measure of GPUs or
-of NCCL; ranks share the cores of one machine.
+2 and 4 gloo processes, each in a network namespace whose link is slowed, or, where none can be
+made, with exchanges that take as long as their bytes would; layers in the proportions of GPT-S,
+BERT-L and GPT-XL, made smaller. Measured are every number of parts and strategy, the layer's own
+choice, what it took to choose, and peaks of allocations. Ranks share the cores of one machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import gc
 import os
-import queue
-import subprocess
-import sys
+import random
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import write_json
-from dynoffload.experiments.moe_pipeline_rank import PARTS, Task
-from dynoffload.experiments.networks import namespaces
-from dynoffload.experiments.workers import WorkerError
+from dynoffload.experiments.allocations import Allocations
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Cell, Experiment, Row, option, table
+from dynoffload.experiments.networks import DEVICE, SlowExchange, enter, limit_link, namespaces
+from dynoffload.experiments.processes import ONE_THREAD, at_once
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.pilot.progress import progress_bar
-from dynoffload.planning.strategies import Strategy
+from dynoffload.moe.parallel import ExpertParallel, Strategy
+from dynoffload.moe.parallel.choice import NUMBERS
+from dynoffload.moe.parallel.memory import memory, shape_of
 from dynoffload.units import format_bytes, format_seconds
 
 SIZES = {"GPT-S": (768, 3072), "BERT-L": (1024, 4096), "GPT-XL": (2048, 8192)}
 """Width and hidden width of the layers."""
 
 LINKS = ("auto", "namespaces", "delays")
+PARTS = (1, 2, 4, 8)
+"""Of which peaks of allocations are measured."""
 
-_START_S = 60.0  # in which a rank imports and meets the others
-_SILENT = 10  # timeouts: a first step has a profile and trials, of each of which nothing is said
+Combination = tuple[int, str]
+_PLAIN: Combination = (1, "none")
+_FINAL = 3  # times as many steps, of what was chosen and what was best
+_LONGEST = 1000  # steps within which a race has to end
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    sizes: str = "GPT-S,BERT-L,GPT-XL",
-    factor: int = 4,
-    ranks: str = "2,4",
-    mbit: str = "100,300,1000",
-    tokens: int = 2048,
-    experts: int = 16,
-    k: int = 1,
-    activation: str = "silu",
-    steps: int = 9,
-    seconds: float = 20.0,
-    limit_share: float = 0.6,
-    links: str = "auto",
-    timeout: float = 120.0,
-) -> dict[str, Any]:
-    """Measure each layer at each number of ranks and bandwidth.
+@dataclass(frozen=True)
+class Params:
+    """Layers, links and what is timed."""
 
-    Args:
-        json_path: where what there is so far is written.
-        sizes: of layers, by commas.
-        factor: by which widths are smaller.
-        ranks: numbers of processes, by commas.
-        mbit: of links, in million bits a second, by commas.
-        tokens: of each rank.
-        experts: of all ranks.
-        k: of each token.
-        activation: ``"silu"`` or ``"swiglu"``.
-        steps: timed at least, of each number of parts and strategy; the median is told.
-        seconds: that those of a row take at least: quick steps are timed more often, as their
-            medians differ more.
-        limit_share: of what one part that is kept takes: the bound of the second choice.
-        links: ``"namespaces"``, ``"delays"``, or ``"auto"``: namespaces where they can be made.
-        timeout: seconds that a rank waits for others in one exchange.
+    sizes: tuple[str, ...] = option(tuple(SIZES), "layers")
+    factor: int = option(8, "by which widths are smaller")
+    ranks: tuple[int, ...] = option((2,), "numbers of processes")
+    mbit: tuple[float, ...] = option((50.0, 200.0, 800.0), "of links, million bits a second")
+    tokens: int = option(1024, "of each rank")
+    experts: int = option(16, "of all ranks")
+    k: int = option(1, "experts of each token")
+    activation: str = option("silu", "silu or swiglu")
+    steps: int = option(9, "timed at least, of each number of parts and strategy")
+    seconds: float = option(20.0, "that those of a row take at least")
+    limit_share: float = option(0.6, "of what one part takes: the bound of the second choice")
+    links: str = option("auto", "namespaces, delays, or auto: namespaces where they can be made")
+    timeout: float = option(120.0, "seconds that a rank waits for others in one exchange")
+    patience: float = option(7200.0, "seconds after which a row is ended", place=True)
 
-    Returns:
-        Rows by ranks, layer and bandwidth, and peaks by layer.
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.sizes if name not in SIZES]:
+            raise ConfigError(f"sizes: {unknown[0]!r} is not one of {', '.join(SIZES)}")
+        if self.links not in LINKS:
+            raise ConfigError(f"links={self.links!r} is not one of {', '.join(LINKS)}")
+        if self.steps < 1 or self.tokens < 1:
+            raise ConfigError(f"steps={self.steps} and tokens={self.tokens} must be at least 1")
 
-    Raises:
-        ConfigError: an option cannot be.
-        WorkerError: a rank failed, or says nothing any more.
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank does.
+
+    Attributes:
+        params: of the experiment.
+        world: ranks.
+        size: of `SIZES`.
+        rate: of its link, in million bits a second; None to measure peaks of allocations.
+        rank: of this process.
+        store: a file by which ranks meet.
+        namespace: in which its link is; "" where exchanges are delayed.
     """
-    layers = []
-    for name in sizes.split(","):
-        if name not in SIZES:
-            raise ConfigError(f"sizes={sizes!r}: {name!r} is not one of {', '.join(SIZES)}")
-        layers.append((name, SIZES[name][0] // factor, SIZES[name][1] // factor))
-    if links not in LINKS:
-        raise ConfigError(f"links={links!r} is not one of {', '.join(LINKS)}")
-    worlds = [int(one) for one in ranks.split(",")]
-    rates = [float(one) for one in mbit.split(",")]
-    if steps < 1 or tokens < 1:
-        raise ConfigError(f"steps={steps} and tokens={tokens} must be at least 1")
-    result: dict[str, Any] = {
-        "factor": factor, "tokens": tokens, "experts": experts, "k": k, "activation": activation,
-        "steps": steps, "seconds": seconds, "limit_share": limit_share, "cores": os.cpu_count(),
-        "rows": [], "memory": [],
-    }  # fmt: skip
-    with progress_bar(True) as report:
-        for world in worlds:
-            task = Task(
-                0, world, "", layers, rates, tokens, experts, k, activation, steps, seconds,
-                limit_share, False, timeout,
-            )  # fmt: skip
-            total = len(layers) * len(rates)
 
-            def said(
-                what: dict[str, Any], used: str, world: int = world, total: int = total
-            ) -> None:
-                if "row" in what:
-                    result["rows"].append({**what["row"], "links": used})
-                elif "memory" in what:
-                    result["memory"].append({"ranks": world, **what["memory"]})
-                done = sum(row["ranks"] == world for row in result["rows"])
-                report(f"{world} ranks, {done} of {total}", done, total)
-                if json_path is not None and "alive" not in what:
-                    write_json(json_path, result)
-
-            _run_ranks(task, links, said)
-    _print(result)
-    return result
+    params: Params
+    world: int
+    size: str
+    rate: float | None
+    rank: int = 0
+    store: str = ""
+    namespace: str = ""
 
 
-def _run_ranks(task: Task, links: str, said: Callable[[dict[str, Any], str], None]) -> None:
-    """Run the ranks of a task, and tell what the first one says, and what links were."""
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=default_spill_dir()))
-        names: list[str] = []
-        if links != "delays":
-            try:
-                names = stack.enter_context(namespaces(task.world))
-            except ConfigError:
-                if links == "namespaces":
-                    raise
-        isolated = bool(names)
-        given = {**asdict(task), "namespaces": isolated}
-        children: list[subprocess.Popen[str]] = []
-        try:
-            for rank in range(task.world):
-                one = {**given, "rank": rank, "store": f"{folder}/store"}
-                command = [sys.executable, "-P", "-m", "dynoffload.experiments.moe_pipeline_rank"]
-                inside = ["ip", "netns", "exec", names[rank]] if isolated else []
-                with Path(f"{folder}/errors-{rank}").open("w", encoding="utf-8") as errors:
-                    children.append(
-                        subprocess.Popen(
-                            [*inside, *command, json.dumps(one)],
-                            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                            stderr=errors,
-                            text=True,
-                        )
-                    )
-            for line in _lines(children[0], task):
-                said(json.loads(line), "namespaces" if isolated else "delays")
-            _ended(children, task, Path(folder))
-        finally:
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
-                child.wait()
+class Pipeline(Experiment[Params]):
+    """A case is a number of ranks and a layer, with its peaks or on a link."""
+
+    parameters = Params
+
+    def cases(self) -> Mapping[str, Task]:
+        given = self.params
+        return {
+            f"{world} ranks, {size}, {'peaks' if rate is None else f'{rate:g} Mbit/s'}": Task(
+                given, world, size, rate
+            )
+            for world in given.ranks
+            for size in given.sizes
+            for rate in (None, *given.mbit)
+        }
+
+    def run(self, case: Task) -> Row:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=default_spill_dir()))
+            names = [""] * case.world
+            if self.params.links != "delays":
+                try:
+                    names = stack.enter_context(namespaces(case.world))
+                except ConfigError:
+                    if self.params.links == "namespaces":
+                        raise
+            found = at_once(
+                f"{case.size} by {case.world}",
+                rank_of,
+                [
+                    replace(case, rank=rank, store=f"{folder}/store", namespace=name)
+                    for rank, name in enumerate(names)
+                ],
+                patience=self.params.patience,
+                environment=ONE_THREAD,
+            )
+        row: Row = {"ranks": case.world, "size": case.size, **(found[0].value or {})}
+        return (
+            row if case.rate is None else {**row, "links": "namespaces" if names[0] else "delays"}
+        )
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        timed = [row for row in result["rows"] if "mbit" in row]
+        peaks = [row for row in result["rows"] if "peaks" in row]
+        params = result["params"]
+        links = ", ".join(sorted({row["links"] for row in timed}))
+        bound = f", memory at most {params['limit_share']:g} of one part that is kept"
+        rows = [
+            [
+                f"{one['size']}, {one['ranks']} ranks",
+                strategy.value,
+                format_bytes(_peaks_of(one)[_PLAIN]["bytes"]),
+                *(_against(_peaks_of(one), parts, strategy) for parts in PARTS),
+            ]
+            for one in peaks
+            for strategy in Strategy
+        ]
+        columns = ("layer", "strategy", "one part", *(f"n = {n}" for n in PARTS))
+        return [
+            _table(
+                f"a step of the layer in parts, {params['tokens']} tokens a rank, widths by "
+                f"1/{params['factor']}, links by {links}",
+                "free",
+                timed,
+            ),
+            _table("the same" + bound, "bound", timed),
+            f"medians of {params['steps']} or more; noise: how far the same is apart from itself; "
+            "again: behind in steps that had no part in saying which is best; overhead: of 1,000 "
+            "steps",
+            Table(
+                "peak of allocations of a step beside one part that is kept", columns, rows, (0, 1)
+            ),
+            "peaks: activations and buffers; in brackets with weights, gradients and two moments",
+        ]
 
 
-def _lines(child: subprocess.Popen[str], task: Task) -> Iterator[str]:
-    """Yield the lines of rank 0, which come every few seconds while it works.
-
-    Raises:
-        WorkerError: it says nothing for longer than it may wait for others.
-    """
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in child.stdout or ():
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    patience = _START_S + _SILENT * task.timeout
-    while True:
-        try:
-            line = lines.get(timeout=patience)
-        except queue.Empty as error:
-            raise WorkerError(
-                f"rank 0 of {task.world} has said nothing for {patience:g} s, which is longer than "
-                "it may wait for other ranks: it hangs; where steps take long, raise timeout="
-            ) from error
-        if line is None:
-            return
-        yield line
-
-
-def _ended(children: list[subprocess.Popen[str]], task: Task, folder: Path) -> None:
-    """Wait for all ranks.
-
-    Raises:
-        WorkerError: some failed, or do not end.
-    """
-    until = time.monotonic() + task.timeout
-    wrong = []
-    for rank, child in enumerate(children):
-        try:
-            code = child.wait(max(until - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            wrong.append(f"rank {rank} of {task.world} did not end in {task.timeout:g} s")
-            continue
-        if code:
-            told = (folder / f"errors-{rank}").read_text(encoding="utf-8")
-            wrong.append(f"rank {rank} of {task.world} ended with code {code}: {told[-2000:]}")
-    if wrong:
-        raise WorkerError("\n".join(wrong))
+def _table(title: str, name: str, rows: list[Row]) -> Table:
+    heads: dict[str, Cell] = {
+        "layer": lambda row: f"{row['size']}, {row['ranks']} ranks",
+        "Mbit/s": lambda row: f"{row['mbit']:g}",
+        "communication": lambda row: f"{row['communication_share']:.0%}",
+        "one part": lambda row: format_seconds(_seconds_of(row)[_PLAIN]),
+        "noise": lambda row: f"{row['noise']:.1%}",
+        "chosen": lambda row: _name(row[name]["chosen"]),
+        "speedup": lambda row: f"{row[name]['speedup']:.2f}",
+        "best": lambda row: _name(row[name]["best"]),
+        "behind": lambda row: f"{row[name]['behind']:.1%}",
+        "again": lambda row: f"{row[name]['behind_again']:+.1%}",
+        "steps": lambda row: str(row[name]["steps"]),
+        "overhead": lambda row: f"{row[name]['overhead_share']:.1%}",
+    }
+    return table(title, heads, rows)
 
 
 def _name(choice: Any) -> str:
@@ -218,60 +199,207 @@ def _name(choice: Any) -> str:
     return f"{parts}, {strategy}"
 
 
-def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _seconds_of(row: Mapping[str, Any]) -> dict[Combination, float]:
+    return {(one["parts"], one["strategy"]): one["seconds"] for one in row["seconds"]}
 
-    console = Console()
-    times = Table(
-        title=f"a step of the layer in parts, {result['tokens']} tokens a rank, widths by "
-        f"1/{result['factor']}",
-        caption=f"links by {', '.join(sorted({row['links'] for row in result['rows']}))}; medians "
-        f"of {result['steps']} or more; noise: how far the same is apart from itself; again: "
-        f"behind in steps that had no part in saying which is best; bound: memory at most "
-        f"{result['limit_share']:g} of one part that is kept; overhead: of 1,000 steps",
-        title_justify="left",
-        caption_justify="left",
+
+def _peaks_of(row: Mapping[str, Any]) -> dict[Combination, dict[str, int]]:
+    return {(one["parts"], one["strategy"]): one for one in row["peaks"]}
+
+
+def _against(at: Mapping[Combination, Mapping[str, int]], parts: int, strategy: Strategy) -> str:
+    one, base = at[parts, strategy.value], at[_PLAIN]
+    ratio, whole = (one[key] / base[key] - 1 for key in ("bytes", "with_states"))
+    return f"{ratio:+.0%} ({whole:+.0%})"
+
+
+# A rank
+
+
+def rank_of(task: Task) -> Row:
+    """Be one rank of a case; return its row."""
+    if task.namespace:
+        enter(task.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{task.store}",
+        rank=task.rank,
+        world_size=task.world,
+        timeout=timedelta(seconds=task.params.timeout),
     )
-    for header in (
-        "ranks", "layer", "Mbit/s", "communication", "one part", "noise", "chosen", "speedup",
-        "best", "behind", "again", "steps", "overhead", "chosen (bound)", "speedup", "best",
-        "behind", "again", "steps", "overhead",
-    ):  # fmt: skip
-        times.add_column(header, justify="right")
-    for row in result["rows"]:
-        cells = [
-            str(row["ranks"]), row["size"], f"{row['mbit']:g}", f"{row['communication_share']:.0%}",
-            format_seconds(next(
-                one["seconds"] for one in row["seconds"]
-                if (one["parts"], one["strategy"]) == (1, "none")
-            )), f"{row['noise']:.1%}",
-        ]  # fmt: skip
-        for name in ("free", "bound"):
-            one = row[name]
-            cells += [
-                _name(one["chosen"]), f"{one['speedup']:.2f}", _name(one["best"]),
-                f"{one['behind']:.1%}", f"{one['behind_again']:+.1%}", str(one["steps"]),
-                f"{one['overhead_share']:.1%}",
-            ]  # fmt: skip
-        times.add_row(*cells)
-    console.print(times)
-    table = Table(
-        title="peak of allocations of a step beside one part that is kept",
-        caption="activations and buffers; in brackets with weights, gradients and two moments",
-        title_justify="left",
-        caption_justify="left",
+    width, hidden = (one // task.params.factor for one in SIZES[task.size])
+    layer = _layer(task, width, hidden)
+    tokens = torch.randn(task.params.tokens, width)
+    row: Row = {"width": width, "hidden": hidden}
+    if task.rate is None:
+        row["peaks"] = _peaks(layer, tokens)
+    else:
+        if isinstance(layer.exchange, SlowExchange):
+            layer.exchange.rate = task.rate * 1e6 / 8
+        else:
+            limit_link(task.rate)
+        row |= {"mbit": task.rate, **_measured(task, layer, tokens)}
+    dist.destroy_process_group()
+    return row
+
+
+def _layer(task: Task, width: int, hidden: int) -> ExpertParallel:
+    torch.manual_seed(task.rank)
+    given = task.params
+    layer = ExpertParallel(
+        width,
+        hidden,
+        given.experts,
+        given.k,
+        activation=given.activation,
+        timeout=given.timeout,
+        spill_dir=Path(task.store).parent,
     )
-    for header in ("ranks", "layer", "strategy", "one part", *(f"n = {n}" for n in PARTS)):
-        table.add_column(header, justify="right")
-    for one in result["memory"]:
-        at = {(row["parts"], row["strategy"]): row for row in one["rows"]}
-        base = at[1, "none"]
-        for strategy in Strategy:
-            cells = [str(one["ranks"]), one["size"], strategy.value, format_bytes(base["bytes"])]
-            for parts in PARTS:
-                row = at[parts, strategy.value]
-                ratio, whole = (row[key] / base[key] - 1 for key in ("bytes", "with_states"))
-                cells.append(f"{ratio:+.0%} ({whole:+.0%})")
-            table.add_row(*cells)
-    console.print(table)
+    if not task.namespace:
+        layer.exchange = SlowExchange(timeout=given.timeout)
+    return layer
+
+
+def _step(layer: ExpertParallel, tokens: torch.Tensor) -> tuple[float, float]:
+    """Return the seconds of a forward and backward on the slowest rank, and of this one's waits."""
+    layer.zero_grad(set_to_none=True)
+    given = tokens.detach().requires_grad_()
+    layer.exchange.largest([0.0], tokens.device, "the others before a step")
+    waited, start = layer.exchange.waited_s, time.perf_counter()
+    layer(given).hidden.backward(torch.ones_like(given))
+    took, waited = time.perf_counter() - start, layer.exchange.waited_s - waited
+    return layer.exchange.largest([took], tokens.device, "times of a step")[0], waited
+
+
+def _peaks(layer: ExpertParallel, tokens: torch.Tensor) -> list[dict[str, Any]]:
+    """Return the peak of what a step allocates, by parts and strategy."""
+    rows = []
+    for strategy in Strategy:
+        for parts in PARTS:
+            layer.set_pipeline(parts, strategy.value)
+            layer.zero_grad(set_to_none=True)
+            given = tokens.detach().requires_grad_()
+            gc.collect()
+            with Allocations() as watch:
+                layer(given).hidden.backward(torch.ones_like(given))
+            gradients = sum(one.numel() * one.element_size() for one in (layer.up, layer.down))
+            (peak,) = layer.exchange.largest([watch.peak], tokens.device, "peaks")
+            # Weights, gradients and two moments of an optimizer of fp32, on each rank.
+            states = 16 * sum(one.numel() for one in layer.parameters())
+            rows.append(
+                {
+                    "parts": parts,
+                    "strategy": strategy.value,
+                    "bytes": peak - gradients,
+                    "with_states": peak - gradients + states,
+                }
+            )
+    return rows
+
+
+def _raced(layer: ExpertParallel, tokens: torch.Tensor, bound: int | None) -> Row:
+    """Make steps until the layer has chosen, and return the choice and what these took."""
+    layer.set_pipeline("auto", "auto", bound)
+    took: list[float] = []
+    while layer.adapting is None or not layer.adapting.settled:
+        if len(took) == _LONGEST:
+            raise AssertionError("a layer that was to choose has not")
+        took.append(_step(layer, tokens)[0])
+    return {
+        "chosen": (layer.choice.parts, layer.choice.strategy.value),
+        "steps": len(took),
+        "steps_s": sum(took),
+    }
+
+
+def _measured(task: Task, layer: ExpertParallel, tokens: torch.Tensor) -> Row:
+    """Let the layer choose, with and without a bound, then time every combination in turn."""
+    given = task.params
+    combinations: list[Combination] = [
+        (parts, strategy.value)
+        for strategy in Strategy
+        for parts in NUMBERS
+        if parts > 1 or not strategy.reuses
+    ]
+    shape = shape_of(
+        given.tokens, given.k, given.experts, task.world, layer.width, layer.hidden,
+        layer.activation.parts, 4,
+    )  # fmt: skip
+    limit = int(given.limit_share * memory(Strategy.NONE, 1, shape))
+    bounds = {"free": None, "bound": limit}
+    raced = {name: _raced(layer, tokens, bound) for name, bound in bounds.items()}
+    for one in raced.values():
+        if one["chosen"] not in combinations:
+            combinations.append(one["chosen"])
+    # The same once more, as if they were others: how far two entries are apart is the noise.
+    again = sorted({_PLAIN, *(one["chosen"] for one in raced.values())})
+    times: dict[tuple[Combination, bool], list[float]] = {
+        one: [] for one in [*((c, False) for c in combinations), *((c, True) for c in again)]
+    }
+    waits: list[float] = []
+    start, number, spent = time.monotonic(), 0, 0.0
+    while number <= given.steps or spent < given.seconds:  # quick steps are timed more often
+        for one in _shuffled(list(times), number):
+            layer.set_pipeline(*one[0])
+            took, waited = _step(layer, tokens)
+            if number:  # the first round warms up
+                times[one].append(took)
+                if one == (_PLAIN, False):
+                    waits.append(waited / took)
+        number += 1
+        passed = [time.monotonic() - start]
+        (spent,) = layer.exchange.largest(passed, tokens.device, "seconds of all steps")
+    medians = {one: median(times[one, False]) for one in combinations}
+    repeated = {one: median(times[one, True]) for one in again}
+    found: Row = {
+        "seconds": [{"parts": p, "strategy": s, "seconds": t} for (p, s), t in medians.items()],
+        "again": [{"parts": p, "strategy": s, "seconds": t} for (p, s), t in repeated.items()],
+        "rounds": number - 1,
+        "noise": max(abs(took / medians[one] - 1) for one, took in repeated.items()),
+        "communication_share": median(waits),
+        "limit_bytes": limit,
+    }
+    best_of = {
+        name: min(
+            (
+                one
+                for one in medians
+                if bound is None or memory(Strategy(one[1]), one[0], shape) <= bound
+            ),
+            key=lambda one: medians[one],
+        )
+        for name, bound in bounds.items()
+    }
+    # Of many medians the least is the luckiest, too: so what was chosen and what was best are
+    # timed once more, in steps that had no part in saying which is best.
+    final: dict[Combination, list[float]] = {
+        one: [] for one in sorted({*best_of.values(), *(one["chosen"] for one in raced.values())})
+    }
+    for number in range(_FINAL * given.steps):
+        for one in _shuffled(list(final), number):
+            layer.set_pipeline(*one)
+            final[one].append(_step(layer, tokens)[0])
+    for name, best in best_of.items():
+        race = raced[name]
+        chosen_s = medians[race["chosen"]]
+        # What the choice cost: steps until it stood, beyond as many steps of what was chosen.
+        overhead = race["steps_s"] - race["steps"] * chosen_s
+        found[name] = {
+            **race,
+            "chosen_s": chosen_s,
+            "best": best,
+            "best_s": medians[best],
+            "behind": chosen_s / medians[best] - 1,
+            "behind_again": median(final[race["chosen"]]) / median(final[best]) - 1,
+            "speedup": medians[_PLAIN] / chosen_s,
+            "overhead_share": overhead / (1000 * chosen_s),
+        }
+    return found
+
+
+def _shuffled(entries: list[Any], number: int) -> list[Any]:
+    """Return another order each time, as a step can slow the next one."""
+    random.Random(number).shuffle(entries)
+    return entries

@@ -1,14 +1,14 @@
 """Links between processes of one machine that are as slow as one wants.
 
-What it is: `namespaces`, which gives each rank a network namespace of its own on one bridge, and
-`limit_link`, with which a rank slows what leaves it; and `SlowExchange`, which has every exchange
-take the time of its bytes, where namespaces cannot be made. What it is not: latency, or a switch
-that is itself a bottleneck.
+`namespaces` gives each rank a network namespace of its own on one bridge; `limit_link` slows what
+leaves a rank. Where namespaces cannot be made, every exchange of `SlowExchange` takes the time of
+its bytes. There is no latency, and the bridge is no bottleneck.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
@@ -23,6 +23,8 @@ from dynoffload.errors import ConfigError
 from dynoffload.moe.parallel.exchange import Exchange, Pending
 
 _numbers = itertools.count()
+
+_NEW_NETWORK = 0x40000000  # of Linux
 
 DEVICE = "eth0"
 """The name of a rank's end of its link."""
@@ -66,6 +68,13 @@ def namespaces(ranks: int) -> Iterator[list[str]]:
                 _call("ip", "netns", "del", name)
         with contextlib.suppress(ConfigError, subprocess.TimeoutExpired):
             _call("ip", "link", "del", bridge)
+
+
+def enter(namespace: str) -> None:
+    """Have this thread, and those that it starts from now on, be in a network namespace."""
+    with open(f"/run/netns/{namespace}", "rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
 def limit_link(mbit: float) -> None:

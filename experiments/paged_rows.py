@@ -22,12 +22,12 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments.baselines import DTR, REPLAY
 from dynoffload.experiments.baselines.cgroup import MemoryGroup, memory_group, swap_file
 from dynoffload.experiments.bound import StepString, StepVisit, step_bound, step_string
+from dynoffload.experiments.harness import turns
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Step,
     Worker,
     WorkerError,
-    alternate,
     losses_equal,
     mean_accuracy,
     median_seconds,
@@ -183,14 +183,15 @@ def measure_group(
             report(f"{spec.optimizer}: {stepped.name} {last}", done, total)
 
         everyone = [plain, *(started for started, _ in workers.values())]
-        alternate(
+        for each, measured in turns(
             everyone,
             warmup=plan.warmup,
             rounds=plan.rounds,
             per_turn=plan.per_turn,
             lead=plan.lead,
-            on_step=tell,
-        )
+        ):
+            each.step(measured=measured)
+            tell(each)
         rows = {
             variant.key: _row(plan, plain, *workers[variant.key], declared[variant.key])
             | _bound(plan, plain, workers[variant.key][0], string, tiers)

@@ -23,13 +23,13 @@ from typing import Any
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import make_room
 from dynoffload.experiments.baselines import REPLAY
+from dynoffload.experiments.harness import turns
 from dynoffload.experiments.pilot_accuracy import recorded
 from dynoffload.experiments.pilot_benefit_views import show, write_figure, write_page
 from dynoffload.experiments.pilot_cases import Case
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Worker,
-    alternate,
     losses_equal,
     mean_accuracy,
     median_seconds,
@@ -188,8 +188,8 @@ class _Run:
 
     def step(self, *, measured: bool = True) -> None:
         """Make one step."""
-        do = "step" if self.orders is None else f"step {json.dumps(next(self.orders))}"
-        self.worker.step(measured=measured, do=do)
+        order = () if self.orders is None else (json.dumps(next(self.orders)),)
+        self.worker.step(*order, measured=measured)
 
 
 def _compare(
@@ -229,14 +229,15 @@ def _compare(
             done += 1
             report(f"{case.key}: {stepped.worker.name}", done, total)
 
-        alternate(
+        for run, measured in turns(
             [plain, *runs.values()],
             warmup=warmup,
             rounds=rounds,
             per_turn=per_turn,
             lead=_LEAD,
-            on_step=tell,
-        )
+        ):
+            run.step(measured=measured)
+            tell(run)
         numbers: dict[str, Any] = {"plain": {"step_s": median_seconds(plain.worker.measured)}}
         for key, ran in runs.items():
             numbers[key] = _numbers(plain.worker, ran.worker)

@@ -14,6 +14,8 @@ import torch
 
 from dynoffload.version import __version__
 
+_WRITTEN = "docs/results"
+
 
 def provenance() -> dict[str, Any]:
     """Return ``command``, ``commit`` and ``machine`` of the running process."""
@@ -25,21 +27,24 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, ending in ``-dirty`` if tracked files differ from it.
+    """Return the commit of this checkout, ending in ``-dirty`` if tracked files differ from it,
+    other than results, which experiments write.
 
     An installed package, which has no history, returns its version.
     """
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return __version__
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or __version__
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    described = git("describe", "--always", "--abbrev=12", "--exclude=*")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{_WRITTEN}")
+    return (described or __version__) + ("-dirty" if changed else "")
 
 
 def machine() -> dict[str, Any]:

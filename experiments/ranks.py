@@ -1,228 +1,341 @@
-"""Two processes on different paths: whether they train to the bits of the same run without a block.
+"""Whether processes on different paths train to the bits of the same run without a block.
 
-What it is: networks whose ranks run other layers or experts at every step, spread over processes of
-this machine, each under a budget of its own; and the death of one rank, with what the other says
-and how soon it ends. What it is not: a measure of scaling, as the processes share this machine.
+Networks whose ranks run other layers or experts at every step are spread over processes of this
+machine, each under a budget of its own; then one rank is killed. As the processes share this
+machine, nothing is said of scaling.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import datetime
+import hashlib
+import os
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import dynoffload
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import write_json
-from dynoffload.experiments.workers import WorkerError
-from dynoffload.pilot.progress import progress_bar
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.processes import ONE_THREAD, at_once
+from dynoffload.numerics import settle_kernels
+from dynoffload.runtime.counting import whole_bytes
+from dynoffload.runtime.ranks.replicas import bucket_bytes, replicas_of
 from dynoffload.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from dynoffload.experiments.ranks_child import Task
-
-_SAID = 2_000
-_POLL_S = 0.02
+_TOKENS = 64
+_LR = 1e-3
+_FEW = 10  # steps of a training in which a rank dies
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    ways: Sequence[str] = (),
-    networks: Sequence[str] = (),
-    steps: int = 200,
-    ranks: int = 2,
-    share: float = 0.3,
-    timeout: float = 20.0,
-    patience: float = 1800.0,
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Train in several processes, with and without a block, and kill one.
+@dataclass(frozen=True)
+class Task:
+    """What one rank is to do.
 
-    Args:
-        json_path: what there is so far is written here after each row.
-        ways: how models are spread over ranks; all by default.
-        networks: what is trained; all by default.
+    Attributes:
+        way: a key of `WAYS`.
+        network: a key of `NETWORKS`.
+        size: the number of ranks.
         steps: of each training.
-        ranks: processes.
-        share: of parameters, gradients and optimizer state, which a rank's budget allows beside
-            what the way keeps in memory, such as buckets.
-        timeout: seconds that a rank may keep the others waiting.
-        patience: seconds after which the processes of one training are ended.
+        share: of parameters, gradients and optimizer state, which the budget allows beside what the
+            way keeps in memory.
+        timeout_s: of the block, see `OffloadConfig.rank_timeout`.
         spill_dir: where files lie.
-
-    Returns:
-        A row for each way and network, and one for each way in which a rank dies.
-
-    Raises:
-        ConfigError: there is no such way or network, or fewer than two ranks.
-        WorkerError: a rank failed, or took too long.
+        dies: before which step the last rank kills itself, in the block; -1: it does not.
+        rank: of this process.
+        store: the file by which ranks meet.
     """
-    from dynoffload.experiments.ranks_child import NETWORKS, WAYS, Task
 
-    for given, known, what in ((ways, WAYS, "way"), (networks, NETWORKS, "network")):
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise ConfigError(f"no {what} is named {unknown[0]!r}; there are {', '.join(known)}")
-    if ranks < 2 or steps < 2:
-        raise ConfigError(f"ranks={ranks} and steps={steps} must be at least 2")
-    result: dict[str, Any] = {
-        "steps": steps, "ranks": ranks, "share": share, "timeout_s": timeout,
-        "trainings": [], "deaths": [],
-    }  # fmt: skip
-    chosen = [(way, name) for way in ways or WAYS for name in networks or NETWORKS]
-    where = "" if spill_dir is None else str(spill_dir)
-    with progress_bar(True) as report:
-        for at, (way, name) in enumerate(chosen):
-            report(f"{name} by {way}", at, 2 * len(chosen))
-            task = Task(way, name, 0, ranks, "", steps, share, timeout, spill_dir=where)
-            result["trainings"].append(_trained(task, patience))
-            if json_path is not None:
-                write_json(json_path, result)
-        for at, (way, name) in enumerate(chosen):
-            report(f"a rank of {name} by {way} dies", len(chosen) + at, 2 * len(chosen))
-            few = min(steps, 10)
-            task = Task(
-                way, name, 0, ranks, "", few, share, timeout, dies=few // 2, spill_dir=where
-            )
-            result["deaths"].append(_died(task, patience))
-            if json_path is not None:
-                write_json(json_path, result)
-    _print(result)
-    return result
+    way: str
+    network: str
+    size: int
+    steps: int
+    share: float
+    timeout_s: float
+    spill_dir: Path | None = None
+    dies: int = -1
+    rank: int = 0
+    store: str = ""
 
 
-class _Ranks:
-    """The processes of one task."""
+class Spread(NamedTuple):
+    """A model spread over ranks.
 
-    def __init__(self, task: Task, directory: Path) -> None:
-        command = [sys.executable, "-P", "-m", "dynoffload.experiments.ranks_child"]
-        self.said = [(directory / f"{rank}.err").open("w+") for rank in range(task.size)]
-        self.processes = []
-        for rank, said in enumerate(self.said):
-            mine = {**asdict(task), "rank": rank, "store": str(directory / "store")}
-            self.processes.append(
-                subprocess.Popen(
-                    [*command, json.dumps(mine)], stdout=subprocess.PIPE, stderr=said, text=True
-                )
-            )
+    Attributes:
+        model: what is called, and passed to `offload`.
+        beside: bytes that the way keeps in memory, whatever is paged.
+    """
 
-    def __enter__(self) -> _Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process, said in zip(self.processes, self.said, strict=True):
-            process.kill()
-            process.wait()
-            said.close()
-
-    def errors(self, rank: int) -> str:
-        """Return what a rank has said on its error stream."""
-        self.said[rank].seek(0)
-        return self.said[rank].read()
-
-    def ends(self, patience: float, what: str, *, well: bool) -> list[float]:
-        """Wait for all to end, and return when each did.
-
-        Args:
-            patience: seconds.
-            what: messages call the task.
-            well: all have to end well; the first that does not is an error at once.
-
-        Raises:
-            WorkerError: one has failed, or it took too long.
-        """
-        until = time.monotonic() + patience
-        ended: dict[int, float] = {}
-        while len(ended) < len(self.processes):
-            for rank, process in enumerate(self.processes):
-                if rank not in ended and process.poll() is not None:
-                    ended[rank] = time.monotonic()
-                    if well and process.returncode:
-                        said = self.errors(rank).strip()[-_SAID:]
-                        raise WorkerError(
-                            f"rank {rank} of {what} ended with code {process.returncode}: {said}"
-                        )
-            if time.monotonic() > until:
-                raise WorkerError(f"{what} took over {patience:g} s")
-            time.sleep(_POLL_S)
-        return [ended[rank] for rank in sorted(ended)]
+    model: nn.Module
+    beside: int
 
 
-def _trained(task: Task, patience: float) -> dict[str, Any]:
-    """Return the row of one training."""
-    what = f"{task.network} by {task.way}"
-    with tempfile.TemporaryDirectory() as directory, _Ranks(task, Path(directory)) as ranks:
-        ranks.ends(patience, what, well=True)
-        answers = []
-        for rank, process in enumerate(ranks.processes):
-            printed = process.communicate()[0]
-            if not printed:
-                raise WorkerError(f"rank {rank} of {what} has printed nothing")
-            answers.append(json.loads(printed.splitlines()[-1]))
-    return {
-        "way": task.way,
-        "network": task.network,
-        "exact": all(one["plain"] == one["paged"] for one in answers),
-        "kept": all(one["peak_fast_bytes"] <= one["budget"] for one in answers),
-        "ranks": answers,
-    }
+def replicated(model: nn.Module) -> Spread:
+    """Return ``model`` on every rank, by `DistributedDataParallel`."""
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    return Spread(ddp, bucket_bytes(replicas_of(ddp)))
 
 
-def _died(task: Task, patience: float) -> dict[str, Any]:
-    """Return the row of a training in which the last rank dies."""
-    what = f"{task.network} by {task.way}, of which a rank dies,"
-    with tempfile.TemporaryDirectory() as directory, _Ranks(task, Path(directory)) as ranks:
-        ends = ranks.ends(patience, what, well=False)
-        lines = ranks.errors(0).splitlines()
-        code = ranks.processes[0].returncode
-    words = [line.partition("RankError: ")[2] for line in lines if "RankError: " in line]
-    return {
-        "way": task.way,
-        "network": task.network,
-        "seconds": ends[0] - ends[-1],
-        "within": ends[0] - ends[-1] <= task.timeout_s,
-        "code": code,
-        "words": words[-1] if words else "",
-        "said": "" if words else "\n".join(lines)[-_SAID:],
-    }
+def sharded(model: nn.Module) -> Spread:
+    """Return ``model`` with a shard of each parameter on every rank, by `fully_shard`.
+
+    What one rank leaves out and another does not has to lie inside of what is gathered at once: the
+    layers where all ranks run all of them, and else the whole model.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if not getattr(model.config, "layerdrop", 0.0):
+        for layer in model.get_submodule("model.layers").children():
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    return Spread(model, 0)
 
 
-def _print(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+WAYS: dict[str, Callable[[nn.Module], Spread]] = {"ddp": replicated, "fsdp": sharded}
+"""By name, how a model is spread over ranks; each is called in all of them at once."""
 
-    console = Console()
-    table = Table(
-        title=f"{result['ranks']} ranks, {result['steps']} steps, in a block and without",
-        caption="of the first rank; seconds are medians of the steps of one run",
-        title_justify="left",
-        caption_justify="left",
-        box=None,
+
+def layerdrop() -> nn.Module:
+    """Return an OPT of transformers of 8 layers, of which each is left out with chance 0.3."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = OPTConfig(
+        vocab_size=1024,
+        hidden_size=192,
+        word_embed_proj_dim=192,
+        ffn_dim=768,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        layerdrop=0.3,
+        dropout=0.0,
+        use_cache=False,
     )
-    for header in ("training", "bits"):
-        table.add_column(header, no_wrap=True)
-    for header in ("states", "budget", "read", "a step", "plain"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in result["trainings"]:
-        first = row["ranks"][0]
-        table.add_row(
-            f"{row['network']}, {row['way']}",
-            "the same" if row["exact"] else "DIFFER",
-            *(format_bytes(first[key]) for key in ("whole_bytes", "budget", "bytes_in")),
-            format_seconds(first["paged_s"]),
-            format_seconds(first["plain_s"]),
-        )
-    console.print(table)
-    for row in result["deaths"]:
-        console.print(
-            f"{row['network']} by {row['way']}: after the last rank was killed, the first ended "
-            f"within {row['seconds']:.1f} s, code {row['code']}: {row['words'] or row['said']}",
-            markup=False,
-            highlight=False,
-        )
+    model: nn.Module = OPTForCausalLM(sizes)
+    return model.train()
+
+
+def mixture() -> nn.Module:
+    """Return a Mixtral of transformers, whose experts are fused and run one by one."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = MixtralConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
+    model = MixtralForCausalLM(sizes)
+    model.set_experts_implementation("eager")
+    made: nn.Module = model
+    return made.train()
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"layerdrop": layerdrop, "moe": mixture}
+"""By name, what is trained: a batch is ``input_ids`` and ``labels``, and the output has a loss."""
+
+
+def samples(rank: int, steps: int) -> Iterator[Tensor]:
+    """Yield tokens of one rank's own, ``[1, 4]`` to ``[1, 64]``."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    for _ in range(steps):
+        length = int(torch.randint(4, _TOKENS + 1, (), generator=generator))
+        yield torch.randint(0, 1024, (1, length), generator=generator)
+
+
+def train(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, *, dies: bool
+) -> tuple[list[float], float]:
+    """Train, and return the losses and the seconds of a step."""
+    torch.manual_seed(task.rank)  # ranks draw layers of their own
+    losses: list[float] = []
+    seconds: list[float] = []
+    for step, tokens in enumerate(samples(task.rank, task.steps)):
+        if dies and step == task.dies and task.rank == task.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.perf_counter()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(loss.detach()))
+    return losses, median(seconds)
+
+
+def digest(losses: list[float], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a hash of losses, parameters, buffers and optimizer state of this rank."""
+    found = hashlib.sha256(repr(losses).encode())
+    tensors = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():  # their states are in the order of their first updates
+        state = optimizer.state.get(parameter, {})
+        tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        plain = local.detach().cpu().contiguous().reshape(-1)
+        found.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    return found.hexdigest()
+
+
+def _prepared(task: Task) -> tuple[Spread, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    spread = WAYS[task.way](NETWORKS[task.network]())
+    return spread, AdamW(spread.model.parameters(), lr=_LR)
+
+
+def carry_out(task: Task) -> Row:
+    """Train twice, plainly and in a block, and return the hashes and what the block took."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        f"file://{Path(task.store).resolve()}",
+        rank=task.rank,
+        world_size=task.size,
+        timeout=datetime.timedelta(minutes=5),
+    )
+    settle_kernels()
+    (model, beside), optimizer = _prepared(task)
+    whole = whole_bytes(model, optimizer)
+    answer: Row = {"rank": task.rank, "whole_bytes": whole, "beside_bytes": beside}
+    if task.dies < 0:
+        losses, answer["plain_s"] = train(task, model, optimizer, dies=False)
+        answer["plain"] = digest(losses, model, optimizer)
+        answer["last_loss"] = losses[-1]
+    del model, optimizer
+    (model, beside), optimizer = _prepared(task)
+    budget = beside + int(task.share * whole)
+    config = {"step_aside": False, "rank_timeout": task.timeout_s}
+    with dynoffload.offload(
+        model, optimizer, budget=budget, config=config, spill_dir=task.spill_dir
+    ) as session:
+        losses, answer["paged_s"] = train(task, model, optimizer, dies=True)
+        stats = session.stats
+        answer["backend"] = session.backend
+    answer["paged"] = digest(losses, model, optimizer)
+    answer["budget"] = budget
+    for name in ("bytes_in", "bytes_out", "stalls"):
+        answer[name] = int(stats[name].sum())
+    answer["peak_fast_bytes"] = int(stats["peak_fast_bytes"].max())
+    dist.destroy_process_group()
+    return answer
+
+
+@dataclass(frozen=True)
+class Params:
+    """What is trained, and how it is spread."""
+
+    ways: tuple[str, ...] = option(tuple(WAYS), "in which models are spread over ranks")
+    networks: tuple[str, ...] = option(tuple(NETWORKS), "that are trained")
+    steps: int = option(200, "of each training")
+    ranks: int = option(2, "processes")
+    share: float = option(0.3, "of weights, gradients and state, which a budget allows")
+    timeout: float = option(20.0, "seconds that a rank may keep the others waiting")
+    patience: float = option(1800.0, "seconds after which a training is ended", place=True)
+    spill_dir: Path | None = option(None, "where files lie", place=True)
+
+    def __post_init__(self) -> None:
+        for given, known, what in (
+            (self.ways, WAYS, "way"),
+            (self.networks, NETWORKS, "network"),
+        ):
+            if unknown := [name for name in given if name not in known]:
+                raise ConfigError(
+                    f"no {what} is named {unknown[0]!r}; there are {', '.join(known)}"
+                )
+        if self.ranks < 2 or self.steps < 2:
+            raise ConfigError(f"ranks={self.ranks} and steps={self.steps} must be at least 2")
+
+
+class Ranks(Experiment[Params]):
+    """A case is a network spread in one way, with or without the death of a rank."""
+
+    parameters = Params
+    one_thread = True
+
+    def cases(self) -> Mapping[str, Task]:
+        given, found = self.params, {}
+        for way in given.ways:
+            for name in given.networks:
+                found[f"{name} by {way}"] = Task(
+                    way, name, given.ranks, given.steps, given.share, given.timeout, given.spill_dir
+                )
+        few = min(given.steps, _FEW)
+        deaths = {
+            f"{name}, of which a rank dies": replace(task, steps=few, dies=few // 2)
+            for name, task in found.items()
+        }
+        return found | deaths
+
+    def run(self, case: Task) -> Row:
+        row: Row = {"way": case.way, "network": case.network}
+        what = f"{case.network} by {case.way}"
+        with tempfile.TemporaryDirectory() as folder:
+            store, dies = f"{folder}/store", case.dies >= 0
+            found = at_once(
+                what,
+                carry_out,
+                [replace(case, rank=rank, store=store) for rank in range(case.size)],
+                patience=self.params.patience,
+                environment=ONE_THREAD,
+                well=not dies,
+            )
+        if dies:
+            first, last = found[0], found[-1]
+            waited = first.at - last.at
+            return {
+                **row,
+                "seconds": waited,
+                "within": first.error is not None and waited <= case.timeout_s,
+                "words": str(first.error),
+            }
+        answers = [one.value for one in found if one.value is not None]
+        return {
+            **row,
+            "exact": all(one["plain"] == one["paged"] for one in answers),
+            "kept": all(one["peak_fast_bytes"] <= one["budget"] for one in answers),
+            "ranks": answers,
+        }
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        def of_first(key: str) -> Callable[[Mapping[str, Any]], str]:
+            say = format_seconds if key.endswith("_s") else format_bytes
+            return lambda row: say(row["ranks"][0][key])
+
+        heads = {
+            "training": lambda row: row["case"],
+            "bits": lambda row: "the same" if row["exact"] else "DIFFER",
+            "states": of_first("whole_bytes"),
+            "budget": of_first("budget"),
+            "read": of_first("bytes_in"),
+            "a step": of_first("paged_s"),
+            "plain": of_first("plain_s"),
+        }
+        rows = [row for row in result["rows"] if "exact" in row]
+        return [
+            table("with a block and without; numbers are of the first rank", heads, rows, ["bits"]),
+            *(
+                f"{row['case']}: the first one ended {row['seconds']:.1f} s later: {row['words']}"
+                for row in result["rows"]
+                if "within" in row
+            ),
+        ]

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dynoffload.experiments.harness import turns
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Worker,
-    alternate,
     losses_equal,
     median_seconds,
     worker,
@@ -87,7 +87,9 @@ def _measure(
         worker("dynoffload", budgeted) as ours,
     ):
         everyone = [plain, again, ours]
-        alternate(everyone, warmup=warmup, rounds=steps, per_turn=1, lead=0, on_step=tell)
+        for each, measured in turns(everyone, warmup=warmup, rounds=steps):
+            each.step(measured=measured)
+            tell(each)
         pairs = _pairs(plain, ours)
         state = ours.ask("state")
         return {

@@ -1,27 +1,23 @@
 """One training for `dynoffload.experiments.simulation`: plainly, under a budget, or for a pilot.
 
-``python -m dynoffload.experiments.simulated_run TASK`` is a process that builds one network, makes
-the steps that its task names, and prints what it found as one JSON object.
+Each function builds the network of its task and makes the task's steps, in a process of its own.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynoffload.experiments.processes import NEVER_LEFT
 from dynoffload.experiments.simulated_networks import NETWORKS, Kind, Sample, zoo_kind
 
 if TYPE_CHECKING:
     from torch import nn
 
-PLAIN, TIMED, BUDGETED, PILOT = "plain", "timed", "budgeted", "pilot"
 _LEARNED = 48
 _TIMED = 3  # plain trainings whose times are recorded, of which each step's median counts
 
@@ -33,7 +29,6 @@ class Task:
     Attributes:
         network: a key of `dynoffload.experiments.simulated_networks.NETWORKS`, or what messages
             call ``zoo``.
-        mode: one of `PLAIN`, `TIMED`, `BUDGETED` and `PILOT`.
         steps: how many.
         folder: where traces go, or the pilot.
         budget: bytes.
@@ -46,7 +41,6 @@ class Task:
     """
 
     network: str
-    mode: str
     steps: int
     folder: str = ""
     budget: int = 0
@@ -92,7 +86,7 @@ def _step(model: nn.Module, optimizer: Any, sample: Sample) -> tuple[float, floa
     return forward - begin, backward - forward, time.perf_counter() - backward
 
 
-def plain(task: Task, kind: Kind) -> dict[str, Any]:
+def plain(task: Task) -> dict[str, Any]:
     """Train plainly: its times, its traces, and what a pilot, or the last order, predicts."""
     from statistics import median
 
@@ -104,6 +98,7 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
     from dynoffload.runtime.migration.forecast import Forecast
     from dynoffload.simulation.recorded import network_of
 
+    kind = task.kind()
     runs = [_timed(kind, task.steps) for _ in range(_TIMED)]
     times = [
         [median(parts) for parts in zip(*each, strict=True)] for each in zip(*runs, strict=True)
@@ -130,85 +125,65 @@ def plain(task: Task, kind: Kind) -> dict[str, Any]:
     return {"times": times, "orders": orders, "network": asdict(network)}
 
 
-def timed(task: Task, kind: Kind) -> dict[str, Any]:
+def timed(task: Task) -> dict[str, Any]:
     """Train plainly, for its times only; and measure the runtime's pace."""
     from dynoffload.estimation.pace import measure_pace
     from dynoffload.memory.spill import default_spill_dir
 
-    found = _timed(kind, task.steps)
+    found = _timed(task.kind(), task.steps)
     pace = measure_pace(task.spill_dir or default_spill_dir())
     return {"times": found, "pace_s": pace.seconds}
 
 
-def budgeted(task: Task, kind: Kind) -> dict[str, Any]:
+def budgeted(task: Task) -> dict[str, Any]:
     """Train under a budget: each step's numbers, and how the budget is divided."""
     import dynoffload
 
+    kind = task.kind()
     model = kind.build()
     optimizer, rows = adamw(model), []
-    with dynoffload.offload(
+    block = dynoffload.offload(
         model,
         optimizer,
         budget=task.budget,
         pilot=task.pilot or None,
         config={"policy": task.policy, "step_aside": False},
         spill_dir=task.spill_dir or None,
-    ) as session:
-        for sample in itertools.islice(kind.samples(0), task.steps):
-            forward, backward, rest = _step(model, optimizer, sample)
-            stats = session.log.steps[-1]
-            rows.append(
-                {
-                    "seconds": forward + backward + rest,
-                    "forward_s": forward,
-                    "backward_s": backward,
-                    "optimizer_s": rest,
-                    "stall_s": stats.stall_s,
-                    "bytes_in": stats.bytes_in,
-                    "bytes_out": stats.bytes_out,
-                    "prefetched_bytes": stats.prefetched_bytes,
-                }
-            )
-        waits = [
-            (one.end - one.start, one.nbytes)
-            for one in session.log.transfers
-            if one.kind == "fetch" and one.cause == "fault" and one.nbytes
-        ]
-        answer = {
-            "steps": rows,
-            "sizing": asdict(session.sizing),
-            "backend": session.backend,
-            "fetches": waits,
-        }
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-        os._exit(0)  # nobody looks at the restored tensors
-    raise AssertionError("a session suppresses no error")
+    )
+    session = NEVER_LEFT.enter_context(block)
+    for sample in itertools.islice(kind.samples(0), task.steps):
+        forward, backward, rest = _step(model, optimizer, sample)
+        stats = session.log.steps[-1]
+        rows.append(
+            {
+                "seconds": forward + backward + rest,
+                "forward_s": forward,
+                "backward_s": backward,
+                "optimizer_s": rest,
+                "stall_s": stats.stall_s,
+                "bytes_in": stats.bytes_in,
+                "bytes_out": stats.bytes_out,
+                "prefetched_bytes": stats.prefetched_bytes,
+            }
+        )
+    waits = [
+        (one.end - one.start, one.nbytes)
+        for one in session.log.transfers
+        if one.kind == "fetch" and one.cause == "fault" and one.nbytes
+    ]
+    sizing = asdict(session.sizing)
+    return {"steps": rows, "sizing": sizing, "backend": session.backend, "fetches": waits}
 
 
-def pilot(task: Task, kind: Kind) -> dict[str, Any]:
-    """Record steps on other samples and train a pilot into the task's folder."""
+def pilot(task: Task) -> str:
+    """Record steps on other samples, train a pilot into the task's folder, and return its path."""
     from dynoffload.pilot.train import train_pilot
     from dynoffload.profiler import profile
 
-    folder, model = Path(task.folder), kind.build()
+    folder, kind = Path(task.folder), task.kind()
+    model = kind.build()
     samples = list(itertools.islice(kind.samples(1), task.learned))
     profile(model, samples, out=folder, optimizer=adamw(model), progress=False)
     path = folder / "trained.pilot"
     train_pilot(folder, progress=False).pilot.save(path)
-    return {"pilot": str(path)}
-
-
-def main() -> None:
-    """Carry out the task of the command line."""
-    import torch
-
-    torch.set_num_threads(1)
-    task = Task(**json.loads(sys.argv[1]))
-    work = {PLAIN: plain, TIMED: timed, BUDGETED: budgeted, PILOT: pilot}[task.mode]
-    answer = work(task, task.kind())
-    sys.stdout.write(json.dumps(answer) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return str(path)

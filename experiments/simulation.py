@@ -4,46 +4,44 @@ Networks are trained under budgets by the runtime, each in a process of its own,
 are simulated (`dynoffload.simulation.training`) from traces of plain training. Nothing is fitted to
 what is validated: the link is measured by `dynoffload.doctor`, the network's own work by plain
 steps, and what the runtime itself takes is fitted on other networks under other budgets
-(`dynoffload.experiments.simulation_fit`).
-
-Processes compute with one thread, so that transfers have a core of their own where there are two.
-With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
+(`dynoffload.experiments.simulation_fit`). Processes compute with one thread, so that transfers have
+a core of their own where there are two.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.children import answer_of
-from dynoffload.experiments.comparing import check_page
-from dynoffload.experiments.simulated_run import BUDGETED, PILOT, PLAIN, TIMED, Task
+from dynoffload.experiments import simulated_run
+from dynoffload.experiments.comparing import Table, draw_diagonal, marked
+from dynoffload.experiments.harness import Experiment, Row, option, table
+from dynoffload.experiments.processes import ONE_THREAD, fresh
+from dynoffload.experiments.simulated_run import Task
 from dynoffload.experiments.simulation_fit import PHASES, Fit, Material, Real, fitted, simulated
-from dynoffload.experiments.simulation_views import (
-    BYTES_WORST,
-    STEP_MEDIAN,
-    STEP_WORST,
-    show,
-    write_figure,
-    write_table,
-)
 from dynoffload.memory.spill import default_spill_dir
-from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.pilot.progress import Report
 from dynoffload.simulation import Link
 from dynoffload.simulation.recorded import Network, Parameter, recorded
 from dynoffload.units import MiB
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from dynoffload.doctor import Tiers
 
+STEP_MEDIAN, STEP_WORST, BYTES_WORST = 0.10, 0.20, 0.02
+"""Relative errors that are asked for."""
 _MOST_STEPS = 10  # from the eleventh on a session may try what waits without prefetch
 _TIER_SECONDS, _TIER_BYTES = 0.2, 512 * MiB
 TRACES, PILOT_NAME = "traces", "trained.pilot"
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -89,70 +87,99 @@ FIT = tuple(
 _PILOTED = frozenset(one.network for one in SETTINGS if one.policy == "pilot")
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    steps: int = _MOST_STEPS,
-    warmup: int = 4,
-    runs: int = 3,
-    only: tuple[str, ...] = (),
-    page: Path | None = None,
-    spill_dir: Path | None = None,
-) -> dict[str, Any]:
-    """Run all settings, simulate them, and compare.
+@dataclass(frozen=True)
+class Params:
+    """What is run."""
 
-    Args:
-        json_path: the figure is written beside it.
-        steps: of each run, at most 10: later ones may be trials of a session without prefetch.
-        warmup: of them, those that do not count.
-        runs: of each setting.
-        only: of the networks that are validated, those to run, by name; without it all.
-        page: a Markdown file whose table is written anew, between the lines that say <!-- table -->
-            and <!-- end of table -->.
-        spill_dir: where the spill files lie.
+    steps: int = option(_MOST_STEPS, "of each run, at most 10: later ones may be trials")
+    warmup: int = option(4, "of them, those that do not count")
+    runs: int = option(3, "of each setting")
+    only: tuple[str, ...] = option((), "of the validated networks; all by default")
+    spill_dir: Path | None = option(None, "where the spill files lie", place=True)
+
+    def __post_init__(self) -> None:
+        if not self.warmup < self.steps <= _MOST_STEPS:
+            raise ConfigError(
+                f"steps={self.steps} with warmup={self.warmup}: take more steps than warmup and "
+                f"at most {_MOST_STEPS}, as a session may try steps without prefetch from then on"
+            )
+        if self.only and not {one.network for one in SETTINGS}.intersection(self.only):
+            known = ", ".join(dict.fromkeys(one.network for one in SETTINGS))
+            named = ",".join(self.only)
+            raise ConfigError(f"only={named!r} names no network that is validated: {known}")
+
+
+class Simulated(Experiment[Params]):
+    """A case is a setting that is validated; first those of `FIT` are trained.
+
+    Rows of another hour are no use: how quick the machine is changes, and the fit with it.
     """
-    check_page(page)
-    if not warmup < steps <= _MOST_STEPS:
-        raise ConfigError(
-            f"steps={steps} with warmup={warmup}: take more steps than warmup and at most "
-            f"{_MOST_STEPS}, as a session may try steps without prefetch from then on"
-        )
-    settings = [one for one in SETTINGS if not only or one.network in only]
-    if not settings:
-        known = ", ".join(dict.fromkeys(one.network for one in SETTINGS))
-        raise ConfigError(f"only={','.join(only)!r} names no network that is validated: {known}")
-    spill = "" if spill_dir is None else str(spill_dir)
-    with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
-        fit, cases = fit_machine(steps, warmup, runs, Path(folder), spill, report)
-        materials = {
-            name: material(name, steps, Path(folder), report, learn=name in _PILOTED)
-            for name in dict.fromkeys(one.network for one in settings)
+
+    parameters = Params
+    resumes = False
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.materials: dict[str, Material] = {}
+        self.spill = "" if params.spill_dir is None else str(params.spill_dir)
+
+    @cached_property
+    def folder(self) -> Path:
+        """For traces and pilots."""
+        return Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+
+    @cached_property
+    def fitted(self) -> tuple[Fit, dict[Setting, tuple[Material, Real]]]:
+        """The machine, and what it was fitted on."""
+        steps, warmup, runs = self.params.steps, self.params.warmup, self.params.runs
+        return fit_machine(steps, warmup, runs, self.folder, self.spill, self.report)
+
+    def cases(self) -> Mapping[str, Setting]:
+        only = self.params.only
+        return {one.name: one for one in SETTINGS if not only or one.network in only}
+
+    def run(self, case: Setting) -> Row:
+        fit, steps, name = self.fitted[0], self.params.steps, case.network
+        if name not in self.materials:
+            learn = name in _PILOTED
+            self.materials[name] = material(name, steps, self.folder, self.report, learn=learn)
+        known = self.materials[name]
+        pilot = str(self.folder / name / PILOT_NAME) if case.policy == "pilot" else ""
+        self.report(case.name)
+        real = _real(case, known, steps, self.params.runs, pilot, self.spill)
+        return compared(case, known.timed(real.plain), real, fit, self.params.warmup)
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        fit, cases = self.fitted
+        return {
+            **summary(rows),
+            "link": asdict(fit.machine.link),
+            "interference": fit.machine.interference,
+            "work": asdict(fit.work),
+            "pace_s": fit.pace_s,
+            "fitted_on": [
+                compared(one, known, real, fit, self.params.warmup)
+                for one, (known, real) in cases.items()
+            ],
         }
-        rows = []
-        for number, one in enumerate(settings):
-            report(one.name, number, len(settings))
-            pilot = str(Path(folder) / one.network / PILOT_NAME) if one.policy == "pilot" else ""
-            real = _real(one, materials[one.network], steps, runs, pilot, spill)
-            rows.append(_row(one, materials[one.network].timed(real.plain), real, fit, warmup))
-        fit_rows = [_row(one, known, real, fit, warmup) for one, (known, real) in cases.items()]
-    result = {
-        "steps": steps,
-        "warmup": warmup,
-        "runs": runs,
-        "link": asdict(fit.machine.link),
-        "interference": fit.machine.interference,
-        "work": asdict(fit.work),
-        "pace_s": fit.pace_s,
-        "summary": summary(rows),
-        "settings": rows,
-        "fitted_on": fit_rows,
-    }
-    show(result)
-    if json_path is not None:
-        write_figure(result, json_path.with_suffix(".svg"))
-    if page is not None:
-        write_table(result, page)
-    return result
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        shown = table("real and simulated steps", _COLUMNS, result["rows"], ["policy"])
+        return [shown, *said(result["summary"])]
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        shades = {"pilot": "plan", "repeat": "compute", "on-demand": "fault"}
+        panels = figure.subplots(1, 2)
+        kinds = (("ms per step", STEP_WORST, _ms), ("MB moved per step", BYTES_WORST, _moved))
+        for axes, (label, most, value) in zip(panels, kinds, strict=True):
+            every = [value(row[side]) for row in result["rows"] for side in ("real", "simulated")]
+            draw_diagonal(axes, color, every, most)
+            for policy, shade in shades.items():
+                mine = [row for row in result["rows"] if row["policy"] == policy]
+                x, y = ([value(row[side]) for row in mine] for side in ("real", "simulated"))
+                axes.scatter(x, y, color=color[shade], s=22, label=policy, zorder=3)
+            axes.set(xlabel=f"real, {label}", ylabel="simulated")
+        panels[0].legend(frameon=False)
 
 
 # Running
@@ -164,8 +191,9 @@ def _tiers(spill: str) -> Tiers:
     return measure_tiers(spill or default_spill_dir(), _TIER_SECONDS, file_bytes=_TIER_BYTES)
 
 
-def _child(task: Task) -> dict[str, Any]:
-    return answer_of("simulated_run", task, f"{task.network}, {task.mode},")
+def _child(function: Callable[[Task], Value], task: Task) -> Value:
+    name = f"{task.network}, {function.__name__}"
+    return fresh(name, function, task, environment=ONE_THREAD)
 
 
 def fit_machine(
@@ -229,12 +257,12 @@ def material(
 
     own, traces = folder / name, folder / name / TRACES
     traces.mkdir(parents=True)
-    task, pilot = Task(name, PLAIN, steps, str(traces), zoo=zoo or {}, learned=learned), ""
+    task, pilot = Task(name, steps, str(traces), zoo=zoo or {}, learned=learned), ""
     if learn:
         report(f"{name}: learning a pilot", 0, None)
-        pilot = _child(replace(task, mode=PILOT, folder=str(own)))["pilot"]
+        pilot = _child(simulated_run.pilot, replace(task, folder=str(own)))
     report(f"{name}: plain steps", 0, None)
-    found = _child(replace(task, pilot=pilot))
+    found = _child(simulated_run.plain, replace(task, pilot=pilot))
     network = Network(
         tuple(Parameter(**one) for one in found["network"]["parameters"]),
         {path: tuple(numbers) for path, numbers in found["network"]["owners"].items()},
@@ -257,7 +285,6 @@ def _real(
 ) -> Real:
     task = Task(
         setting.network,
-        BUDGETED,
         steps,
         budget=int(setting.share * material.footprint),
         policy=setting.policy,
@@ -269,10 +296,10 @@ def _real(
     found, plain, paces = [], [], []
     tiers, moves = _tiers(spill), measure_moves(spill or default_spill_dir())
     for _ in range(runs):
-        beside = _child(Task(setting.network, TIMED, steps, spill_dir=spill))
+        beside = _child(simulated_run.timed, Task(setting.network, steps, spill_dir=spill))
         plain.append(beside["times"])
         paces.append(beside["pace_s"])
-        found.append(_child(task))
+        found.append(_child(simulated_run.budgeted, task))
     return Real(
         tuple(one["steps"] for one in found),
         found[0]["sizing"],
@@ -288,7 +315,7 @@ def _real(
 # Comparing
 
 
-def _row(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int) -> dict[str, Any]:
+def compared(setting: Setting, material: Material, real: Real, fit: Fit, warmup: int) -> Row:
     """Return one setting's numbers, real and simulated, and how far they are apart."""
     machine, work = fit.on(real.link), fit.at(real.pace_s, real.moves)
     whole = simulated(material, real.sizing, setting.policy, machine, work)
@@ -353,3 +380,48 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "bytes_worst": max(moved) <= BYTES_WORST,
         },
     }
+
+
+def said(found: Mapping[str, Any]) -> list[str]:
+    """Return what was asked for, and whether it holds."""
+
+    def verdict(key: str) -> str:
+        return "holds" if found["holds"][key] else "missed"
+
+    return [
+        f"step time: median error {found['seconds_median']:.1%} (at most {STEP_MEDIAN:.0%}: "
+        f"{verdict('seconds_median')}), worst {found['seconds_worst']:.1%} (at most "
+        f"{STEP_WORST:.0%}: {verdict('seconds_worst')}), {found['seconds_within']} of "
+        f"{found['settings']} settings within {STEP_WORST:.0%}",
+        f"bytes moved: median error {found['bytes_median']:.1%}, worst {found['bytes_worst']:.1%} "
+        f"(at most {BYTES_WORST:.0%}: {verdict('bytes_worst')}), {found['bytes_within']} of "
+        f"{found['settings']} settings within {BYTES_WORST:.0%}",
+    ]
+
+
+def _ms(one: Mapping[str, float]) -> float:
+    return one["seconds"] * 1e3
+
+
+def _moved(one: Mapping[str, float]) -> float:
+    return (one["bytes_in"] + one["bytes_out"]) / 1e6
+
+
+def _mb(side: str, key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: f"{row[side][key] / 1e6:.1f}"
+
+
+_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "network": lambda row: row["network"],
+    "budget": lambda row: f"{row['share']:.3g}",
+    "policy": lambda row: row["policy"],
+    "real ms": lambda row: f"{_ms(row['real']):.0f}",
+    "simulated ms": lambda row: f"{_ms(row['simulated']):.0f}",
+    "time error": lambda row: marked(row["seconds_error"], STEP_WORST),
+    "real MB in": _mb("real", "bytes_in"),
+    "out": _mb("real", "bytes_out"),
+    "simulated MB in": _mb("simulated", "bytes_in"),
+    "simulated out": _mb("simulated", "bytes_out"),
+    "bytes error": lambda row: marked(row["bytes_error"], BYTES_WORST),
+    "runs differ by": lambda row: f"{row['bytes_spread']:.1%}",
+}

@@ -18,14 +18,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import make_room, write_json
-from dynoffload.experiments.simulation import FIT, PILOT_NAME, TRACES, fit_machine, material
+from dynoffload.experiments.simulation import PILOT_NAME, TRACES, material
 from dynoffload.experiments.simulation_fit import Fit
 from dynoffload.experiments.step_time_policies import (
     PILOT,
@@ -70,7 +69,6 @@ PRESETS: dict[str, dict[str, Spec]] = {
 }
 """Networks by preset and name."""
 _LEAST_STEPS, _THREADS = 5, 1
-_FIT_STEPS, _FIT_WARMUP = 10, 4
 _UNDIVIDED = "no measured policy says how the runtime would divide the budget: ask for one, too"
 _ALL_REFUSED = "no measured policy runs under this budget, so none says how it would be divided"
 
@@ -121,7 +119,7 @@ def run(
         slowest: times what a plain step takes, at which a policy is stopped; never below 10 s.
         learned: recorded steps that the pilot learns from.
         calibration: what ``experiment simulation --json`` wrote on this machine, for what the
-            runtime takes itself; without it that is fitted first.
+            runtime takes itself; without it that is as shipped.
         page: where a page with the table and the figure is written.
         spill_dir: where spill and swap files lie.
 
@@ -149,11 +147,6 @@ def run(
             raise ConfigError(f"{name}={value} is too few: take at least {least}")
     if slowest <= 1:
         raise ConfigError(f"slowest={slowest} stops every policy: take a factor above 1")
-    if calibration is None and find_spec("transformers") is None:
-        raise ConfigError(
-            "the machine is fitted on networks of which one is of transformers, which is not "
-            "installed: install it"
-        )
     result: dict[str, Any] = {
         "preset": preset,
         "steps": len(asked.turns.counted),
@@ -167,13 +160,8 @@ def run(
         "networks": {},
         "rows": [],
     }
-    if calibration is None:
-        from rich.console import Console
-
-        said = f"first the runtime's own work is fitted, on {len(FIT)} trainings; --calibration "
-        Console(stderr=True).print(f"{said}FILE takes what was fitted before", soft_wrap=True)
     with progress_bar(True) as report, tempfile.TemporaryDirectory() as folder:
-        fit = _fit(calibration, Path(folder), asked.spill_dir, report)
+        fit = _fit(calibration, asked.spill_dir, report)
         result |= {
             "link": asdict(fit.machine.link),
             "interference": fit.machine.interference,
@@ -192,9 +180,7 @@ def run(
     return result
 
 
-def _fit(calibration: Path | None, folder: Path, spill_dir: str, report: Report) -> Fit:
-    if calibration is None:
-        return fit_machine(_FIT_STEPS, _FIT_WARMUP, 1, folder, spill_dir, report)[0]
+def _fit(calibration: Path | None, spill_dir: str, report: Report) -> Fit:
     import torch
 
     from dynoffload.estimation import Calibration

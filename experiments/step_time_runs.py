@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dynoffload.experiments import harness
 from dynoffload.experiments.baselines import BASELINES
 from dynoffload.experiments.baselines.cgroup import (
     LimitError,
@@ -35,7 +36,6 @@ from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
     Worker,
     WorkerError,
-    alternate,
     losses_equal,
     median_seconds,
     worker,
@@ -203,14 +203,15 @@ def measure(
             else:
                 one.start(stack, _budgeted(spec, one.name, budget, pilot))
         turning: list[Worker | Contestant] = [plain, *everyone]
-        alternate(
+        for each, measured in harness.turns(
             turning,
             warmup=turns.warmup,
             rounds=turns.rounds,
             per_turn=turns.per_turn,
             lead=turns.lead,
-            on_step=lambda stepped: on_step(stepped.name),
-        )
+        ):
+            each.step(measured=measured)
+            on_step(each.name)
         seconds = tuple(step.seconds for step in plain.measured)
         return seconds, {one.name: one.result(plain) for one in everyone}
 

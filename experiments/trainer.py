@@ -1,17 +1,9 @@
-"""A training process that steps when it is told to: the child half of the comparisons.
+"""A training process that steps when asked to: the child half of the comparisons.
 
-What it is: ``python -m dynoffload.experiments.trainer SPEC`` builds a network of the zoo, plain or
-under a budget, and answers commands on its standard input, one word per line, by a JSON object
-each. What it is not: something to import for training; the other half,
-`dynoffload.experiments.workers`, starts it.
-
-Every variant of a comparison is such a process, so that none shares memory, allocator or caches
+`build`, `enter` and `ask` are called in a process of their own by `dynoffload.experiments.workers`.
+Each variant of a comparison has such a process, so that none shares memory, allocator or caches
 with another, and that two can take turns. All make the same steps on the same samples: their losses
 can be compared bit by bit.
-
-[Note: leaving without restoring]  A worker that is done ends by `os._exit`. Leaving the ``offload``
-block would copy gigabytes back into ordinary tensors that nobody looks at; the spill file has no
-name and goes with the process.
 """
 
 from __future__ import annotations
@@ -20,15 +12,13 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
-from dynoffload.errors import DynOffloadError
+from dynoffload.experiments.processes import NEVER_LEFT
 
 BUDGETED = "offload"
 PLAIN = "plain"
@@ -240,38 +230,22 @@ def _before() -> dict[str, int]:
     return {"rss_bytes": resident_bytes(), "charged_bytes": charged}
 
 
-def serve(spec: Spec, commands: IO[str], replies: IO[str]) -> None:
-    """Answer commands until they end."""
-
-    def say(reply: dict[str, Any]) -> None:
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-    trainer = Trainer(spec)
-    say(_before())
-    with trainer.training():
-        say({"ready": True})
-        answers: dict[str, Callable[..., dict[str, Any]]] = {
-            "step": trainer.step,
-            "describe": trainer.describe,
-            "state": trainer.state,
-        }
-        for line in commands:
-            command, *arguments = line.strip().split(" ", 1)
-            say(answers[command](*arguments))
-        replies.flush()
-        os._exit(0)  # [Note: leaving without restoring]
+_RUNNING: list[Trainer] = []
+"""The trainer of this process."""
 
 
-def main() -> None:
-    """Be a worker; what the network prints goes to the error stream."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    try:
-        serve(Spec(**json.loads(sys.argv[1])), sys.stdin, replies)
-    except DynOffloadError as error:
-        sys.exit(str(error))  # it says all there is to say
+def build(spec: Spec) -> dict[str, int]:
+    """Build what ``spec`` says; return what the process takes before its block begins."""
+    _RUNNING.append(Trainer(spec))
+    return _before()
 
 
-if __name__ == "__main__":
-    main()
+def enter() -> None:
+    """Enter the block, with its weights."""
+    NEVER_LEFT.enter_context(_RUNNING[-1].training())
+
+
+def ask(do: str, *args: str) -> dict[str, Any]:
+    """Return what the trainer's method ``do`` returns."""
+    answer: dict[str, Any] = getattr(_RUNNING[-1], do)(*args)
+    return answer

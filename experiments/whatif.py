@@ -8,23 +8,22 @@ waits longer.
 
 All steps are run twice, one after the other, and count the second time: what is touched for the
 first time then is in memory if it fits.
-
-With ``--json PATH`` the figure is written beside it, as ``PATH`` with the suffix ``.svg``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments.comparing import Table, check_page, show, write_between
-from dynoffload.pilot.progress import Report, progress_bar
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option
+from dynoffload.pilot.progress import Report
 from dynoffload.profiler import Trace, load_trace, load_traces, trace_files
 from dynoffload.simulation import (
     Clairvoyant,
@@ -60,77 +59,96 @@ EXAMPLE = {
 memory over PCIe 5.0 x16, and one NVMe drive; round figures of such links, none of them measured."""
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    traces: Path | None = None,
-    machine: Path | None = None,
-    budget: str = "",
-    tolerance: float = 0.01,
-    steps: int = 4,
-    preset: str = "small",
-    tokens: int = 256,
-    page: Path | None = None,
-) -> dict[str, Any]:
-    """Answer for each tier.
+@dataclass(frozen=True)
+class Params:
+    """What is asked."""
 
-    Args:
-        json_path: the figure is written beside it.
-        traces: a directory of `dynoffload profile`; without it a mixture of experts is recorded.
-        machine: a TOML file of a machine and its tiers: docs/results/whatif.md shows one, and
-            help(dynoffload.simulation.load_machines) and load_costs name all keys; without it an
-            accelerator forty times as fast as where was recorded, over host, CXL and NVMe memory.
-        budget: fast memory, for the question of the link; without it the machine's fast_bytes, or
-            a quarter of what a step takes if no machine is given.
-        tolerance: share of a step's work that may be waited for where transfers count as hidden.
-        steps: how many of the traces are run: the last, as the first of a training are slow.
-        preset: of the mixture of experts, where no traces are given.
-        tokens: of its samples.
-        page: a Markdown file whose tables are written anew, between the lines that say <!-- table
-            --> and <!-- end of table -->.
-    """
-    check_page(page)
-    if steps < 1:
-        raise ConfigError(f"steps={steps} is too few: take at least 1")
-    if not 0 < tolerance < 1:
-        raise ConfigError(f"tolerance is {tolerance}: it is a share of a step, between 0 and 1")
-    machines = EXAMPLE if machine is None else load_machines(machine)
-    costs = None if machine is None else load_costs(machine)
-    recorded = _traces(traces, steps, preset, tokens)
-    work = workload(recorded, costs)
-    whole = max(work.peak(step) for step in work.steps)
-    twice = replace(work, steps=[*work.steps, *work.steps])
-    result: dict[str, Any] = {
-        "traces": None if traces is None else str(traces),
-        "steps": len(work.steps),
-        "recorded_s": sum(op.seconds for trace in recorded for op in trace.operators),
-        "modelled_s": None if costs is None else work.seconds,
-        "step_bytes": whole,
-        "state_bytes": sum(work.sizes[region] for region in work.persistent),
-        "tolerance": tolerance,
-        "tiers": {},
-    }
-    with progress_bar(True) as report:
-        for name, one in machines.items():
-            asked = parse_bytes(budget) if budget else whole // 4 if machine is None else None
-            result["tiers"][name] = _tier(name, twice, one, whole, asked, tolerance, report)
-    _show(result)
-    if json_path is not None:
-        from dynoffload.reporting.canvas import write_figure
+    traces: Path | None = option(
+        None, "a directory of `dynoffload profile`; without it a mixture of experts is recorded"
+    )
+    machine: Path | None = option(
+        None,
+        "a TOML file of a machine and its tiers: docs/results/whatif.md shows one, and "
+        "help(dynoffload.simulation.load_machines) and load_costs name all keys; without it an "
+        "accelerator forty times as fast as where was recorded, over host, CXL and NVMe memory",
+    )
+    budget: str = option(
+        "",
+        "fast memory, for the question of the link; without it the machine's fast_bytes, or a "
+        "quarter of what a step takes if no machine is given",
+    )
+    tolerance: float = option(
+        0.01, "share of a step's work that may wait where it counts as hidden"
+    )
+    steps: int = option(4, "how many of the traces are run: the last, as the first are slow")
+    preset: str = option("small", "of the mixture of experts, where no traces are given")
+    tokens: int = option(256, "of its samples")
 
-        write_figure(
-            lambda figure, color: _draw(figure, color, result),
-            json_path.with_suffix(".svg"),
-            height=3.6,
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps={self.steps} is too few: take at least 1")
+        if not 0 < self.tolerance < 1:
+            raise ConfigError(
+                f"tolerance is {self.tolerance}: it is a share of a step, between 0 and 1"
+            )
+
+
+class WhatIf(Experiment[Params]):
+    """A case is a tier; all have the same recorded steps."""
+
+    parameters = Params
+    resumes = False
+    height = 3.6
+    work: Workload
+    recorded_s: float
+
+    def cases(self) -> Mapping[str, Machine]:
+        path, params = self.params.machine, self.params
+        self.costs = None if path is None else load_costs(path)
+        recorded = _traces(params.traces, params.steps, params.preset, params.tokens)
+        self.recorded_s = sum(op.seconds for trace in recorded for op in trace.operators)
+        self.work = workload(recorded, self.costs)
+        self.whole = max(self.work.peak(step) for step in self.work.steps)
+        return EXAMPLE if path is None else load_machines(path)
+
+    def run(self, case: Machine) -> Row:
+        twice = replace(self.work, steps=[*self.work.steps, *self.work.steps])
+        asked = case.fast_bytes if self.params.machine is not None else self.whole // 4
+        if self.params.budget:
+            asked = parse_bytes(self.params.budget)
+        return _tier(twice, case, self.whole, asked, self.params.tolerance, self.report)
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return {
+            "steps": len(self.work.steps),
+            "recorded_s": self.recorded_s,
+            "modelled_s": None if self.costs is None else self.work.seconds,
+            "step_bytes": self.whole,
+            "state_bytes": sum(self.work.sizes[region] for region in self.work.persistent),
+        }
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        found, rows = result["summary"], result["rows"]
+        whole, compute = format_bytes(found["step_bytes"]), _whole(rows[0])["compute_s"]
+        parts: list[Table | str] = [
+            Table(row["case"], _heads(), list(_cells(row)), ()) for row in rows
+        ]
+        if found["modelled_s"] is not None:
+            recorded, modelled = (format_seconds(found[k]) for k in ("recorded_s", "modelled_s"))
+            parts.append(f"operators take {modelled} by [compute], {recorded} were recorded")
+        parts.append(
+            f"means of {found['steps']} recorded steps, of which one takes {whole} with everything "
+            f"in memory, and computes for {format_seconds(compute)}; exposed is what a step waits "
+            "for transfers, in shares of what it computes; planned knows every step, on demand "
+            "fetches at first use"
         )
-    if page is not None:
-        write_table(result, page)
-    return result
+        for row in rows:
+            said = answers(row["case"], row, self.params.tolerance)
+            parts += [f"{row['case']}, {line}" for line in said]
+        return parts
 
-
-def write_table(result: Mapping[str, Any], page: Path) -> None:
-    """Write the tables of ``page`` anew, between its marks."""
-    write_between(page, _lines(result))
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        _draw(figure, color, {row["case"]: row for row in result["rows"]})
 
 
 def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> list[Trace]:
@@ -150,14 +168,8 @@ def _traces(directory: Path | None, steps: int, preset: str, tokens: int) -> lis
 
 
 def _tier(
-    name: str,
-    work: Workload,
-    machine: Machine,
-    whole: int,
-    budget: int | None,
-    tolerance: float,
-    report: Report,
-) -> dict[str, Any]:
+    work: Workload, machine: Machine, whole: int, asked: int, tolerance: float, report: Report
+) -> Row:
     """Return what is to be known of one tier."""
     rows = []
     total = len(SHARES) * len(POLICIES) + 2
@@ -165,11 +177,10 @@ def _tier(
         on = machine.with_fast(max(1, math.ceil(share * whole)))
         row: dict[str, Any] = {"share": share, "budget_bytes": on.fast_bytes}
         for place, (policy, make) in enumerate(POLICIES.items()):
-            report(f"{name}: {policy}", number * len(POLICIES) + place, total)
+            report(policy, number * len(POLICIES) + place, total)
             row[policy] = _summary(simulate(work, on, make()))
         rows.append(row)
-    report(f"{name}: the least budget", total - 2, total)
-    asked = machine.fast_bytes if budget is None else budget
+    report("the least budget", total - 2, total)
     held = sum(work.sizes[region] for region in work.persistent)
     found: dict[str, Any] = {
         "budgets": rows,
@@ -178,7 +189,7 @@ def _tier(
         "holds_all": asked >= whole,
         "fits_below": machine.slow_bytes is None or held <= machine.slow_bytes,
     }
-    report(f"{name}: the slowest link", total - 1, total)
+    report("the slowest link", total - 1, total)
     link, on = machine.link, machine.with_fast(asked)
     found["infeasible"] = _summary(simulate(work, on, Clairvoyant())).get("infeasible", "")
     factor = None if found["infeasible"] else _slowest_link(work, on, tolerance)
@@ -243,44 +254,8 @@ def _slowest_link(work: Workload, machine: Machine, tolerance: float) -> float |
     return enough
 
 
-def _show(result: Mapping[str, Any]) -> None:
-    show(*_modelled(result), _meaning(result))
-    for name, tier in result["tiers"].items():
-        said = answers(name, tier, result["tolerance"])
-        show(_table(name, result), *(f"  {line}" for line in said))
-
-
-def _lines(result: Mapping[str, Any]) -> list[str]:
-    """Return the tables and what is to be said of each tier as Markdown."""
-    lines = [line + "\n" for line in _modelled(result)]
-    for name, tier in result["tiers"].items():
-        table = _table(name, result)
-        lines += [f"### {table.title}", "", *table.markdown(), ""]
-        lines += [*(f"- {line}" for line in answers(name, tier, result["tolerance"])), ""]
-    return lines[:-1]
-
-
-def _table(name: str, result: Mapping[str, Any]) -> Table:
-    tier = result["tiers"][name]
-    whole = format_bytes(result["step_bytes"])
-    compute = format_seconds(_whole(tier)["compute_s"])
-    title = f"{name}: a step takes {whole} with everything in memory, and computes for {compute}"
-    columns = ["budget", "of it", *(head for policy in POLICIES for head in (policy, "exposed"))]
-    return Table(title, columns, list(_cells(tier)), ())
-
-
-def _modelled(result: Mapping[str, Any]) -> list[str]:
-    if result["modelled_s"] is None:
-        return []
-    recorded, modelled = (format_seconds(result[key]) for key in ("recorded_s", "modelled_s"))
-    return [f"operators take {modelled} by [compute], {recorded} were recorded"]
-
-
-def _meaning(result: Mapping[str, Any]) -> str:
-    return (
-        f"means of {result['steps']} recorded steps; exposed is what a step waits for transfers, "
-        "in shares of what it computes; planned knows every step, on demand fetches at first use"
-    )
+def _heads() -> list[str]:
+    return ["budget", "of it", *(head for policy in POLICIES for head in (policy, "exposed"))]
 
 
 def _cells(tier: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -334,8 +309,7 @@ def _gbps(bps: float) -> str:
     return f"{bps / 1e9:,.0f} GB/s" if bps >= 1e11 else f"{bps / 1e9:.3g} GB/s"
 
 
-def _draw(figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
-    tiers = result["tiers"]
+def _draw(figure: Figure, color: Mapping[str, str], tiers: Mapping[str, Row]) -> None:
     every = figure.subplots(1, len(tiers), sharey=True, squeeze=False)[0]
     for axes, (name, tier) in zip(every, tiers.items(), strict=True):
         _draw_tier(axes, color, name, tier)

@@ -1,35 +1,23 @@
-"""Workers that take turns: the parent half of the comparisons.
+"""Training processes: the parent half of the comparisons.
 
-What it is: `Worker`, a training process (`dynoffload.experiments.trainer`) at the other end of two
-pipes, and `alternate`, which lets several step in turn so that a machine that becomes faster or
-slower does so for all of them alike. What it is not: parallel; one worker runs at a time.
+A `Worker` is a process of `dynoffload.experiments.trainer`. It keeps the numbers of its steps.
+`dynoffload.experiments.harness.turns` says whose step is next.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from dynoffload.errors import DynOffloadError
+from dynoffload.experiments import trainer
 from dynoffload.experiments.baselines.cgroup import MemoryGroup
+from dynoffload.experiments.processes import Process
+from dynoffload.experiments.processes import WorkerError as WorkerError
+from dynoffload.experiments.processes import ended_after as ended_after
 from dynoffload.experiments.trainer import Spec
-from dynoffload.units import format_seconds
-
-_SAID = 2_000  # characters of a dead worker's last words
-
-Number = TypeVar("Number", int, float)
-
-
-class WorkerError(DynOffloadError, RuntimeError):
-    """A worker died, or could not do what it was asked."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,6 @@ class Worker:
 
     Attributes:
         name: what messages call it.
-        patience: seconds after which it is ended, if it has not answered; None for ever.
         steps: all it made so far.
         before: bytes it took just before it entered the block: ``rss_bytes`` and, as its cgroup
             counts, ``charged_bytes``.
@@ -70,22 +57,11 @@ class Worker:
         group: MemoryGroup | None,
         patience: float | None = None,
     ) -> None:
-        self.name, self.spec, self.group, self.patience = name, spec, group, patience
+        self.name, self.spec, self.group = name, spec, group
         self.steps: list[Step] = []
-        command = [sys.executable, "-P", "-m", "dynoffload.experiments.trainer"]
-        command.append(json.dumps(asdict(spec)))
-        self._said = tempfile.TemporaryFile(  # noqa: SIM115 - closed by close()
-            "w+", encoding="utf-8", errors="replace"
-        )
-        self._process = subprocess.Popen(
-            command if group is None else group.command(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            text=True,
-        )
+        self._process = Process(name, group=group, patience=patience)
         try:
-            self.before: dict[str, int] = self._answer()
+            self.before = self._process.call(trainer.build, spec)
         except BaseException:
             self.close()
             raise
@@ -94,25 +70,21 @@ class Worker:
     def wait_ready(self) -> None:
         """Wait until it is inside its block, with its weights."""
         if not self._ready:
-            self._answer()
+            self._process.call(trainer.enter)
             self._ready = True
 
-    def ask(self, do: str) -> dict[str, Any]:
-        """Have one command carried out and return the answer.
+    def ask(self, do: str, *args: str) -> dict[str, Any]:
+        """Return what `Trainer`'s method ``do`` returns.
 
         Raises:
             WorkerError: it died; with its last words.
         """
         self.wait_ready()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{do}\n")
-            self._process.stdin.flush()
-        return self._answer()
+        return self._process.call(trainer.ask, do, *args)
 
-    def step(self, *, measured: bool = True, do: str = "step") -> dict[str, Any]:
+    def step(self, *args: str, measured: bool = True, do: str = "step") -> dict[str, Any]:
         """Have one step made, keep its numbers and return the answer."""
-        answer = self.ask(do)
+        answer = self.ask(do, *args)
         known = {key: answer[key] for key in Step.__dataclass_fields__ if key in answer}
         self.steps.append(Step(**known, measured=measured))
         return answer
@@ -127,64 +99,22 @@ class Worker:
         """The losses of all steps."""
         return [step.loss for step in self.steps]
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        with ended_after(self.kill, self.patience) as late:
-            line = self._process.stdout.readline()
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        if late.is_set() and self.patience is not None:
-            self._process.wait()
-            raise WorkerError(
-                f"the worker {self.name!r} gave no answer within {format_seconds(self.patience)}"
-            )
-        code = self._process.wait()
-        self._said.seek(0)
-        words = self._said.read().strip()[-_SAID:]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        kills = self.group.usage().oom_kills if self.group is not None else 0
-        if kills and self.group is not None:
-            how += f", for want of memory within {self.group.limit_bytes} bytes"
-        raise WorkerError(f"the worker {self.name!r} {how}" + (f": {words}" if words else ""))
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which it is ended, if it has not answered; None for ever."""
+        return self._process.patience
+
+    @patience.setter
+    def patience(self, seconds: float | None) -> None:
+        self._process.patience = seconds
 
     def kill(self) -> None:
-        """End the process at once; whoever waits for an answer is told that it died."""
+        """End the process at once; whoever waits for an answer learns that it died."""
         self._process.kill()
 
     def close(self) -> None:
         """End the process."""
-        with contextlib.suppress(BrokenPipeError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        try:
-            self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._said.close()
-
-
-@contextlib.contextmanager
-def ended_after(end: Callable[[], None], seconds: float | None) -> Iterator[threading.Event]:
-    """Call ``end`` when the time is over, if the block is not; the event says that it was."""
-    late = threading.Event()
-    if seconds is None:
-        yield late
-        return
-
-    def over() -> None:
-        late.set()
-        end()
-
-    timer = threading.Timer(seconds, over)
-    timer.start()
-    try:
-        yield late
-    finally:
-        timer.cancel()
+        self._process.close()
 
 
 @contextlib.contextmanager
@@ -201,51 +131,6 @@ def worker(
         yield started
     finally:
         started.close()
-
-
-class Steps(Protocol):
-    """What takes turns: a `Worker`, or something that stands for one."""
-
-    def step(self, *, measured: bool = True) -> object:
-        """Make one step."""
-        ...
-
-
-Stepping = TypeVar("Stepping", bound=Steps)
-
-
-def alternate(
-    workers: Sequence[Stepping],
-    *,
-    warmup: int,
-    rounds: int,
-    per_turn: int,
-    lead: int,
-    on_step: Callable[[Stepping], None] = lambda worker: None,
-) -> None:
-    """Let workers step in turn.
-
-    The first ``lead`` steps of each turn do not count: a worker that waits for its turn finishes
-    transfers meanwhile, which would be a present to its next step.
-
-    Args:
-        workers: who takes turns.
-        warmup: steps of each before the first round.
-        rounds: how many turns each has.
-        per_turn: measured steps of a turn.
-        lead: steps of a turn before those.
-        on_step: called after each step.
-    """
-    for each in workers:
-        for _ in range(warmup):
-            each.step(measured=False)
-            on_step(each)
-    for number in range(rounds):
-        # Turn about, so that none always follows the same neighbour.
-        for each in workers if number % 2 == 0 else list(reversed(workers)):
-            for place in range(lead + per_turn):
-                each.step(measured=place >= lead)
-                on_step(each)
 
 
 def losses_equal(first: Worker, second: Worker) -> bool:

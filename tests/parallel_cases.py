@@ -217,7 +217,7 @@ def one_does_not_come(rank: int, world: int) -> str:
     layer(torch.randn(3, 4))  # once, they are there
     if rank == 1:
         time.sleep(3)
-        os._exit(0)
+        return ""
     start = time.monotonic()
     try:
         layer(torch.randn(3, 4))

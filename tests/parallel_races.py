@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from parallel_cases import HIDDEN, WIDTH, backward, layers
@@ -14,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dynoffload.errors import ExchangeError
 from dynoffload.moe.parallel import ExpertParallel, Strategy, choice
-from dynoffload.moe.parallel.adapting import Batch
-from dynoffload.moe.parallel.cost import memory as memory_of
-from dynoffload.moe.parallel.cost import shape_of
-from dynoffload.moe.parallel.laps import in_backward
+from dynoffload.moe.parallel.memory import memory as memory_of
+from dynoffload.moe.parallel.memory import shape_of
+from dynoffload.moe.parallel.step_timer import in_backward
 
 STEPS = 400  # within which a race of one size has to end
 Made = tuple[int, str, bool]  # parts, strategy, in a backward pass
@@ -27,33 +27,34 @@ class Watched:
     """A layer that chooses, and what it chose for each batch."""
 
     def __init__(self, world: int, memory: int | None = None) -> None:
-        choice._NEAR = 1e9  # whatever the guesses say: several of each strategy race
         _, self.layer = layers(world, torch.float32)
         self.layer.set_pipeline("auto", "auto", memory)
         self.made: list[Made] = []
         assert self.layer.adapting is not None
         self.adapting, choose = self.layer.adapting, self.layer.adapting.choose
 
-        def watched(batch: Batch) -> Any:
-            taken, lap = choose(batch)
+        def watched(tokens: Tensor) -> Any:
+            taken, step = choose(tokens)
             self.made.append((taken.parts, taken.strategy.value, in_backward()))
-            return taken, lap
+            return taken, step
 
         self.adapting.choose = watched  # type: ignore[method-assign]
 
     def steps(self, step: Callable[[int], None], most: int | None = None) -> list[list[Made]]:
         """Make steps until the choice stands, and one more; return what was chosen in each.
 
-        It has to stand in time, or else there are ``most`` at most.
+        It has to stand in time, or else there are ``most`` at most. Numbers of parts race one
+        round, so that strategies soon do.
         """
         found = []
-        for number in range(most or STEPS):
-            settled = self.adapting.settled
-            self.made.clear()
-            step(number)
-            found.append(list(self.made))
-            if settled:
-                return found
+        with mock.patch.object(choice, "_FIRST_ROUNDS", 1):
+            for number in range(most or STEPS):
+                settled = self.adapting.settled
+                self.made.clear()
+                step(number)
+                found.append(list(self.made))
+                if settled:
+                    return found
         assert most, f"no choice stands after {STEPS} steps"
         return found
 
@@ -182,34 +183,21 @@ def held(rank: int, world: int) -> list[list[Made]]:
     return found
 
 
-def sizes(rank: int, world: int) -> list[tuple[int, str]]:
-    """Return what was chosen for batches of several sizes, within a limit too."""
-    chosen = []
+def limited(rank: int, world: int) -> list[list[Made]]:
+    """Return what was chosen within a limit; results and all gradients are those of the first."""
     shape = shape_of(200, 2, 2 * world, world, WIDTH, HIDDEN, 2, 4)
-    limit = memory_of(Strategy.NONE, 16, shape) * 95 // 100
-    for size, memory in ((64, None), (200, limit)):
-        watched = Watched(world, memory)
-        tokens = batch(rank, size, size)
-        weights = torch.randn_like(tokens)
-        first = backward(watched.layer, tokens, weights)
+    watched = Watched(world, memory_of(Strategy.NONE, 16, shape) * 95 // 100)
+    tokens = batch(rank, 200, 200)
+    weights = torch.randn_like(tokens)
+    first = backward(watched.layer, tokens, weights)
 
-        def step(
-            _: int,
-            watched: Watched = watched,
-            tokens: Tensor = tokens,
-            weights: Tensor = weights,
-            first: list[Tensor] = first,
-        ) -> None:
-            found = backward(watched.layer, tokens, weights)
-            assert torch.equal(found[0], first[0])
-            for one, known in zip(found, first, strict=True):
-                assert torch.allclose(one, known, rtol=1e-5, atol=1e-5)
+    def step(_: int) -> None:
+        found = backward(watched.layer, tokens, weights)
+        assert torch.equal(found[0], first[0])
+        for one, known in zip(found, first, strict=True):
+            assert torch.allclose(one, known, rtol=1e-5, atol=1e-5)
 
-        for choices in watched.steps(step):
-            if memory is not None:
-                assert all(strategy != "none" for _, strategy, _ in choices), choices
-        chosen.append((watched.layer.choice.parts, watched.layer.choice.strategy.value))
-    return chosen
+    return watched.steps(step)
 
 
 def after(rank: int, world: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ import math
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -134,12 +135,10 @@ def raced(rank: int, world: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     optimizer.zero_grad()
     whole = 2 * sum(parameter.nbytes for parameter in layer.parameters())  # without state
-    choice._NEAR = 1e9  # several of each strategy race
     layer.set_pipeline("auto", "auto")
     taken, same = set(), True
-    with dynoffload.offload(
-        layer, optimizer, budget=int(0.7 * whole), pilot=None, config=CONFIG
-    ) as session:
+    block = dynoffload.offload(layer, optimizer, budget=int(0.7 * whole), pilot=None, config=CONFIG)
+    with mock.patch.object(choice, "_FIRST_ROUNDS", 1), block as session:
         for _ in range(40):
             *found, gradient = step()
             optimizer.step()

@@ -18,12 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
-
-import dynoffload
-from dynoffload.errors import DynOffloadError
-from dynoffload.experiments.ranks_shards import (
+from sharded_training import (
     CLASSES,
     TOKENS,
     Case,
@@ -35,6 +30,11 @@ from dynoffload.experiments.ranks_shards import (
     state_digests,
     train_sharded,
 )
+from torch import nn
+from torch.optim import Optimizer
+
+import dynoffload
+from dynoffload.errors import DynOffloadError
 from dynoffload.memory import heap
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.memory.local import local, local_bytes

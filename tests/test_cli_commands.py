@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from dynoffload import __version__, experiments
 from dynoffload.cli import app
-from dynoffload.cli.experiment import meanings_of, options_of, parse_options
+from dynoffload.cli.experiment import _described, options_of, parse_options
 from dynoffload.cli.pilot import numbers_of
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
@@ -322,10 +322,8 @@ def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(experiments.EXPERIMENTS))
 def test_every_registered_experiment_is_there_and_runs_by_its_name_alone(name: str) -> None:
     assert experiments.summary(name)
-    function = experiments.load(name)
-    assert "json_path" in function.__annotations__
-    accepted = options_of(function)  # raises where an option has no default
-    assert accepted.keys() <= meanings_of(function).keys()
+    accepted, meanings = _described(experiments.load(name))  # raises where one has no default
+    assert accepted.keys() <= meanings.keys()
 
 
 # -- pilot --------------------------------------------------------------------------------------

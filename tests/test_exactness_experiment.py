@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from dynoffload.experiments import exactness
 from dynoffload.experiments.allowed import Allowed, budget_of
 from dynoffload.experiments.architectures import ARCHITECTURES
 from dynoffload.experiments.bits import first_difference, state_of
-from dynoffload.experiments.exactness import Case, train_case
+from dynoffload.experiments.exactness import Case, Exactness, Params, train_case
+from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.loops import OPTIMIZERS, Loop, loops
 from dynoffload.runtime.experts.parts import Parts
 
@@ -67,6 +70,16 @@ def test_a_share_is_enough_for_every_case() -> None:
     assert {name: why for name, why in above.items() if why} == {}
 
 
+class Here:
+    """This process, in place of another."""
+
+    def call(self, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        return function(*args)
+
+    def close(self) -> None:
+        pass
+
+
 def test_a_case_above_its_share_is_counted_and_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,14 +88,11 @@ def test_a_case_above_its_share_is_counted_and_named(
     one = replace(llama, options={**llama.options, "num_hidden_layers": 1, "hidden_size": 16})
     monkeypatch.setitem(ARCHITECTURES, "llama", one)
 
-    def train(self: object, case: Case) -> dict[str, object]:
-        return {"architecture": "llama", "loop": asdict(case.loop), **train_case(case)}
-
-    monkeypatch.setattr(exactness._Child, "train", train)
-    result = exactness.run(architectures=["llama"], rounds=1, steps=1)
-    (row,) = result["results"]
-    assert (result["cases"], result["exact"], result["failed"]) == (1, 1, [])
-    assert (result["above_share"], result["within_a_quarter"]) == (1, 0)
+    monkeypatch.setattr(exactness, "Process", lambda *args, **kwargs: Here())
+    result = carry_out(Exactness, Params(architectures=("llama",), rounds=1, steps=1))
+    (row,), found = result["rows"], result["summary"]
+    assert (found["cases"], found["exact"]) == (1, 1)
+    assert (found["above_share"], found["within_a_quarter"]) == (1, 0)
     assert "needs" in row["above_share"]
     assert "at least" in row["above_share"]
     said = " ".join(capsys.readouterr().out.split())
@@ -117,16 +127,9 @@ def test_checkpointing_takes_effect() -> None:
         assert row["recomputed"] > 0
 
 
-def test_checkpointing_is_tried_where_it_takes_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_is_tried_where_it_takes_effect() -> None:
     """Other networks have another habit in its place."""
-    tried: list[Case] = []
-
-    def train(self: object, case: Case) -> dict[str, object]:
-        tried.append(case)
-        return {"architecture": case.architecture, "exact": True}
-
-    monkeypatch.setattr(exactness._Child, "train", train)
-    exactness.run(rounds=7)
+    tried = list(Exactness(Params(rounds=7)).cases().values())
     checkpointed = {case.architecture for case in tried if case.loop.checkpointing}
     assert checkpointed == {name for name, one in ARCHITECTURES.items() if one.checkpoints}
     assert ARCHITECTURES.keys() - checkpointed >= {"albert", "resnet", "esmfold"}
@@ -210,10 +213,22 @@ def test_it_runs_by_name_and_writes_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "exactness.json"
-    result = exactness.run(path, architectures=["llama"], rounds=2, steps=2)
+    params = Params(architectures=("llama",), rounds=2, steps=2)
+    result = carry_out(Exactness, params, path)
     assert json.loads(path.read_text()) == result
-    assert (result["cases"], result["exact"], result["failed"]) == (2, 2, [])
-    assert [row["backend"] for row in result["results"]][-1] == "mapped"
+    assert (result["summary"]["cases"], result["summary"]["exact"]) == (2, 2)
+    assert [row["backend"] for row in result["rows"]][-1] == "mapped"
     assert "2 of 2 cases of 1 architectures are exact" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no architecture is named nothing"):
-        exactness.run(architectures=["nothing"])
+        Params(architectures=("nothing",))
+
+
+def test_a_process_that_dies_is_a_failed_case_and_the_rest_goes_on() -> None:
+    one = Exactness(Params())
+    case = next(iter(one.cases().values()))
+    with one.stack:
+        one._process().kill()
+        row = one.run(case)
+        assert not row["exact"]
+        assert "killed by signal 9" in row["why"]
+        assert one.run(replace(case, loop=replace(case.loop, steps=1)))["exact"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,17 @@ from exactness import needs_pager
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import step_time
-from dynoffload.experiments.comparing import BEGIN, END
-from dynoffload.experiments.estimates import KINDS_FITTED, row, run, summary
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.estimates import (
+    KINDS_FITTED,
+    Estimates,
+    Params,
+    compared,
+    said,
+    summary,
+)
 from dynoffload.experiments.estimates import NETWORKS as ESTIMATED
-from dynoffload.experiments.estimates_views import cells, said, write_figure, write_table
+from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.simulated_networks import NETWORKS, Kind, zoo_kind
 from dynoffload.experiments.simulation import FIT, SETTINGS
 
@@ -39,7 +47,9 @@ REAL = {
 
 
 def test_errors_are_relative_to_what_was_real() -> None:
-    found = row("moe", 0.5, OURS, [REAL, {**REAL, "step_s": 1.2}, {**REAL, "step_s": 1.1}], 3.0)
+    found = compared(
+        "moe", 0.5, OURS, [REAL, {**REAL, "step_s": 1.2}, {**REAL, "step_s": 1.1}], 3.0
+    )
     assert found["step_error"] == pytest.approx(0.0)
     assert found["fast_error"] == pytest.approx(0.05)
     assert found["file_error"] == pytest.approx(-0.2)
@@ -47,37 +57,26 @@ def test_errors_are_relative_to_what_was_real() -> None:
     assert numbers["fast_error"]["holds"]
     assert not numbers["file_error"]["holds"]
     assert (numbers["step_error"]["within"], numbers["file_error"]["within"]) == (1, 0)
-    assert [cell for cell in cells(found) if "miss" in cell] == ["-20.0% miss"]
-    assert "missed" in said({"summary": numbers})[2]
+    assert [cell for cell in cells([found])[0] if "miss" in cell] == ["-20.0% miss"]
+    assert "missed" in said(numbers)[2]
+
+
+def cells(rows: list[dict[str, Any]]) -> Sequence[Sequence[str]]:
+    shown = Estimates(Params()).parts({"rows": rows, "summary": summary(rows)})[0]
+    assert isinstance(shown, Table)
+    return shown.rows
 
 
 @pytest.mark.parametrize(("feasible", "refused"), [(True, "too small"), (False, "")])
 def test_a_budget_that_only_one_side_refuses_is_a_miss(feasible: bool, refused: str) -> None:
     ours, real = {**OURS, "feasible": feasible}, {**REAL, "refused": refused}
-    found = row("moe", 0.5, ours, [real], 3.0)
+    found = compared("moe", 0.5, ours, [real], 3.0)
     assert not found["agrees"]
     assert found["step_error"] == 1.0
     assert not summary([found])["step_error"]["holds"]
-    both = row("moe", 0.5, {**OURS, "feasible": False}, [{**REAL, "refused": "no"}], 3.0)
+    both = compared("moe", 0.5, {**OURS, "feasible": False}, [{**REAL, "refused": "no"}], 3.0)
     assert both["agrees"]
     assert summary([both])["fast_error"]["worst"] == 0.0
-
-
-def test_the_page_and_the_figure(tmp_path: Path) -> None:
-    other = row("t5", 0.25, {**OURS, "step_s": 0.4}, [REAL], 3.0)
-    rows = [row("moe", 0.5, OURS, [REAL], 3.0), other]
-    result: dict[str, Any] = {"rows": rows, "summary": summary(rows)}
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nearlier\n{END}\nafter\n", encoding="utf-8")
-    write_table(result, page)
-    text = page.read_text(encoding="utf-8")
-    assert "| t5 | 0.25 | 400 | 1000 | -60.0% miss |" in text
-    assert "earlier" not in text
-    assert text.endswith("after\n")
-    write_figure(result, tmp_path / "figure.svg")
-    drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
-    assert "within 20%" in drawn
-    assert "spill file" in drawn
 
 
 def test_the_zoo_and_six_networks_of_transformers_are_compared() -> None:
@@ -108,32 +107,32 @@ def _shapes(kind: Kind) -> tuple[torch.Size, ...]:
 
 
 def test_kinds_that_nothing_was_fitted_to_are_told_apart() -> None:
-    rows = [row(name, 0.5, {**OURS, "step_s": 1.3}, [REAL], 3.0) for name in ("moe", "bert")]
+    rows = [compared(name, 0.5, {**OURS, "step_s": 1.3}, [REAL], 3.0) for name in ("moe", "bert")]
     found = summary(rows)["unseen"]
     assert (found["networks"], found["rows"], found["within"]) == (["bert"], 1, 0)
-    assert any("(bert): median error 30.0%" in line for line in said({"summary": summary(rows)}))
+    assert any("(bert): median error 30.0%" in line for line in said(summary(rows)))
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"only": "gpt9"}, "only names 'gpt9'"),
-        ({"shares": "half"}, "write numbers"),
+        ({"only": ("gpt9",)}, "only names 'gpt9'"),
         ({"steps": 3, "warmup": 3}, "leave some steps"),
     ],
 )
 def test_options_that_say_nothing_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        run(**options)
+        Params(**options)
 
 
 @needs_pager
 @pytest.mark.slow
-def test_a_network_is_estimated_and_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(only="vit", shares="0.5", steps=3, warmup=1, runs=1)
+def test_a_network_is_estimated_and_trained(tmp_path: Path) -> None:
+    params = Params(only=("vit",), shares=(0.5,), steps=3, warmup=1, runs=1)
+    found = carry_out(Estimates, params, tmp_path / "estimates.json")
     (only,) = found["rows"]
     assert only["agrees"]
     assert only["real"]["step_s"] > 0
     assert abs(only["fast_error"]) < 0.1
     assert only["estimated"]["bytes_in"] > 0
-    assert "vit" in capsys.readouterr().out
+    assert "within 20%" in (tmp_path / "estimates.svg").read_text(encoding="utf-8")

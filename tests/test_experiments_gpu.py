@@ -16,12 +16,13 @@ from emulated import DEVICE, accelerated, emulated
 
 from dynoffload.errors import BackendError, ConfigError
 from dynoffload.experiments import gpu, gpu_rows
-from dynoffload.experiments.gpu import Asker, at_caps, largest, shares_of
+from dynoffload.experiments.gpu import Gpu, Params, at_caps, largest, shares_of
 from dynoffload.experiments.gpu_link import Link, measure_link
 from dynoffload.experiments.gpu_rows import MEASURED, NO_ROOM, NOT_MEASURED, measure
 from dynoffload.experiments.gpu_verdicts import copy_seconds, judge, link_share, overlap
 from dynoffload.experiments.gpu_ways import FILES, OURS, PLAIN, WAYS, Task, blocks_of
-from dynoffload.experiments.workers import WorkerError
+from dynoffload.experiments.harness import carry_out
+from dynoffload.experiments.processes import WorkerError, fresh
 from dynoffload.experiments.zoo import build
 from dynoffload.memory.accelerator import streams
 from dynoffload.units import KiB, MiB
@@ -49,9 +50,8 @@ def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def row_of(task: Task) -> dict[str, Any]:
     """Return what a task's process would tell."""
-    found: list[dict[str, Any]] = []
-    measure(task, found.append)
-    (row,) = found
+    with gpu_rows.NEVER_LEFT:
+        row = measure(task)
     json.dumps(row, allow_nan=False)
     return row
 
@@ -156,10 +156,8 @@ class Machine:
         self.slow = 1.0  # times what a row of ours takes
         self.wrong = False  # the losses of ours
 
-    def __call__(
-        self, module: str, task: Any, what: str, timeout_s: float, environment: Mapping[str, str]
-    ) -> dict[str, Any]:
-        assert module == "gpu_rows"
+    def __call__(self, what: str, function: Any, task: Any, **limits: Any) -> dict[str, Any]:
+        assert function is (measure_link if isinstance(task, Link) else measure)
         self.asked.append(task)
         if isinstance(task, Link):
             names = ("in", "out", "both_in", "both_out", "pageable_in", "pageable_out", "pin")
@@ -206,20 +204,18 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(gpu, "answer_of", made)
-    monkeypatch.setattr("dynoffload.experiments.gpu_check.accelerator", lambda: CPU)
+    monkeypatch.setattr(gpu, "fresh", made)
+    monkeypatch.setattr(gpu, "accelerator", lambda: CPU)
     return made
 
 
-def asker() -> Asker:
-    """Return one that knows nothing."""
-    return Asker([], 1.0, 0.0)
+train = Gpu(Params()).train
 
 
 def test_every_way_is_tried_until_it_has_no_room(machine: Machine) -> None:
     ways = (PLAIN, OURS, FILES, "checkpoint", "zero-offload")
     task = replace(SMALL, shape={"length": 1024})
-    rows = list(at_caps(task, shares_of(["1/2", "1/8"]), ways, asker()))
+    rows = list(at_caps(task, shares_of(["1/2", "1/8"]), ways, train))
     seen = [(row["way"], row["share"], row["state"]) for row in rows]
     assert seen == [
         (PLAIN, "1", MEASURED),
@@ -250,7 +246,7 @@ def test_every_way_is_tried_until_it_has_no_room(machine: Machine) -> None:
 
 def test_the_largest_is_found_to_a_layer_and_others_by_halves(machine: Machine) -> None:
     unit = replace(SMALL, shape={"length": 1024}, cap_bytes=11 * 16_000_000, meta=True)
-    rows = list(largest(unit, (PLAIN, OURS, FILES, "checkpoint"), 16, MiB, asker()))
+    rows = list(largest(unit, (PLAIN, OURS, FILES, "checkpoint"), 16, MiB, train))
 
     def best(way: str) -> int:
         return max(r["layers"] for r in rows if r["way"] == way and r["state"] == MEASURED)
@@ -374,54 +370,32 @@ def test_capacity_is_judged_by_parameters() -> None:
 # The experiment
 
 
-def test_it_runs_and_writes_tables_a_figure_and_a_page(
+def test_it_runs_and_writes_tables_and_a_figure(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, page = tmp_path / "gpu.json", tmp_path / "gpu.md"
-    options: dict[str, Any] = {"cap": "2GiB", "tokens": (64, 131072), "page": page}
-    result = gpu.run(path, **options)
+    path = tmp_path / "gpu.json"
+    result = carry_out(Gpu, Params(cap="2GiB", tokens=(64, 131072)), path)
     assert json.loads(path.read_text()) == result
-    states = {one["what"]: one["state"] for one in result["verdicts"]}
+    states = {one["what"]: one["state"] for one in result["summary"]["verdicts"]}
     assert set(states.values()) == {"reached"}, states
-    text = page.read_text()
-    assert "![Time over caps, and the largest networks](gpu.svg)" in text
-    for said in ("## What was to be reached", "moe: time per step", "the largest network under"):
-        assert said in text
-    assert "DeepSpeed ZeRO-Offload: not measured: it ended with code 1" in text
-    assert (tmp_path / "gpu.svg").read_text().count("<path") > 50
     said = " ".join(capsys.readouterr().out.split())
+    for text in ("moe: time per step", "131072 tokens: time per step", "the largest network under"):
+        assert text in said
+    assert "DeepSpeed ZeRO-Offload: not measured: it ended with code 1" in said
+    assert (tmp_path / "gpu.svg").read_text().count("<path") > 50
     assert "reached: parameters of dynoffload over plain's" in said
     assert "MISSED" not in said
 
 
 def test_what_falls_short_is_said(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.slow, machine.wrong = 2.5, True
-    result = gpu.run(parts=("link", "steps"), networks=("moe",), budgets=("1/8",))
-    found = {one["what"]: one["state"] for one in result["verdicts"]}
+    params = Params(parts=("link", "steps"), networks=("moe",), budgets=("1/8",))
+    verdicts = carry_out(Gpu, params)["summary"]["verdicts"]
+    found = {one["what"]: one["state"] for one in verdicts}
     assert found["rows whose losses are plain training's, bit by bit"] == "MISSED"
     assert found["moe: step at 1/8 over the larger of computing and copying"] == "MISSED"
     assert found["evoformer: step at 1/8 over the larger of computing and copying"] == NOT_MEASURED
     assert "NO" in capsys.readouterr().out.split()
-
-
-def test_it_goes_on_where_it_was_cut_off(machine: Machine, tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    options: dict[str, Any] = {"parts": ("link", "steps"), "networks": ("moe",)}
-    options |= {"ways": (PLAIN, OURS), "budgets": ("1/8",)}
-    whole = gpu.run(path, **options)
-    cut = {**whole, "rows": whole["rows"][:3]}
-    path.write_text(json.dumps(cut))
-    machine.asked.clear()
-    assert gpu.run(path, **options, resume=True)["rows"] == whole["rows"]
-    ways = [task.way for task in machine.asked if isinstance(task, Task)]
-    assert PLAIN not in ways
-    assert not any(isinstance(task, Link) for task in machine.asked)
-    assert ways.count(OURS) == 3  # those that had no room under a cap of 1 and of 1/8, and 1/8
-    out_of_time = gpu.run(**options, seconds=1e-9)
-    assert {row["state"] for row in out_of_time["rows"]} == {NOT_MEASURED}
-    path.write_text("[]")
-    with pytest.raises(ConfigError, match="is not what this experiment writes"):
-        gpu.run(path, **options, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -440,14 +414,14 @@ def test_it_goes_on_where_it_was_cut_off(machine: Machine, tmp_path: Path) -> No
 )
 def test_wrong_options_are_refused_before_anything_runs(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        gpu.run(**options)
+        Params(**options)
 
 
 def test_without_an_accelerator_it_says_so() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
     with pytest.raises(BackendError, match="needs an accelerator"):
-        gpu.run()
+        carry_out(Gpu, Params())
 
 
 @pytest.mark.slow
@@ -455,7 +429,7 @@ def test_without_an_accelerator_it_says_so() -> None:
 def test_a_process_answers_a_task(way: str) -> None:
     """On the CPU, where all ways have room."""
     task = replace(SMALL, way=way, budget_bytes=4 * MiB, config={})
-    row = gpu.answer_of("gpu_rows", task, way, 120.0, {})
+    row = fresh(way, measure, task, patience=120.0)
     assert row["state"] == MEASURED, row["why"]
     assert len(row["losses"]) == 3
 
@@ -463,6 +437,6 @@ def test_a_process_answers_a_task(way: str) -> None:
 @pytest.mark.slow
 def test_a_process_says_why_it_has_no_answer(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="has no accelerator here"):
-        gpu.answer_of("gpu_rows", Link("cpu", str(tmp_path)), "the link", 120.0, {})
-    row = gpu.answer_of("gpu_rows", replace(SMALL, way="zero-offload"), "it", 120.0, {})
+        fresh("the link", measure_link, Link("cpu", str(tmp_path)))
+    row = fresh("it", measure, replace(SMALL, way="zero-offload"))
     assert row["state"] == NOT_MEASURED

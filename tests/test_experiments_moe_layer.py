@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
 
 from dynoffload.errors import ConfigError
 from dynoffload.experiments import moe_layer
+from dynoffload.experiments.harness import carry_out
+from dynoffload.experiments.moe_layer import Layers, Params
 from dynoffload.experiments.moe_layer_ways import OURS, ROUTED, ways_of
 
-SMALL = {"configurations": "conf3", "fewer_tokens": 256, "narrower": 16, "rounds": 5}
+SMALL = Params(("conf3",), fewer_tokens=256, narrower=16, rounds=5)
 
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, object]:
-    return moe_layer.run(**SMALL)  # type: ignore[arg-type]
+def result() -> dict[str, Any]:
+    return carry_out(Layers, SMALL)
 
 
-def test_less_than_half_is_saved(result: dict[str, object]) -> None:
-    layers = result["layers"]
-    assert isinstance(layers, list)
+def test_less_than_half_is_saved(result: dict[str, Any]) -> None:
+    layers = result["rows"]
     assert [row["activation"] for row in layers] == ["swiglu", "silu"]
     for row in layers:
         elements = row["tokens"] * row["k"] * row["width"] * 4  # bytes of (L·k, d) in float32
@@ -32,8 +35,8 @@ def test_less_than_half_is_saved(result: dict[str, object]) -> None:
         assert all(way["peak"] > way["saved"] > 0 for way in row["ways"].values())
 
 
-def test_the_best_of_the_others_is_compared_with(result: dict[str, object]) -> None:
-    for row in result["layers"]:  # type: ignore[attr-defined]
+def test_the_best_of_the_others_is_compared_with(result: dict[str, Any]) -> None:
+    for row in result["rows"]:
         seconds = {name: way["seconds"] for name, way in row["ways"].items() if name != OURS}
         assert row["best"] == min(seconds, key=lambda name: seconds[name])
         assert set(seconds) == {"eager", "grouped_mm", ROUTED}
@@ -49,19 +52,19 @@ def test_a_way_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(moe_layer, "ways_of", wrong)
     with pytest.raises(ConfigError, match="grouped_mm differs from eager by 1"):
-        moe_layer.run(**SMALL)  # type: ignore[arg-type]
+        carry_out(Layers, SMALL)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"configurations": "conf9"}, "configurations='conf9' is unknown; there are conf1"),
-        ({"activations": "gelu"}, "activations='gelu' is unknown"),
+        ({"configurations": ("conf9",)}, "configurations='conf9' is unknown; there are conf1"),
+        ({"activations": ("gelu",)}, "activations='gelu' is unknown"),
         ({"dtype": "float64"}, "dtype='float64' is unknown"),
         ({"rounds": 3}, "medians are of five at least"),
         ({"fewer_tokens": 7}, "do not divide 65536 tokens of 512"),
     ],
 )
-def test_what_cannot_be_measured(options: dict[str, object], told: str) -> None:
+def test_what_cannot_be_measured(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        moe_layer.run(**options)  # type: ignore[arg-type]
+        carry_out(Layers, Params(**options))

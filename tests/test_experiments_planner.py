@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from dynoffload.cli import app
-from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.errors import BudgetError
+from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.planner import optimality
 from dynoffload.experiments.planner.blocks import plan_blocks
 from dynoffload.experiments.planner.cases import drawn, recorded
 from dynoffload.experiments.planner.exact import optimum
 from dynoffload.experiments.planner.layout import Layout
+from dynoffload.experiments.planner.optimality import Optimality, Params
 from dynoffload.experiments.planner.plan import Plan, PlanError, check
 from dynoffload.experiments.planner.problem import Again, Problem, recomputable
 from dynoffload.experiments.planner.search import plan
@@ -234,22 +233,16 @@ def test_what_may_be_recomputed() -> None:
 
 
 def test_a_problem_that_is_not_proven_is_not_counted() -> None:
-    case = drawn(9)
-    row = optimality.compared(case, time_limit=0.01)
+    row = {"case": "drawn 9", **optimality.compared(drawn(9), time_limit=0.01)}
     assert not row["proven"]
     counted = optimality.summary([row])
     assert counted["counted"] == 0
-    assert counted["not_proven"] == [case.name]
+    assert counted["not_proven"] == ["drawn 9"]
 
 
-def test_the_command_compares_and_draws(tmp_path: Path) -> None:
+def test_problems_are_compared_and_a_large_step_is_planned(tmp_path: Path) -> None:
     path = tmp_path / "numbers.json"
-    words = ["experiment", "planner-optimality", "--json", str(path), "--seeds", "2"]
-    run = CliRunner().invoke(app, [*words, "--networks", "", "--operators", "600"])
-    assert run.exit_code == 0, run.output
-    numbers = json.loads(path.read_text())
-    assert numbers["problems"] == len(numbers["rows"]) == 2
-    assert numbers["scaling"][0]["cpu_s"] > 0
+    result = carry_out(Optimality, Params(seeds=2, networks=(), operators=(600,)), path)
+    assert result["summary"]["problems"] == len(result["rows"]) - 1 == 2
+    assert result["rows"][-1]["cpu_s"] > 0
     assert path.with_suffix(".svg").stat().st_size > 10_000
-    with pytest.raises(ConfigError, match="there is none"):
-        optimality.run(tmp_path / "no.json", resume=True)

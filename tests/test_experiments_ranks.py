@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from exactness import needs_pager
 
-from dynoffload.experiments import ranks
-from dynoffload.experiments.ranks_child import Task
-from dynoffload.experiments.workers import WorkerError
+from dynoffload.experiments.harness import carry_out
+from dynoffload.experiments.processes import WorkerError, at_once
+from dynoffload.experiments.ranks import Params, Ranks, Task
+from dynoffload.experiments.ranks import carry_out as train
 
 
 @needs_pager
 def test_ranks_train_to_the_same_bits_and_one_dies(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    path = tmp_path / "ranks.json"
-    result = ranks.run(path, ways=["ddp"], networks=["layerdrop"], steps=4, spill_dir=tmp_path)
-    (trained,), (died,) = result["trainings"], result["deaths"]
+    trained, died = carry_out(Ranks, Params(("ddp",), ("layerdrop",), steps=4, spill_dir=tmp_path))[
+        "rows"
+    ]
     assert trained["exact"]
     assert trained["kept"]
     first, second = trained["ranks"]
@@ -28,16 +29,13 @@ def test_ranks_train_to_the_same_bits_and_one_dies(tmp_path: Path) -> None:
     assert all(one["bytes_in"] > 0 for one in trained["ranks"])
     assert died["within"]
     assert "rank 1 is gone" in died["words"], died
-    assert json.loads(path.read_text()) == json.loads(json.dumps(result))
 
 
 @needs_pager
 def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    task = Task(
-        "ddp", "layerdrop", 0, 2, "", 6, 0.3, timeout_s=600.0, dies=2, spill_dir=str(tmp_path)
-    )
+    task = Task("ddp", "layerdrop", 2, 6, 0.3, 600.0, tmp_path, dies=2, store=f"{tmp_path}/store")
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rank 1 of layerdrop by ddp ended with code -9"):
-        ranks._trained(task, patience=900.0)
+    with pytest.raises(WorkerError, match=r"'rank 1 of two' was killed by signal 9"):
+        at_once("two", train, [replace(task, rank=rank) for rank in range(2)], patience=900.0)
     assert time.monotonic() - start < 300

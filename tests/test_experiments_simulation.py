@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,21 @@ from typing import Any
 import pytest
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import simulation
-from dynoffload.experiments.comparing import BEGIN, END
-from dynoffload.experiments.simulation import FIT, SETTINGS, Setting, summary
+from dynoffload.experiments import simulated_run, simulation
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import rendered
+from dynoffload.experiments.processes import WorkerError
+from dynoffload.experiments.simulated_run import Task
+from dynoffload.experiments.simulation import (
+    FIT,
+    SETTINGS,
+    Params,
+    Setting,
+    Simulated,
+    compared,
+    summary,
+)
 from dynoffload.experiments.simulation_fit import PHASES, Fit, Material, Real, fitted, simulated
-from dynoffload.experiments.simulation_views import write_figure, write_table
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.own_work import Work
 from dynoffload.simulation.recorded import Network, Parameter, Piece, Recorded
@@ -123,7 +134,7 @@ def test_a_miss_is_counted_whichever_way_it_errs() -> None:
 
 def test_bytes_are_compared_over_all_measured_steps() -> None:
     real = real_of([(0.1, 0.08, 0.02)] * 6, moved=500)
-    made = simulation._row(
+    made = compared(
         Setting("chain", 0.5, "repeat"),
         material(5),
         real,
@@ -132,7 +143,7 @@ def test_bytes_are_compared_over_all_measured_steps() -> None:
     )
     slower = replace(real, pace_s=3 * PACE)
     fit = Fit(Machine(LINK, 1), Work(visit_s=1e-3), PACE)
-    other = simulation._row(Setting("chain", 0.5, "repeat"), material(5), slower, fit, 2)
+    other = compared(Setting("chain", 0.5, "repeat"), material(5), slower, fit, 2)
     visits = 5 * 2e-3  # each two times longer
     assert other["simulated"]["forward_s"] - made["simulated"]["forward_s"] == pytest.approx(
         visits, rel=0.3
@@ -146,27 +157,35 @@ def test_bytes_are_compared_over_all_measured_steps() -> None:
     assert made["bytes_error"] == pytest.approx(whole / 1000 - 1)
 
 
-def test_the_table_of_a_page_is_written_between_its_marks(tmp_path: Path) -> None:
-    result = {"settings": [row(0.3, 0.0), row(0.0, 0.05, "pilot")]}
-    result["summary"] = summary(result["settings"])  # type: ignore[assignment]
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
-    write_table(result, page)
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "+30.0% miss" in text
-    assert "+5.0% miss" in text
-    write_figure(result, tmp_path / "figure.svg")
-    assert (tmp_path / "figure.svg").stat().st_size
-    page.write_text("no marks", encoding="utf-8")
-    with pytest.raises(ConfigError, match="put these lines"):
-        write_table(result, page)
+def test_table_and_figure_show_what_misses(tmp_path: Path) -> None:
+    rows = [row(0.3, 0.0), row(0.0, 0.05, "pilot")]
+    made_by = {"command": "dynoffload experiment simulation", "commit": "0123456789ab"}
+    result = {"params": {}, "made_by": made_by, "summary": summary(rows), "rows": rows}
+    shown, *lines = Simulated(Params()).parts(result)
+    assert isinstance(shown, Table)
+    assert [cell for cells in shown.rows for cell in cells if "miss" in cell] == [
+        "+30.0% miss",
+        "+5.0% miss",
+    ]
+    assert "1 of 2 settings within 20%" in str(lines[0])
+    path = tmp_path / "simulation.json"
+    path.write_text(json.dumps(result), encoding="utf-8")
+    rendered(Simulated, path)
+    assert "on-demand" in path.with_suffix(".svg").read_text(encoding="utf-8")
 
 
 def test_steps_of_a_trial_and_unknown_networks_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most 10"):
-        simulation.run(steps=11)
+        Params(steps=11)
     with pytest.raises(ConfigError, match="names no network"):
-        simulation.run(only=("llama",))
+        Params(only=("llama",))
+
+
+@pytest.mark.alone
+def test_a_setting_is_trained_plainly_and_under_a_budget() -> None:
+    task = Task("tree (fit)", 2)
+    found = simulation._child(simulated_run.timed, task)
+    assert len(found["times"]) == 2
+    assert all(seconds > 0 for step in found["times"] for seconds in step)
+    with pytest.raises(WorkerError, match=r"'tree .fit., budgeted' failed: .*budget"):
+        simulation._child(simulated_run.budgeted, replace(task, budget=1))

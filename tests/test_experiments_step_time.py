@@ -67,7 +67,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     is too small for the largest update; and where the files lie."""
     folder = tmp_path_factory.mktemp("step-time")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_time, "fit_machine", lambda *args: (FIT, {}))  # tested by itself
+        patch.setattr(step_time, "_fit", lambda *args: FIT)
         result = step_time.run(
             folder / "found.json",
             network=("moe",),

@@ -14,7 +14,8 @@ import pytest
 from dynoffload.errors import ConfigError, TraceError
 from dynoffload.experiments import zoo
 from dynoffload.experiments.comparing import BEGIN, END
-from dynoffload.experiments.whatif import SHARES, answers, run
+from dynoffload.experiments.harness import carry_out
+from dynoffload.experiments.whatif import SHARES, Params, WhatIf, answers
 from dynoffload.profiler import load_trace, profile
 from dynoffload.simulation import load_costs, load_machines, workload
 
@@ -39,24 +40,28 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     folder = tmp_path_factory.mktemp("whatif")
     (folder / "machine.toml").write_text(MACHINE)
     path = folder / "whatif.json"
-    (folder / "page.md").write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
     options: dict[str, Any] = {"preset": "tiny", "tokens": 16, "steps": 1, "tolerance": 0.05}
-    options["page"] = folder / "page.md"
-    return run(path, machine=folder / "machine.toml", **options), folder / "whatif.svg"
+    params = Params(machine=folder / "machine.toml", **options)
+    return carry_out(WhatIf, params, path), folder / "whatif.svg"
+
+
+def tiers_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["case"]: row for row in result["rows"]}
 
 
 def test_the_page_has_what_was_printed(asked: tuple[dict[str, Any], Path]) -> None:
-    text = (asked[1].parent / "page.md").read_text(encoding="utf-8")
-    for name, tier in asked[0]["tiers"].items():
-        assert f"### {name}: a step takes " in text
+    text = asked[1].with_suffix(".md").read_text(encoding="utf-8")
+    assert "recorded steps, of which one takes " in text
+    for name, tier in tiers_of(asked[0]).items():
         for line in answers(name, tier, 0.05):
-            assert f"- {line}" in text
+            assert f"- {name}, {line}" in text
     assert text.count("| 100.0% |") == 2
 
 
 def test_a_nearer_tier_needs_less_memory(asked: tuple[dict[str, Any], Path]) -> None:
     """And each row says what was simulated under it."""
-    tiers = asked[0]["tiers"]
+    tiers = tiers_of(asked[0])
     assert list(tiers) == ["near", "far"]
     near, far = tiers["near"], tiers["far"]
     assert near["least_budget_bytes"] < far["least_budget_bytes"]
@@ -77,13 +82,13 @@ def test_the_slowest_link_is_one_bandwidth_whatever_tier_asks(
     asked: tuple[dict[str, Any], Path],
 ) -> None:
     """Both tiers have the same proportions, so what they need is the same."""
-    near, far = (asked[0]["tiers"][name] for name in ("near", "far"))
+    near, far = (tiers_of(asked[0])[name] for name in ("near", "far"))
     assert near["link_factor"] < far["link_factor"]
     assert near["least_read_bps"] == pytest.approx(far["least_read_bps"], rel=0.03)
 
 
 def test_the_answers_are_said_in_words(asked: tuple[dict[str, Any], Path]) -> None:
-    told = answers("far", asked[0]["tiers"]["far"], 0.05)
+    told = answers("far", tiers_of(asked[0])["far"], 0.05)
     assert "from " in told[0]
     assert "GB/s are enough that no more than 5% of a step waits; far reads 0.2 GB/s" in told[1]
     assert "more than this tier holds" in told[2]
@@ -117,7 +122,7 @@ def test_only_a_step_s_own_sample_is_read_where_everything_fits(
 ) -> None:
     """As all steps were made once before; and a row says one thing in its two columns."""
     both = 8 * (16 + 1)  # bytes that tokens and targets are views of
-    for tier in asked[0]["tiers"].values():
+    for tier in tiers_of(asked[0]).values():
         for policy in ("planned", "on demand"):
             assert tier["budgets"][0][policy]["bytes_in"] == both
         for row in tier["budgets"]:
@@ -131,9 +136,10 @@ def test_the_last_steps_are_run_and_one_is_enough(tmp_path: Path) -> None:
     batches = list(islice(zoo.samples("moe", rows=1, length=16), 3))
     paths = sorted(profile(model, batches, out=tmp_path, progress=False))
     last = sum(op.seconds for op in load_trace(paths[-1]).operators)
-    found = run(traces=tmp_path, steps=1)
+    result = carry_out(WhatIf, Params(traces=tmp_path, steps=1))
+    found = result["summary"]
     assert (found["steps"], found["recorded_s"]) == (1, pytest.approx(last))
-    assert all(row["budgets"][0]["planned"]["seconds"] > 0 for row in found["tiers"].values())
+    assert all(row["budgets"][0]["planned"]["seconds"] > 0 for row in result["rows"])
 
 
 def test_a_figure_is_drawn(asked: tuple[dict[str, Any], Path]) -> None:
@@ -165,10 +171,10 @@ def test_a_machine_computes_as_its_data_sheet_says(
     assert costs is not None
     wanted = sum(costs.time(trace).seconds for trace in traces)
     assert workload(traces, costs).seconds == pytest.approx(wanted, rel=1e-3)
-    found = run(machine=path, traces=tmp_path / "traces")
+    found = carry_out(WhatIf, Params(machine=path, traces=tmp_path / "traces"))
     assert "by [compute]" in capsys.readouterr().out
-    assert found["modelled_s"] == pytest.approx(wanted, rel=1e-3)
-    planned = found["tiers"]["link"]["budgets"][0]["planned"]["seconds"]
+    assert found["summary"]["modelled_s"] == pytest.approx(wanted, rel=1e-3)
+    planned = tiers_of(found)["link"]["budgets"][0]["planned"]["seconds"]
     assert planned == pytest.approx(wanted / 2, rel=0.01)
     assert planned > 1e-3 * 0.9 * len(traces[1].operators)
     lacking = [op._replace(flops=None) for op in traces[0].operators]
@@ -189,7 +195,7 @@ def test_the_table_may_name_a_model_that_was_saved(tmp_path: Path) -> None:
         load_costs(path)
     path.write_text(SHEET + "bandwidth = 1e9\n")
     with pytest.raises(ConfigError, match=r"machine\.toml \[compute\] lacks peak"):
-        run(machine=path)
+        carry_out(WhatIf, Params(machine=path))
 
 
 def test_a_factor_is_no_cost_model(tmp_path: Path) -> None:
@@ -199,9 +205,9 @@ def test_a_factor_is_no_cost_model(tmp_path: Path) -> None:
 
 def test_wrong_questions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"holds no trace .*record some with .dynoffload profile"):
-        run(traces=tmp_path)
+        carry_out(WhatIf, Params(traces=tmp_path))
     with pytest.raises(ConfigError, match="tolerance is 0: it is a share"):
-        run(tolerance=0)
+        Params(tolerance=0)
 
 
 def test_the_machine_on_the_page_can_be_read(tmp_path: Path) -> None:
@@ -220,6 +226,6 @@ def test_traces_of_two_networks_and_no_steps_are_refused(tmp_path: Path) -> None
         profile(model, list(islice(zoo.samples("moe", rows=1, length=4), 1)), out=folder)
     (tmp_path / "2" / "step-000000.trace").rename(tmp_path / "4" / "step-000001.trace")
     with pytest.raises(TraceError, match=r"step-000000\.trace is .* step-000001\.trace of"):
-        run(traces=tmp_path / "4")
+        carry_out(WhatIf, Params(traces=tmp_path / "4"))
     with pytest.raises(ConfigError, match="steps=0 is too few"):
-        run(traces=tmp_path / "4", steps=0)
+        Params(steps=0)

@@ -1,18 +1,17 @@
-"""Workers take turns, say the same losses whatever their memory, and do not die in silence."""
+"""Workers say the same losses whatever their memory, and do not die in silence."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dynoffload.experiments.trainer import BUDGETED, Spec
 from dynoffload.experiments.workers import (
-    Step,
     Worker,
     WorkerError,
-    alternate,
     losses_equal,
     worker,
 )
@@ -20,31 +19,9 @@ from dynoffload.experiments.workers import (
 TINY = Spec("moe", "tiny", shape={"length": 16}, spill_dir="/var/tmp")
 
 
-class Recorded:
-    """A worker that only notes its steps."""
-
-    def __init__(self, name: str, notes: list[tuple[str, bool]], losses: list[str]) -> None:
-        self.name, self._notes, self.losses = name, notes, losses
-        self.steps: list[Step] = []
-
-    def step(self, *, measured: bool = True) -> dict[str, Any]:
-        self._notes.append((self.name, measured))
-        return {}
-
-
-def test_turns_alternate_and_their_first_steps_do_not_count() -> None:
-    notes: list[tuple[str, bool]] = []
-    pair: Any = [Recorded(name, notes, []) for name in "ab"]
-    alternate(pair, warmup=1, rounds=2, per_turn=2, lead=1)
-    a, b = ("a", True), ("b", True)
-    lead_a, lead_b = ("a", False), ("b", False)
-    turns = [lead_a, a, a, lead_b, b, b, lead_b, b, b, lead_a, a, a]
-    assert notes == [lead_a, lead_b, *turns]
-
-
 def test_equal_means_something() -> None:
     def with_losses(losses: list[str]) -> Any:
-        return Recorded("x", [], losses)
+        return SimpleNamespace(name="x", losses=losses)
 
     assert losses_equal(with_losses(["a", "b"]), with_losses(["a", "b", "c"]))
     assert not losses_equal(with_losses(["a", "b"]), with_losses(["a", "c"]))
@@ -85,7 +62,7 @@ def test_a_worker_that_cannot_start_says_why() -> None:
 def test_a_worker_that_is_killed_is_named() -> None:
     with worker("victim", TINY) as victim:
         victim.wait_ready()
-        victim._process.kill()
+        victim.kill()
         with pytest.raises(WorkerError, match="'victim' was killed by signal 9"):
             victim.step()
 

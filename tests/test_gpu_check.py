@@ -22,7 +22,6 @@ from dynoffload.experiments.gpu_check_cases import Case, Verdict, cases, late, t
 from dynoffload.experiments.gpu_check_host import HostCase, host_cases, train_host_case
 from dynoffload.experiments.late import Late
 from dynoffload.experiments.loops import Loop
-from dynoffload.experiments.serving import Server
 from dynoffload.runtime import target
 from dynoffload.units import KiB, MiB
 
@@ -381,9 +380,9 @@ def test_without_an_accelerator_it_says_so_in_one_line(capsys: pytest.CaptureFix
 
 
 class Here:
-    """A `Server` in this process, which writes down what there is after each answer."""
+    """`Cases` without a process."""
 
-    def __init__(self, answer: Any, prepare: Any, patience: float) -> None:
+    def __init__(self, device: torch.device, spill_dir: str | None, patience: float) -> None:
         pass
 
     def __enter__(self) -> Here:
@@ -392,7 +391,7 @@ class Here:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def ask(self, case: Case | HostCase) -> dict[str, Any]:
+    def train(self, case: Case | HostCase) -> dict[str, Any]:
         exact = isinstance(case, HostCase) or case.late is None
         return {"verdict": Verdict.EXACT.value, "why": ""} if exact else {"why": "it broke"}
 
@@ -401,7 +400,7 @@ def test_the_program_writes_what_it_has_and_says_whether_it_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_check, "accelerator", lambda: CPU)
-    monkeypatch.setattr(gpu_check, "Server", Here)
+    monkeypatch.setattr(gpu_check, "Cases", Here)
     monkeypatch.setattr(gpu_check, "environment", dict)
     path = tmp_path / "rows" / "check.json"
     assert main(["--json", str(path), "--only", "moe: AdamW foreach; host memory"]) == 1
@@ -418,14 +417,10 @@ def test_the_program_writes_what_it_has_and_says_whether_it_passed(
 
 
 def test_a_process_that_fails_is_replaced() -> None:
-    """One that raises, hangs or dies, each of which is an answer."""
-    with Server(eval, int, patience=1.0) as server:
-        assert server.ask("{'a': 1}") == {"a": 1}
-        assert server.ask("__import__('time').sleep(60)") == {"why": "no answer within 1 s"}
-        found = server.ask("[1 / 0]")
-        assert found["why"].startswith("ZeroDivisionError")
-        assert found["where"]
-        assert server.ask("__import__('os')._exit(3)") == {"why": "the process ended with code 3"}
+    with gpu_check.Cases(CPU, None, 60.0) as cases:
+        cases._started().kill()
+        assert "killed by signal 9" in cases.train(HostCase())["why"]
+        assert cases.train(HostCase())["verdict"] == Verdict.EXACT.value
 
 
 def test_an_unknown_selection_is_refused() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.experiments import idioms
 from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
+from dynoffload.experiments.harness import carry_out
+from dynoffload.experiments.idioms import Idioms, Params
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "idioms.json"
 
@@ -19,24 +20,25 @@ FEW = ("gpt2", "olmoe", "mamba", "t5", "convnext", "wav2vec2")
 """One of each kind of network."""
 
 
-def check(result: dict[str, Any], names: list[str]) -> None:
-    assert result["unknown"] == {}
+def check(result: dict[str, Any], names: list[str]) -> set[str]:
+    """Return the operators."""
+    found = result["summary"]
+    assert found["unknown"] == {}
     assert [row["architecture"] for row in result["rows"]] == names
-    assert result["architectures"] == len(names)
-    assert result["operators"] == len(result["operator_rules"])
-    assert sum(result["rules"].values()) == result["operators"]
-    assert "unknown" not in result["rules"]
+    assert sum(found["rules"].values()) == len(found["operator_rules"])
+    assert "unknown" not in found["rules"]
     for row in result["rows"]:
         assert row["steps"] == 2, row
-        assert row["distinct"] > 20, row
+    return set(found["operator_rules"])
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_each_operator_of_a_few_architectures_is_known(name: str) -> None:
     pytest.importorskip("transformers")
-    result = idioms.run(architectures=(name,))
-    check(result, [name])
-    operators = set(result["operator_rules"])
+    result = carry_out(Idioms, Params(architectures=(name,)))
+    operators = check(result, [name])
+    assert set(result["rows"][0]["operators"]) == operators
+    assert len(operators) > 20
     assert any("backward" in operator for operator in operators), "no backward was recorded"
     assert any("addcdiv" in operator for operator in operators), "no optimizer step was recorded"
 
@@ -46,9 +48,7 @@ def test_each_operator_of_every_architecture_is_known() -> None:
     """Forward, backward and AdamW; at least forty architectures."""
     pytest.importorskip("transformers")
     assert len(ARCHITECTURES) >= 40
-    result = idioms.run()
-    check(result, list(ARCHITECTURES))
-    assert result["operators"] > 150
+    assert len(check(carry_out(Idioms, Params()), list(ARCHITECTURES))) > 150
 
 
 def test_the_published_figures_are_of_forty_architectures_and_name_nothing_unknown() -> None:
@@ -73,9 +73,9 @@ def test_an_unknown_operator_is_told_with_where_it_was(monkeypatch: pytest.Monke
         strange = Architecture("none", "", "", lambda g, c: {"x": torch.ones(2, 3)}, loss=_sum)
         monkeypatch.setattr(Architecture, "build", lambda self: Strange(3, 2))
         monkeypatch.setitem(ARCHITECTURES, "strange", strange)
-        result = idioms.run(architectures=("strange",))
-    assert result["unknown"] == {"dynoffload_test.mystery.default": ["strange"]}
-    assert result["rules"]["unknown"] == 1
+        found = carry_out(Idioms, Params(architectures=("strange",)))["summary"]
+    assert found["unknown"] == {"dynoffload_test.mystery.default": ["strange"]}
+    assert found["rules"]["unknown"] == 1
 
 
 def _sum(output: torch.Tensor) -> torch.Tensor:
@@ -84,4 +84,4 @@ def _sum(output: torch.Tensor) -> torch.Tensor:
 
 def test_an_architecture_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="no architecture is named 'gpt9'; there are gpt2, "):
-        idioms.run(architectures=("gpt9",))
+        Params(architectures=("gpt9",))

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from sharded_training import Network, on_ranks, optimizer_of
 
 import dynoffload
-from dynoffload.experiments.ranks_shards import Network, on_ranks, optimizer_of
 
 pytest.importorskip("torch.distributed.fsdp", reason="torch without distributed")
 

@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynoffload.experiments import capacity, max_batch, whatif
-from dynoffload.experiments.estimates_views import write_table as write_estimates
-from dynoffload.experiments.largest import _within
+from dynoffload.experiments.cluster import Clusters
+from dynoffload.experiments.costs import Costs
+from dynoffload.experiments.estimates import Estimates
+from dynoffload.experiments.harness import Experiment, rendered
+from dynoffload.experiments.largest import Capacity, MaxBatch, within
 from dynoffload.experiments.pilot_accuracy_views import page_of as pilot_accuracy_page
 from dynoffload.experiments.pilot_benefit_views import write_page as write_pilot_benefit
-from dynoffload.experiments.simulation_views import write_table as write_simulation
+from dynoffload.experiments.planner.optimality import Optimality
+from dynoffload.experiments.simulation import Simulated
 from dynoffload.experiments.step_time_views import page_of as step_time_page
+from dynoffload.experiments.whatif import WhatIf
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-WRITERS: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
-    "capacity": capacity.write_table,
-    "max-batch": max_batch.write_table,
-    "whatif": whatif.write_table,
-    "simulation": write_simulation,
-    "estimates": write_estimates,
+HARNESSED: dict[str, type[Experiment[Any]]] = {
+    "cluster": Clusters,
+    "costs": Costs,
+    "capacity": Capacity,
+    "max-batch": MaxBatch,
+    "estimates": Estimates,
+    "whatif": WhatIf,
+    "planner-optimality": Optimality,
+    "simulation": Simulated,
 }
+
+
+@pytest.mark.parametrize("name", HARNESSED)
+def test_a_page_is_what_its_experiment_makes_of_its_numbers(name: str, tmp_path: Path) -> None:
+    for suffix in (".json", ".md"):
+        shutil.copy(RESULTS / f"{name}{suffix}", tmp_path)
+    rendered(HARNESSED[name], tmp_path / f"{name}.json")
+    page = (tmp_path / f"{name}.md").read_text("utf-8")
+    assert page == (RESULTS / f"{name}.md").read_text("utf-8")
 
 
 def result_of(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
     return found
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_the_table_of_a_page_is_that_of_its_numbers(name: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    shutil.copy(RESULTS / f"{name}.md", page)
-    WRITERS[name](result_of(name), page)
-    assert page.read_text("utf-8") == (RESULTS / f"{name}.md").read_text("utf-8")
 
 
 def test_the_page_of_step_times_is_that_of_its_numbers() -> None:
@@ -87,8 +95,6 @@ def test_results_say_whether_losses_are_equal() -> None:
 
 @pytest.mark.parametrize("name", ["capacity", "max-batch"])
 def test_paces_are_those_of_what_fits(name: str) -> None:
-    result = result_of(name)
-    networks = result.get("networks", {name: result}).values()
-    ways = [way for network in networks for way in network["ways"].values()]
-    assert len(ways) >= 5
-    assert [_within(way["tries"]) for way in ways] == [way["within"] for way in ways]
+    rows = result_of(name)["rows"]
+    assert len(rows) >= 5
+    assert [within(row["tries"]) for row in rows] == [row["within"] for row in rows]

@@ -1,17 +1,15 @@
-"""``dynoffload experiment``: the measurements behind the published numbers, each by its name.
-
-What it is: the way from words on the command line to the keyword arguments of a registered
-function. What it is not: the experiments, nor their list (``dynoffload.experiments``).
-"""
+"""``dynoffload experiment``: the measurements behind the published numbers, each by its name."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
+import subprocess
+import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +38,12 @@ def experiment(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here as JSON; - prints them.")
     ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Measure again what this commit has measured.")
+    ] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Show what --json holds; measure nothing.")
+    ] = False,
     show_options: Annotated[
         bool, typer.Option("--options", help="List the options of the experiment and stop.")
     ] = False,
@@ -49,7 +53,9 @@ def experiment(
 ) -> None:
     """Run a named experiment and print its numbers.
 
-    Each has options of its own: `--name value`, or `--name` for a switch.
+    Each has options of its own: `--name value`, or `--name` for a switch. With `--json PATH` a
+    figure is drawn beside it, and the table of a page beside it is written anew. A run that was
+    ended goes on where it was. `all` runs what the pages are made of; `--json` is its folder.
 
     Examples:
 
@@ -57,6 +63,7 @@ def experiment(
     $ dynoffload experiment
     $ dynoffload experiment paged --options
     $ dynoffload experiment paged --json paged.json --steps 5
+    $ dynoffload experiment all --json docs/results
     ```
     """
     from dynoffload import experiments
@@ -67,27 +74,92 @@ def experiment(
     if name is None:
         _list(experiments.EXPERIMENTS, experiments.summary)
         return
-    function = experiments.load(name)
-    accepted = options_of(function)
+    if name == "all":
+        _run_all(json_path or Path("docs/results"), ["--restart"] * restart + ["--render"] * render)
+        return
+    found = experiments.load(name)
+    accepted, meanings = _described(found)
     if show_options or show_help:
         stdout().print(experiments.summary(name), highlight=False)
-        _list_options(name, accepted, meanings_of(function))
+        _list_options(name, accepted, meanings)
         return
     options = parse_options(name, ctx.args, accepted)
     to_stdout = json_path is not None and str(json_path) == "-"
     written = None if to_stdout else json_path
-    if written is not None:
-        experiments.make_room(written, "--json")
-    from dynoffload.experiments.provenance import provenance
-
-    made_by = provenance()
     with ended_by_signal():
-        result = {**function(json_path=written, **options), "made_by": made_by}
+        if isinstance(found, type):
+            result = _carry_out(found, options, written, restart=restart, render=render)
+        else:
+            result = _call(found, options, written)
     if to_stdout:
         typer.echo(json.dumps(result, indent=2))
     if written is not None:
-        experiments.write_json(written, result)
         say_wrote(written)
+
+
+def _carry_out(
+    kind: type[Any], options: Mapping[str, Any], path: Path | None, *, restart: bool, render: bool
+) -> dict[str, Any]:
+    from dynoffload.experiments import harness
+
+    if not render:
+        return harness.carry_out(kind, kind.parameters(**options), path, restart=restart)
+    if path is None:
+        raise ConfigError("--render shows a file: name it by --json")
+    return harness.rendered(kind, path)
+
+
+def _call(
+    function: Callable[..., dict[str, Any]], options: Mapping[str, Any], path: Path | None
+) -> dict[str, Any]:
+    """Run an experiment that is a function."""
+    from dynoffload import experiments
+    from dynoffload.experiments.provenance import provenance
+
+    if path is not None:
+        experiments.make_room(path, "--json")
+    made_by = provenance()
+    result = {**function(json_path=path, **options), "made_by": made_by}
+    if path is not None:
+        experiments.write_json(path, result)
+    return result
+
+
+def _run_all(folder: Path, more: Sequence[str]) -> None:
+    """Run what `BENCH` names, each in a process of its own, and go on where one fails.
+
+    Raises:
+        ConfigError: some failed.
+    """
+    from dynoffload import experiments
+
+    failed = []
+    for stem, words in experiments.BENCH.items():
+        command = (words or stem).format(folder=folder).split()
+        found = experiments.load(command[0])
+        if isinstance(found, type):
+            command += more
+        elif "--render" in more:
+            continue
+        elif "page" in options_of(found):
+            command += ["--page", str(folder / f"{stem}.md")]
+        command += ["--json", str(folder / f"{stem}.json")]
+        typer.echo(f"dynoffload experiment {' '.join(command)}", err=True)
+        started = [sys.executable, "-P", "-m", "dynoffload", "experiment", *command]
+        if subprocess.run(started, check=False).returncode:
+            failed.append(stem)
+    if failed:
+        raise ConfigError(f"failed: {', '.join(failed)}; the same command goes on with them")
+
+
+def _described(found: Any) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
+    """Return the options of an experiment, and what they mean."""
+    if isinstance(found, type):
+        from dynoffload.experiments import harness
+
+        params: type[Any] = found.parameters  # type: ignore[attr-defined]
+        return harness.options_of(params), harness.meanings_of(params)
+    return options_of(found), meanings_of(found)
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:

@@ -141,7 +141,8 @@ class Calibration:
 
 def _load(path: Path) -> Fitted:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = written.get("summary", written)
         work = {key: float(found["work"][key]) for key in COSTS.values()}
         fitted = Fitted(
             work,
@@ -157,7 +158,7 @@ def _load(path: Path) -> Fitted:
         raise ConfigError(
             f"{path} is no calibration, or an old one: {error} is not in it: {_MAKE}"
         ) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no calibration ({error}): {_MAKE}") from error
     if not (0 < fitted.pace_s < math.inf):
         raise ConfigError(f"{path} is no calibration (pace_s is {fitted.pace_s}): {_MAKE}")

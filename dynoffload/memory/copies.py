@@ -1,20 +1,17 @@
 """Copies of tensors in a file of their own, to which they can be set back.
 
-What it is: `Copies`, which passes bytes through one small buffer, so that no tensor is in memory
-twice. What it is not: which tensors are copied, and when a copy is of no use any more.
+Bytes pass through one small buffer, so that no tensor is in memory twice.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import torch
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.pieces import Buffer, Holder, same_bits
-from dynoffload.memory.spill import SpillFile, reason
+from dynoffload.memory.spill import SpillFile, reason, transfer
 
 
 class Copies:
@@ -65,16 +62,15 @@ class Copies:
         self._file.grow(end)
         at = start
         for piece in self._memory.pieces(tensor.detach()):
+            content = self._buffer.like(piece)
             with self._memory.held(piece), torch.no_grad():
-                self._buffer.like(piece).copy_(piece)
-            content = self._buffer.bytes(piece.nbytes)
-            while content:
-                try:
-                    done = os.pwrite(self._file.fd, content, at)
-                except OSError as error:
-                    message = self._file.unwritable(self._what, reason(error.errno or 0))
-                    raise SpillError(error.errno, f"{message}; {self._unwritten}") from error
-                content, at = content[done:], at + done
+                content.copy_(piece)
+            try:
+                transfer(self._file.fd, _raw(content), at, reads=False)
+            except OSError as error:
+                message = self._file.unwritable(self._what, reason(error.errno or 0))
+                raise SpillError(error.errno, f"{message}; {self._unwritten}") from error
+            at += piece.nbytes
         self._end = end
         return start
 
@@ -87,17 +83,17 @@ class Copies:
         """
         at = start
         for piece in self._memory.pieces(tensor.detach()):
-            content = self._buffer.bytes(piece.nbytes)
-            while content:
-                try:
-                    done = os.preadv(self._file.fd, [content], at)
-                    if not done:
-                        raise OSError(errno.EIO, "it ends early")
-                except OSError as error:
-                    message = self._file.unreadable(self._what, reason(error.errno or 0))
-                    raise SpillError(error.errno, message) from error
-                content, at = content[done:], at + done
             before = self._buffer.like(piece)
+            try:
+                transfer(self._file.fd, _raw(before), at, reads=True)
+            except OSError as error:
+                message = self._file.unreadable(self._what, reason(error.errno or 0))
+                raise SpillError(error.errno, message) from error
+            at += piece.nbytes
             with self._memory.held(piece), torch.no_grad():
                 if not same_bits(piece, before):
                     piece.copy_(before)
+
+
+def _raw(content: torch.Tensor) -> torch.Tensor:
+    return content.reshape(-1).view(torch.uint8)

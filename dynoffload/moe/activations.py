@@ -1,8 +1,7 @@
 """What lies between an expert's two products, and its derivative.
 
-What it is: `Activation`, with SwiGLU and SiLU written out so that nothing is saved that can be made
-again in one pass, and any other function by autograd on one tile at a time. What it is not: the
-products.
+SwiGLU and SiLU are written out, so that nothing is saved that one pass makes again. Any other
+function goes through autograd, one tile at a time.
 """
 
 from __future__ import annotations

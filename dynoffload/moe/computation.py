@@ -1,7 +1,5 @@
 """The experts of a mixture, over a router's choice, without a routed copy of the tokens.
 
-What it is: `experts`, forward and backward. What it is not: the router, or the layer around both.
-
 Source: MoEBlaze (arXiv 2601.05296), section 3. Tokens are gathered by index as the first product
 reads them, and results are added to their tokens as the second makes them, so no tensor of
 (L·k, d) exists in forward or backward. Saved is the first product, A and B of SwiGLU; the paper
@@ -33,9 +31,7 @@ import torch
 from dynoffload.errors import ConfigError
 from dynoffload.moe import kernels as gpu
 from dynoffload.moe.activations import Activation, SwiGLU
-from dynoffload.moe.indices import route
-from dynoffload.moe.routing import Routing
-from dynoffload.moe.shapes import Weights, check_shapes
+from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.slices import Gathering, Sliced, Slices, slices_of
 
 TILE = 1024
@@ -43,6 +39,10 @@ TILE = 1024
 _FEW = (
     8  # rows whose product may have a zero that is negative: more than one begin at a positive one
 )
+
+_Weight = torch.Tensor | Sliced
+Weights = tuple[_Weight, _Weight, _Weight | None, _Weight | None]
+"""Up, down, and the biases of both."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class _Call:
         first: the expert whose node is the last in backward.
         last: the one whose is the first.
         places: where gradients of the first matrices and of the second go, as far as that is known;
-            no more, as a graph that somebody keeps must keep no matrix.
+            not the matrices, so that a graph keeps none.
         sums: of backward: gradients of tokens and gates.
     """
 
@@ -98,24 +98,6 @@ def _add_product(
     torch.addmm(into, left.t(), right, beta=0 if is_first else 1, out=into)
     if len(rows) <= _FEW:
         into += 0.0
-
-
-class _Nothing(torch.autograd.Function):
-    """The result where no expert is hit: zeros, of which tokens and gates have zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(tokens, gates)
-        return torch.zeros_like(tokens)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(
-            torch.zeros_like(one) if need else None
-            for one, need in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        )
 
 
 class _Expert(torch.autograd.Function):
@@ -292,18 +274,18 @@ def _experts(
             if not isinstance(up, torch.Tensor):
                 raise ConfigError("experts() needs count= where matrices are no tensors")
             count = len(up)
-        chosen = route(chosen, count, kernels=kernels)
+        chosen = route(chosen, count)
     shape = chosen.token_expert_indices.shape
     if tokens.dim() != 2 or len(tokens) != shape[0] or gates.shape != shape:
         raise ConfigError(
             f"tokens are (L, d) and gates (L, k): not {tuple(tokens.shape)} and "
             f"{tuple(gates.shape)}, for choices of {tuple(shape)}"
         )
-    check_shapes(tokens, chosen, weights, activation, transposed)
+    _check_shapes(tokens, chosen, weights, activation, transposed)
     hit = chosen.hit()
     if not hit:
-        nothing: torch.Tensor = _Nothing.apply(tokens, gates)  # type: ignore[no-untyped-call]
-        return nothing
+        # Zeros, of which tokens and gates have zeros for gradients.
+        return torch.zeros_like(tokens) + (tokens[:0].sum() + gates[:0].sum())
     out = torch.zeros_like(tokens)
     kind = tokens.device.type
     if torch.is_autocast_enabled(kind) and tokens.dtype != torch.float64:  # as torch's products
@@ -330,6 +312,36 @@ def _experts(
             out = _Expert.apply(out, tokens, own, *parts, call, expert)  # type: ignore[no-untyped-call]
     call.places = tuple(one.gathering if isinstance(one, Slices) else None for one in sliced[:2])
     return out
+
+
+def _check_shapes(
+    tokens: torch.Tensor,
+    routing: Routing,
+    weights: Weights,
+    activation: Activation,
+    transposed: bool,
+) -> None:
+    """Refuse tensors that do not fit each other, which could be broadcast or leave experts out."""
+    down = weights[1]
+    if not isinstance(down, torch.Tensor):
+        return
+    count, width = routing.experts, tokens.shape[1]
+    hidden = down.shape[1 if transposed else 2] if down.dim() == 3 else 0
+    first = activation.parts * hidden
+    matrices = (
+        ((width, first), (hidden, width)) if transposed else ((first, width), (width, hidden))
+    )
+    for name, one, wanted in zip(
+        ("up", "down", "up_bias", "down_bias"),
+        weights,
+        (*matrices, (first,), (width,)),
+        strict=True,
+    ):
+        if isinstance(one, torch.Tensor) and one.shape != (count, *wanted):
+            raise ConfigError(
+                f"{name} is {tuple(one.shape)} and not {(count, *wanted)}, for {count} experts of "
+                f"tokens {width} wide, with {hidden} columns between the products"
+            )
 
 
 _uncompiled = torch._disable_dynamo(_experts)  # type: ignore[attr-defined]

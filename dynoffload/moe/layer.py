@@ -1,8 +1,7 @@
 """`MoE`: a router, experts without routed buffers, and experts that all tokens share.
 
-What it is: a layer that takes the place of a feed-forward network. Routing is by token choice, k of
-E, and dropless: there is no capacity, and every token has its k experts. What it is not: the
-computation of the experts (`dynoffload.moe.computation`).
+The layer takes the place of a feed-forward network. Routing is by token choice, k of E, and
+dropless: there is no capacity, and every token has its k experts.
 
 Sources: softmax over all experts, then the k largest (Shazeer et al., arXiv 1701.06538), whose
 gates may be scaled to a sum of 1 (Mixtral, arXiv 2401.04088); the loss for balance (Fedus et al.,
@@ -22,8 +21,7 @@ from torch import nn
 from dynoffload.errors import ConfigError
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU
 from dynoffload.moe.computation import experts as run_experts
-from dynoffload.moe.indices import route
-from dynoffload.moe.routing import Routing
+from dynoffload.moe.indices import Routing, route
 from dynoffload.runtime.experts.calls import stand_ins
 
 _ACTIVATIONS: dict[str, type[Activation]] = {"swiglu": SwiGLU, "silu": SiLU}

@@ -1,13 +1,10 @@
 """The experts of transformers' mixtures, computed here.
 
 transformers looks an implementation up by the name in a model's configuration. The one registered
-here takes the class's own parameters, in whatever layout, and its own activation; where a session
-pages the parameters by slices, it takes those. What it is not: a model of its own; the router, the
-losses and all else are the model's.
-
-Results are those of transformers' own loop but for rounding: sums go in another order in backward.
-Of a class whose experts cannot be computed here, such as one with a norm after each expert or an
-activation that is trained, the own loop runs, by slices where they are paged so.
+here takes the class's own parameters, in whatever layout and paged by slices or not, and its own
+activation. Results are those of transformers' loop but for rounding, as sums go in another order in
+backward. A class whose experts cannot be computed here, such as one with a norm after each expert
+or a trained activation, runs its own loop, by slices where they are paged so.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """The slices of a parameter that holds one matrix for each expert, and their gradients.
 
-``weight[e]`` of torch has a gradient of the whole parameter's form for each expert that was hit.
-Here the gradient of each slice goes to its place in one tensor of that form, as soon as it is made.
-What a session pages slice by slice brings its own (`dynoffload.runtime.experts.parts`). Zeros have
-the sign that they have there and in torch, whose sums of several experts turn -0 into 0.
+As in `dynoffload.runtime.experts.parts`, the gradient of each slice goes to its place in one tensor
+of the parameter's form as soon as it is made. Zeros have the sign that they have there and in
+torch, whose sums of several experts turn -0 into 0.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from dynoffload.memory.reused import reused
+from dynoffload.runtime.experts.parts import Views
 
 _LINE = 64  # bytes that memory of torch's begins at multiples of
 
@@ -81,36 +81,7 @@ class Gathering:
         return whole
 
 
-class _Unbind(torch.autograd.Function):
-    """All slices; the gradient of the whole, once those of slices are at their places."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, gathering: Gathering) -> tuple[torch.Tensor, ...]:
-        ctx.gathering = gathering
-        ctx.set_materialize_grads(False)
-        return whole.detach().unbind(0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return ctx.gathering.finish(), None
-
-
-class _Place(torch.autograd.Function):
-    """One slice as it is; its gradient goes to its place."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, gathering: Gathering, number: int) -> torch.Tensor:
-        ctx.gathering, ctx.number = gathering, number
-        return part.view_as(part)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.gathering.put(ctx.number, gradients[0]), None, None
-
-
-class Slices:
+class Slices(Views):
     """The slices of a tensor, (E, ...), for one call.
 
     Args:
@@ -118,16 +89,8 @@ class Slices:
     """
 
     def __init__(self, whole: torch.Tensor) -> None:
-        self._whole, self._gathering = whole, Gathering(whole)
-        self._unbound: tuple[torch.Tensor, ...] = ()
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the slice of one expert."""
-        if not (torch.is_grad_enabled() and self._whole.requires_grad):
-            return self._whole[index]
-        if not self._unbound:
-            self._unbound = _Unbind.apply(self._whole, self._gathering)  # type: ignore[no-untyped-call]
-        return _Place.apply(self._unbound[index], self._gathering, index)  # type: ignore[no-any-return, no-untyped-call]
+        self._gathering = Gathering(whole)
+        super().__init__(whole, self._gathering)
 
     @property
     def gathering(self) -> Gathering | None:

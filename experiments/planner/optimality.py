@@ -1,137 +1,132 @@
 """How far a planner that may recompute is from the exact optimum, and how long it takes.
 
 Small problems, drawn and recorded, are planned and also solved as mixed-integer programs (see
-`exact`). What the solver does not prove within its time is reported and not counted. With ``--json
-PATH`` numbers are written as they come, and the figure beside them; ``--resume`` takes the optima
-that are there and plans anew. Then large steps are planned, for the planner's own time.
+`exact`). What the solver does not prove within its time is reported and not counted. Then large
+steps are planned, for the planner's own time.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynoffload.errors import BudgetError, ConfigError
-from dynoffload.experiments import write_json
+from dynoffload.errors import BudgetError
 from dynoffload.experiments.architectures import ARCHITECTURES
+from dynoffload.experiments.comparing import Table
+from dynoffload.experiments.harness import Experiment, Row, option, table
 from dynoffload.experiments.idioms import trained
 from dynoffload.experiments.planner.blocks import plan_blocks
 from dynoffload.experiments.planner.cases import BUDGETS, LINKS, Case, drawn, read, recorded
-from dynoffload.experiments.planner.exact import Optimum, optimum
+from dynoffload.experiments.planner.exact import optimum
 from dynoffload.experiments.planner.plan import check
 from dynoffload.experiments.planner.problem import Problem
 from dynoffload.experiments.planner.search import plan
 from dynoffload.experiments.planner.step import Step, step_of
-from dynoffload.experiments.planner.views import draw, show
-from dynoffload.pilot.progress import progress_bar
 from dynoffload.profiler import Trace, resolve
 
-RECORDED = ("moe", "tree", "gpt2", "opt")
-"""Networks whose steps are read, in every budget and on every link."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 DEEP = "gpt2"
 """Whose steps are planned for the time it takes, with as many layers as that needs."""
 SHARE = 0.35
 """Where the budget of such a step lies between its largest use and all that is ever alive."""
 REPEATS = 5
+WORST = 0.10
+"""The gap that is asked for at the most."""
 
 
-def run(
-    json_path: Path | None = None,
-    *,
-    seeds: int = 200,
-    networks: tuple[str, ...] = RECORDED,
-    time_limit: float = 12.0,
-    operators: tuple[int, ...] = (2_500, 5_000, 10_000),
-    resume: bool = False,
-) -> dict[str, Any]:
-    """Compare, and time.
+@dataclass(frozen=True)
+class Params:
+    """What is compared."""
 
-    Args:
-        json_path: numbers so far are written here.
-        seeds: how many problems are drawn.
-        networks: whose steps are read; of the zoo, or of `ARCHITECTURES`.
-        time_limit: seconds that the solver has for one problem.
-        operators: of the steps that planning is timed on.
-        resume: take from ``json_path`` the optima of the same problems.
-
-    Raises:
-        ConfigError: nothing is to be compared, or there is nothing to resume.
-    """
-    solved: dict[str, Optimum] = {}
-    if resume:
-        if json_path is None or not json_path.exists():
-            raise ConfigError("--resume goes on from the file that --json names: there is none")
-        for row in json.loads(json_path.read_text(encoding="utf-8"))["rows"]:
-            solved[row["digest"]] = Optimum(row["optimum_s"], row["bound_s"], row["proven"])
-    rows: list[dict[str, Any]] = []
-    todo = list(_cases(seeds, networks))
-    with progress_bar(True) as report:
-        for number, (name, make) in enumerate(todo):
-            report(name, number, len(todo))
-            rows.append(compared(make(), time_limit, solved))
-            if json_path is not None and not resume and number % 20 == 19:
-                write_json(json_path, {"rows": rows})
-    if not rows:
-        raise ConfigError("no problem to compare on: give --seeds or --networks")
-    result = {**summary(rows), "time_limit_s": time_limit, "scaling": scaling(operators)}
-    result["rows"] = rows
-    show(result)
-    if json_path is not None:
-        draw(result, json_path.with_suffix(".svg"))
-    return result
+    seeds: int = option(200, "how many problems are drawn")
+    networks: tuple[str, ...] = option(
+        ("moe", "tree", "gpt2", "opt"), "whose steps are read, in every budget and on every link"
+    )
+    time_limit: float = option(12.0, "seconds that the solver has for one problem")
+    operators: tuple[int, ...] = option(
+        (2_500, 5_000, 10_000), "of the steps that planning is timed on"
+    )
 
 
-def _cases(seeds: int, networks: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], Case]]]:
-    for seed in range(seeds):
-        yield f"drawn {seed}", partial(drawn, seed)
-    for name in networks:
-        if name:
-            yield from _readings(name)
+_COLORS = {"slow": "stall", "even": "plan", "fast": "optimizer"}
 
 
-def _readings(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Yield the problems of one network, which is trained once they are asked for."""
-    steps: list[Step] = []
+class Optimality(Experiment[Params]):
+    """A case is a small problem, or a large step."""
 
-    def case(budget: str, link: str) -> Case:
-        if not steps:
-            steps.append(recorded(name))
-        return read(name, steps[0], budget, link)
+    parameters = Params
+    height = 3.2
 
-    for budget in BUDGETS:
-        for link in LINKS:
-            yield f"{name} {budget} {link}", partial(case, budget, link)
+    def cases(self) -> Mapping[str, Callable[[], Row]]:
+        limit, step = self.params.time_limit, cache(recorded)
+        found: dict[str, Callable[[], Row]] = {
+            f"drawn {seed}": partial(_compared, partial(drawn, seed), limit)
+            for seed in range(self.params.seeds)
+        }
+        for name in self.params.networks:
+            for budget in BUDGETS:
+                for link in LINKS:
+                    case = partial(_read, step, name, budget, link)
+                    found[f"{name} {budget} {link}"] = partial(_compared, case, limit)
+        for count in self.params.operators:
+            found[f"{count} operators"] = partial(_planned, count)
+        return found
+
+    def run(self, case: Callable[[], Row]) -> Row:
+        return case()
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return summary([row for row in rows if "gap" in row])
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        found = result["summary"]
+        kinds = [{"kind": "all", **found}]
+        kinds += [
+            {"kind": kind if by == "family" else f"{kind} {by}", **row}
+            for by, rows in found["by"].items()
+            for kind, row in rows.items()
+        ]
+        large = [row for row in result["rows"] if "gap" not in row]
+        worst = found["not_proven_worst_gap_to_bound"]
+        return [
+            table("gaps", _GAPS, kinds),
+            table("planning large steps", _LARGE, large),
+            f"not proven: {len(found['not_proven'])}, at most {_percent(worst)} from a bound",
+        ]
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        first, second = figure.subplots(1, 2)
+        rows = [row for row in result["rows"] if "gap" in row]
+        _distribution(first, color, rows)
+        _against_one(second, color, rows)
 
 
-def compared(
-    case: Case, time_limit: float, solved: Mapping[str, Optimum] | None = None
-) -> dict[str, Any]:
-    """Return what the planner and the solver found for one problem.
+def _read(step: Callable[[str], Step], name: str, budget: str, link: str) -> Case:
+    return read(name, step(name), budget, link)
 
-    Args:
-        case: the problem.
-        time_limit: seconds that the solver has.
-        solved: optima that are known, by the digest of the problem.
-    """
+
+def _compared(make: Callable[[], Case], time_limit: float) -> Row:
+    return compared(make(), time_limit)
+
+
+def compared(case: Case, time_limit: float) -> Row:
+    """Return what the planner and the solver, in so many seconds, found for one problem."""
     problem = case.problem
     began = time.process_time()
     found = plan(problem)
     planned = time.process_time() - began
     check(found)
-    digest = digest_of(problem)
-    best = (solved or {}).get(digest) or optimum(problem, time_limit)
+    best = optimum(problem, time_limit)
     return {
-        "case": case.name,
-        "digest": digest,
         "family": case.family,
         "budget": case.budget,
         "link": case.link,
@@ -152,11 +147,6 @@ def compared(
     }
 
 
-def digest_of(problem: Problem) -> str:
-    """Return what the problem is known by, in files too."""
-    return hashlib.sha256(repr(problem).encode()).hexdigest()[:16]
-
-
 def _seconds(problem: Problem, **without: bool) -> float | None:
     """Return the seconds of a plan without one of its means, None if there is none."""
     try:
@@ -165,12 +155,11 @@ def _seconds(problem: Problem, **without: bool) -> float | None:
         return None
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the gaps over all problems that were solved, and by kind of problem."""
     counted = [row for row in rows if row["proven"]]
     return {
         "problems": len(rows),
-        "proven": len(counted),
         "not_proven": [row["case"] for row in rows if not row["proven"]],
         **_gaps(counted),
         "not_proven_worst_gap_to_bound": max(
@@ -189,7 +178,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _gaps(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _gaps(rows: Sequence[Row]) -> dict[str, Any]:
     gaps = sorted(row["gap"] for row in rows)
     if not gaps:
         return {"counted": 0, "mean_gap": None, "worst_gap": None, "exact": 0}
@@ -199,11 +188,6 @@ def _gaps(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "worst_gap": gaps[-1],
         "exact": sum(gap < 1e-4 for gap in gaps),
     }
-
-
-def scaling(operators: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the seconds from recorded steps of about so many operators to their plans."""
-    return [_planned(deep(count)) for count in operators]
 
 
 def deep(operators: int) -> Trace:
@@ -220,7 +204,9 @@ def _decoder(layers: int) -> Trace:
     return trained(replace(architecture, options=options), 2)[-1]
 
 
-def _planned(trace: Trace) -> dict[str, Any]:
+def _planned(operators: int) -> Row:
+    """Return the seconds from a recorded step of about so many operators to its plan."""
+    trace = deep(operators)
     program, taken = resolve(trace), []
     for _ in range(REPEATS):
         began = time.process_time()
@@ -239,3 +225,56 @@ def _planned(trace: Trace) -> dict[str, Any]:
         "planned_s": found.seconds,
         "compute_s": compute,
     }
+
+
+def _distribution(axes: Axes, color: Mapping[str, str], rows: Sequence[Row]) -> None:
+    """Draw which share of the problems has at most which gap."""
+    for link, paint in _COLORS.items():
+        of = [row for row in rows if row["link"] == link and row["proven"]]
+        gaps = sorted(100 * max(0.0, row["gap"]) for row in of)
+        shares = [100 * (place + 1) / len(gaps) for place in range(len(gaps))]
+        axes.step(gaps, shares, where="post", color=color[paint], label=f"{link} link")
+    axes.axvline(100 * WORST, color=color["stall"], linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.set_xlim(-0.2, 100 * WORST + 0.5)
+    axes.set_ylim(0, 102)
+    axes.set_xlabel("step longer than the optimum by at most, %")
+    axes.set_title("problems, %", loc="left", fontsize=8.5)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _against_one(axes: Axes, color: Mapping[str, str], rows: Sequence[Row]) -> None:
+    """Draw what a step takes with one means alone, against both."""
+    shown = {
+        "moving_only_s": ("moving alone", "stall"),
+        "recomputing_only_s": ("recomputing", "fault"),
+    }
+    for key, (label, paint) in shown.items():
+        ratios = sorted(row[key] / row["planned_s"] for row in rows if row[key] is not None)
+        x = [100 * place / max(1, len(ratios) - 1) for place in range(len(ratios))]
+        axes.plot(x, ratios, color=color[paint], linewidth=1.4, label=label)
+    axes.set_xlabel("problems, %")
+    axes.set_title("times as long as with both", loc="left", fontsize=8.5)
+    axes.set_ylim(0.95, None)
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.2%}"
+
+
+_GAPS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "": lambda row: row["kind"],
+    "problems": lambda row: str(row["problems"]),
+    "proven": lambda row: str(row["counted"]),
+    "optimal": lambda row: str(row["exact"]),
+    "mean gap": lambda row: _percent(row["mean_gap"]),
+    "worst gap": lambda row: _percent(row["worst_gap"]),
+}
+_LARGE: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "operators": lambda row: f"{row['operators']:,}",
+    "visits": lambda row: str(row["visits"]),
+    "blocks": lambda row: str(row["blocks"]),
+    "regions": lambda row: str(row["regions"]),
+    "CPU s, median": lambda row: f"{row['cpu_s']:.2f}",
+    "worst": lambda row: f"{row['cpu_worst_s']:.2f}",
+}

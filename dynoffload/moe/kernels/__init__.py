@@ -1,9 +1,7 @@
 """Experts on a GPU, by Triton.
 
-What it is: whether the kernels can take a call (`refusal`), and the ways in (`routed`, `fused`).
-What it is not: the kernels (`indexing`, `products`) or their node of autograd (`function`). Triton
-is imported at the first call that is taken. Where it is missing, experts go one by one, which is
-logged once.
+`refusal` says whether the kernels can take a call; `fused` runs them. Triton is imported at the
+first call that is taken. Where it is missing, experts go one by one, which is logged once.
 
 The kernels have run in Triton's interpreter only, not on a GPU.
 """
@@ -18,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dynoffload.moe.activations import Activation, SiLU, SwiGLU
-from dynoffload.moe.routing import Routing
+from dynoffload.moe.indices import Routing
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +46,6 @@ def suits(*tensors: torch.Tensor) -> bool:
     return plain and all(one.is_cuda for one in tensors) and not watched() and available()
 
 
-def missing(tensor: torch.Tensor) -> str | None:
-    """Return what kernels lack to run where a tensor is, in words, or None."""
-    if not available():
-        return "triton is not installed"
-    if tensor.is_cuda:
-        return None
-    import triton
-
-    if triton.knobs.runtime.interpret:
-        return None
-    return f"tensors are on {tensor.device} and Triton's interpreter, which runs there, is off"
-
-
 def refusal(
     tokens: torch.Tensor,
     up: torch.Tensor,
@@ -78,8 +63,15 @@ def refusal(
         biases: there are any.
         activation: between the products.
     """
-    if why := missing(tokens):
-        return why
+    if not available():
+        return "triton is not installed"
+    if not tokens.is_cuda:
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            return (
+                f"tokens are on {tokens.device} and Triton's interpreter, which runs there, is off"
+            )
     if type(activation) not in (SwiGLU, SiLU):
         return "the activation is neither SwiGLU nor SiLU"
     if biases:
@@ -89,29 +81,6 @@ def refusal(
     if tokens.dtype not in _DTYPES and (tokens.is_cuda or tokens.dtype != torch.float64):
         return f"tokens are {tokens.dtype}"
     return None
-
-
-def routed(
-    chosen: torch.Tensor, experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the parts of a `Routing`, and what is wrong with the choice.
-
-    Args:
-        chosen: int64, (L, k), neither of them 0.
-        experts: E.
-
-    Returns:
-        ``expert_token_indices``, ``expert_token_offsets`` and ``token_index_map``; and one int64:
-        2 where numbers are beyond the experts, 1 where a token names one twice, 0 otherwise. The
-        others mean nothing unless it is 0.
-    """
-    from dynoffload.moe.kernels import indexing
-
-    chosen = chosen.contiguous()
-    with indexing.on(chosen.device):
-        bounds, wrong = indexing.bounds_of(chosen, experts)
-        order, places = indexing.places_of(chosen, bounds, experts)
-    return order, bounds[0, : experts + 1].long(), places, wrong.max().long()
 
 
 def fused(
@@ -124,18 +93,7 @@ def fused(
     activation: Activation,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the sum of each token's experts; see `dynoffload.moe.computation.experts`.
-
-    Args:
-        tokens: (L, d), of the dtype in which products are made.
-        gates: (L, k).
-        up: (E, p·h, d).
-        down: (E, d, h).
-        routing: not without any choice of an expert.
-        transposed: ``up`` is (E, d, p·h) and ``down`` (E, h, d).
-        activation: `SwiGLU` or `SiLU`.
-        dtype: of the result, (L, d).
-    """
+    """Return the sum of each token's experts; see `dynoffload.moe.kernels.function.Fused`."""
     from dynoffload.moe.kernels.function import Fused
 
     up, down = up.to(tokens.dtype), down.to(tokens.dtype)

@@ -1,9 +1,8 @@
 """Experts on a GPU as one node of autograd.
 
-What it is: `Fused`, which launches `dynoffload.moe.kernels.products`. What it is not: for experts
-with biases, for other activations, or for matrices that are paged by expert. No tensor of (L·k, d)
-exists in forward or backward; saved are the first product, (L·k, p·h), and the activation's result,
-(L·k, h). ``torch.use_deterministic_algorithms`` fixes the blocks of the kernels, and so the bits
+`Fused` launches `dynoffload.moe.kernels.products`. No tensor of (L·k, d) exists in forward or
+backward; saved are the first product, (L·k, p·h), and the activation's result, (L·k, h).
+``torch.use_deterministic_algorithms`` fixes the blocks of the kernels, and so the bits
 between processes; within one, bits are the same in each run of a shape once blocks are chosen.
 
 The kernels have run in Triton's interpreter only, not on a GPU.
@@ -11,15 +10,39 @@ The kernels have run in Triton's interpreter only, not on a GPU.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from dynoffload.moe.indices import Routing
 from dynoffload.moe.kernels import products
-from dynoffload.moe.kernels.indexing import TILE, bounds_of, on
-from dynoffload.moe.routing import Routing
+
+_TILE = 32  # tokens, of whose multiples the tiles of `combine_kernel` are
+
+
+def bounds_of(routing: Routing) -> torch.Tensor:
+    """Return where the tokens of each tile of `_TILE` begin in each expert's run.
+
+    Returns:
+        int32, (tiles + 1, E): a row of one tile is followed by that of the next.
+    """
+    order, length = routing.expert_token_indices, routing.tokens
+    device, offsets = order.device, routing.expert_token_offsets
+    experts = torch.arange(routing.experts + 1, device=device)
+    ends = torch.cat((offsets[1:], offsets.new_tensor([len(order)])))
+    of = experts.repeat_interleave(ends - offsets, output_size=len(order))
+    tiles = torch.arange(0, length + _TILE, _TILE, device=device).clamp_(max=length)
+    # Tokens of an expert are in order, so pairs of an expert and a token are.
+    wanted = tiles.unsqueeze(1) + experts[:-1] * length
+    return torch.searchsorted(of * length + order, wanted).int()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return what makes a device that to which kernels go."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _launch(kernel: Any, grid: Any, *arguments: Any, **settings: Any) -> None:
@@ -78,13 +101,12 @@ def _combine(
         out,
         routing.tokens,
         routing.experts,
-        routing.token_expert_indices.shape[1],
         inner,
         width,
         len(bounds) - 1,
         *weight.stride(),
         GATE=gates is not None,
-        TILE=TILE,
+        TILE=_TILE,
         PLACING=_placing(given.dtype),
         **_exactness(given.dtype),
     )
@@ -157,8 +179,8 @@ class Fused(torch.autograd.Function):
         own[routing.token_index_map.reshape(-1)] = gates.reshape(-1)
         first = tokens.new_empty(count, w_up.shape[1])
         between = tokens.new_empty(count, hidden)
-        with on(tokens.device):
-            bounds, _ = bounds_of(routing.token_expert_indices.contiguous(), routing.experts)
+        with _on(tokens.device):
+            bounds = bounds_of(routing)
             _launch(
                 products.up_kernel,
                 lambda meta: (
@@ -204,7 +226,7 @@ class Fused(torch.autograd.Function):
         )
         d_first = torch.empty_like(first)
         d_tokens = d_gates = d_up = d_down = None
-        with on(tokens.device):
+        with _on(tokens.device):
             _launch(
                 products.back_kernel,
                 lambda meta: (

@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The products of experts on a GPU: rows are gathered as they are read, sums stay with one program.
 
-What it is: four kernels. `up_kernel` gathers tokens inside the first product and makes gate and up
-of one read of them. `combine_kernel` is a second product together with the sum over a token's
-choices; it is the forward's last and the gradient of tokens. `back_kernel` is dY·W3ᵀ with the
-derivative of the activation and of gates; `weights_kernel` is the gradient of matrices. What it is
-not: autograd (`dynoffload.moe.kernels.function`).
+`up_kernel` gathers tokens inside the first product and makes gate and up of one read of them.
+`combine_kernel` is a second product together with the sum over a token's choices; it is the
+forward's last and the gradient of tokens. `back_kernel` is dY·W3ᵀ with the derivative of the
+activation and of gates; `weights_kernel` is the gradient of matrices.
 
 [Note: combine]  A program owns a tile of tokens and columns and adds to it in registers, so there
 are no atomics, no (L·k, d) tensor, and one order of sums: through experts in order. As tokens of an
@@ -142,7 +141,7 @@ def up_kernel(
         {"BT": 128, "BM": 64, "BN": 64, "BK": 32},
         {"BT": 128, "BM": 16, "BN": 128, "BK": 32},
     ),
-    key=["inner", "width", "experts", "k"],
+    key=["inner", "width", "experts"],
 )
 @triton.jit
 def combine_kernel(
@@ -154,7 +153,6 @@ def combine_kernel(
     out,
     length,
     experts,
-    k,
     inner,
     width,
     tiles,
@@ -177,8 +175,8 @@ def combine_kernel(
     mine = tile * BT + tl.arange(0, BT)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     kept = columns < width
-    low_at = bounds + tile * (BT // TILE) * (experts + k)
-    high_at = bounds + tl.minimum((tile + 1) * (BT // TILE), tiles) * (experts + k)
+    low_at = bounds + tile * (BT // TILE) * experts
+    high_at = bounds + tl.minimum((tile + 1) * (BT // TILE), tiles) * experts
     total = tl.zeros((BT, BN), dtype=ACC)
     broken = tl.zeros((BT,), dtype=tl.int32)
     for expert in range(experts):

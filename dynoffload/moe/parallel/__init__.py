@@ -1,14 +1,11 @@
 """Mixtures of experts over several processes, in parts whose exchanges hide behind their experts.
 
-What it is: `ExpertParallel`, a layer. Nothing of torch.distributed is imported before this package
-is.
-
 Source: MPipeMoE (arXiv 2506.22175).
 """
 
 from __future__ import annotations
 
-from dynoffload.moe.parallel.beside import clip_grad_norm_, keep_apart
+from dynoffload.moe.parallel.data_parallel import clip_grad_norm_, keep_apart
 from dynoffload.moe.parallel.layer import ExpertParallel
 from dynoffload.planning.strategies import Strategy
 

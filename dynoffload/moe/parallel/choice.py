@@ -1,10 +1,10 @@
-"""The number of parts and the strategy, chosen while training runs.
+"""Chooses the number of parts and the strategy while training runs, by times of its steps.
 
-What it is: `Chooser`. For batch sizes that it has not met it searches a number of parts by trying,
-guesses from that and the cost model what may be the quickest, and lets these race in the steps that
-follow. All ranks choose alike: what they go by is the largest batch of all, and times of the
-slowest. What it is not: the search (`dynoffload.moe.parallel.granularity`), the race
-(`dynoffload.moe.parallel.race`) or the model (`dynoffload.moe.parallel.cost`).
+[Note: steps]  While a race lasts, a choice is held until every forward made by it has had its
+backward, or never will. A forward that is run again (activation checkpointing) has to save what the
+first one saved, and one of several forwards before a backward is no step. Ranks exchange whether
+that is so, with the time of the last step and the size of the next batch, so all hold the same. A
+rank whose backward does not come makes nobody wait here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from dynoffload.errors import ConfigError
-from dynoffload.moe.parallel.cost import CostModel, Shape, memory
-from dynoffload.moe.parallel.granularity import NUMBERS, Granularity
-from dynoffload.moe.parallel.race import Race
+from dynoffload.moe.parallel.exchange import Exchange
+from dynoffload.moe.parallel.memory import Shape, memory
+from dynoffload.moe.parallel.race import ROUNDS, Race
+from dynoffload.moe.parallel.step_timer import StepTimer, TimedStep, in_backward
 from dynoffload.planning.strategies import Strategy
 from dynoffload.units import format_bytes
+
+NUMBERS = (1, 2, 4, 8, 16)
+"""Of parts, of which ``"auto"`` chooses."""
+
+_FIRST_ROUNDS = ROUNDS  # of the race of numbers
 
 
 class Choice(NamedTuple):
@@ -32,71 +40,47 @@ class Choice(NamedTuple):
     strategy: Strategy
 
 
-class Turn(NamedTuple):
-    """How a step is made.
-
-    Attributes:
-        choice: taken.
-        timed: its time is asked for.
-    """
-
-    choice: Choice
-    timed: bool
-
-
 PLAIN = Choice(1, Strategy.NONE)
-
-_NEAR = 1.5  # times the best guess: such choices race, as guesses are rough
-_MOST = 8  # that race, beside `PLAIN`
 
 
 class Chooser:
-    """Chooses for one layer.
+    """Chooses by two races for each size: of numbers of parts, then of strategies.
+
+    Numbers race with the strategy of least work that fits in the limit; then all strategies race
+    with the number that has won. All ranks choose alike, as they record the same times.
 
     Args:
-        model: of the group; the same on all ranks.
         shape: of a batch of so many tokens.
-        trial: of a choice; returns seconds, the same on all ranks.
-        limit: bytes that the pipeline may hold (`dynoffload.moe.parallel.cost.memory`); None for
-            as many as it takes.
-        numbers: of parts that are tried.
-        strategies: that may be taken.
+        limit: bytes that the pipeline may hold (`dynoffload.moe.parallel.memory`); None for as
+            many as it takes.
+        numbers: of parts that may be taken.
+        strategies: that may be taken, those of less work first.
     """
 
     def __init__(
         self,
-        model: CostModel,
         shape: Callable[[int], Shape],
-        trial: Callable[[Choice], float],
         *,
         limit: int | None = None,
         numbers: Sequence[int] = NUMBERS,
         strategies: Sequence[Strategy] = tuple(Strategy),
     ) -> None:
-        self.model = model
-        self._shape, self._trial, self._limit = shape, trial, limit
+        self._shape, self._limit = shape, limit
         self._all = [Choice(parts, strategy) for strategy in strategies for parts in numbers]
-        self._numbers = tuple(numbers)
-        self._searches: dict[Strategy, Granularity] = {}
-        self._races: dict[int, Race[Choice]] = {}
+        self._races: dict[int, list[Race[Choice]]] = {}
 
     @property
-    def trials(self) -> int:
-        """How many choices were tried, beside the steps."""
-        return sum(one.trials for one in self._searches.values())
-
-    @property
-    def laps(self) -> int:
-        """How many steps were timed."""
-        return sum(one.laps for one in self._races.values())
+    def timed_steps(self) -> int:
+        """How many steps have raced."""
+        return sum(race.timed_steps for races in self._races.values() for race in races)
 
     @property
     def settled(self) -> bool:
-        """Whether no race is under way."""
-        return all(one.settled for one in self._races.values())
+        """Whether the choice stands for all sizes so far."""
+        return all(len(races) == 2 and races[1].settled for races in self._races.values())
 
-    def turn(self, tokens: int) -> Turn:
-        """Return how to make a step.
+    def turn(self, tokens: int) -> tuple[Choice, bool]:
+        """Return the choice for a step, and whether its time is to be recorded.
 
         Args:
             tokens: of the rank that has most.
@@ -104,100 +88,138 @@ class Chooser:
         Raises:
             ConfigError: nothing fits in the limit.
         """
-        race = self._race(tokens)
-        fits = self._fitting(tokens)
-        runs = race.turn(fits)
-        if runs is not None:
-            return Turn(runs, timed=True)
-        best = race.best(fits)
-        if best is None:  # a race is of sizes of which not all fit alike: the model decides
-            predicted = self._predicted(tokens)
-            best = min(predicted, key=lambda one: predicted[one])
-        return Turn(best, timed=False)
+        fitting, races = self._fitting(tokens), self._races_of(tokens)
+        turn = races[-1].turn(fitting.__contains__)
+        if turn is not None:
+            return turn, True
+        for race in reversed(races):
+            best = race.best(fitting.__contains__)
+            if best is not None:
+                return best, False
+        return fitting[0], False  # sizes of one race, of which not all fit alike
 
     def record(self, tokens: int, choice: Choice, seconds: float) -> None:
-        """Tell the time of a step, of the slowest rank."""
-        self._race(tokens).record(choice, seconds / tokens)
+        """Take the time of a step, of the slowest rank."""
+        self._races_of(tokens)[-1].record(choice, seconds / tokens)
 
     def settled_for(self, tokens: int) -> bool:
         """Whether batches of this size are made in the same way from now on."""
-        return self._race(tokens).settled
+        races = self._races_of(tokens)
+        return len(races) == 2 and races[1].settled
 
-    def _race(self, tokens: int) -> Race[Choice]:
-        # Sizes within a factor of two share a race, so that those of every step can be others.
+    def _races_of(self, tokens: int) -> list[Race[Choice]]:
+        # Sizes within a factor of two share races, so that those of every step can be others.
         upto = 1 << (tokens - 1).bit_length()
         if upto not in self._races:
-            self._races[upto] = Race(self._leaders(tokens, upto))
-        return self._races[upto]
+            lightest: dict[int, Choice] = {}
+            for one in self._fitting(tokens):
+                lightest.setdefault(one.parts, one)
+            self._races[upto] = [Race(list(lightest.values()), _FIRST_ROUNDS)]
+        races = self._races[upto]
+        if len(races) == 1 and races[0].settled:
+            best = races[0].best()
+            races.append(Race([one for one in self._all if best and one.parts == best.parts]))
+        return races
 
-    def _fitting(self, tokens: int) -> Callable[[Choice], bool]:
+    def _fitting(self, tokens: int) -> list[Choice]:
+        """Return what fits in the limit, what does less work first."""
         shape = self._shape(tokens)
-        return lambda one: (
-            self._limit is None or memory(one.strategy, one.parts, shape) <= self._limit
-        )
-
-    def _predicted(self, tokens: int) -> dict[Choice, float]:
-        """Return what the model says of all that fits."""
-        shape, fits = self._shape(tokens), self._fitting(tokens)
-        found = {
-            one: self.model.seconds(one.strategy, one.parts, shape)
-            for one in self._all
-            if fits(one)
-        }
-        if not found or self._limit == 0:
-            least = min(memory(one.strategy, one.parts, shape) for one in self._all)
+        needs = {one: memory(one.strategy, one.parts, shape) for one in self._all}
+        if self._limit is None:
+            return self._all
+        found = [one for one in self._all if needs[one] <= self._limit]
+        if not found:
             raise ConfigError(
-                f"memory={format_bytes(self._limit or 0)} is too little for a batch of {tokens} "
-                f"tokens a rank, which takes {format_bytes(least)} at least: raise it, or make "
-                "batches smaller"
+                f"memory={format_bytes(self._limit)} is too little for a batch of {tokens} tokens "
+                f"a rank, which takes {format_bytes(min(needs.values()))} at least: raise it, or "
+                "make batches smaller"
             )
         return found
 
-    def _leaders(self, tokens: int, upto: int) -> list[Choice]:
-        """Return what may be the quickest, what does less work first."""
-        predicted = self._predicted(tokens)
-        guesses = self._guesses(predicted, upto)
-        ranked = sorted(guesses, key=lambda one: guesses[one])
-        # Of each strategy the best number in any case: how copies and products slow each other, and
-        # what fresh memory costs, the model knows least. What is far behind has two turns.
-        leaders = {
-            next(one for one in ranked if one.strategy is strategy)
-            for strategy in {one.strategy for one in ranked}
-        }
-        for one in ranked:
-            if len(leaders) < _MOST and guesses[one] <= _NEAR * guesses[ranked[0]]:
-                leaders.add(one)
-        leaders |= {PLAIN} & predicted.keys()
-        return [one for one in self._all if one in leaders]
 
-    def _guesses(self, predicted: dict[Choice, float], upto: int) -> dict[Choice, float]:
-        """Return guesses of seconds: the model, set right by trials of the numbers of parts.
+class Adapting:
+    """Chooses for one layer, batch by batch; all ranks do so together.
 
-        Trials are made of the strategy that the model puts first. A number that was not tried is as
-        far from the model as the nearest one that was.
+    Args:
+        exchange: of the layer.
+        shape: of a batch of so many tokens, of numbers of so many bytes.
+        limit: see `Chooser`.
+        numbers: see `Chooser`.
+        strategies: see `Chooser`.
+
+    Attributes:
+        last: the choice for the last batch that was trained on.
+        chooser: None before the first batch.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        shape: Callable[[int, int], Shape],
+        *,
+        limit: int | None,
+        numbers: Sequence[int],
+        strategies: Sequence[Strategy],
+    ) -> None:
+        self._exchange, self._shape = exchange, shape
+        self._limit, self._numbers, self._strategies = limit, numbers, strategies
+        self.last = PLAIN
+        self.chooser: Chooser | None = None
+        self._timer = StepTimer()
+        self._held: dict[int, Choice] = {}  # of sizes that still race; see [Note: steps]
+        self._timed: tuple[int, Choice] | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is timed any more, for the sizes of batches so far."""
+        return self.chooser is not None and self.chooser.settled
+
+    def choose(self, tokens: torch.Tensor) -> tuple[Choice, TimedStep | None]:
+        """Return the choice for a batch of this rank, (L, d).
+
+        Returns:
+            The choice, and what times forward and backward, if anything does.
+
+        Raises:
+            ConfigError: nothing fits in the limit.
         """
-        lead = min(predicted, key=lambda one: predicted[one]).strategy
-        tried: dict[int, float] = {}
+        size, waits = self._agreed(tokens)
+        if not size:  # no step, and nothing that could be cut
+            return PLAIN, None
+        choice, timed = self._held.get(size), False
+        if choice is None:
+            if self.chooser is None:
+                itemsize = tokens.element_size()
+                self.chooser = Chooser(
+                    lambda count: self._shape(count, itemsize),
+                    limit=self._limit,
+                    numbers=self._numbers,
+                    strategies=self._strategies,
+                )
+            choice, timed = self.chooser.turn(size)
+            if not self.chooser.settled_for(size):
+                self._held[size] = choice
+        self.last = choice
+        if size not in self._held or (waits and in_backward()):
+            return choice, None
+        timed = timed and not waits
+        if timed:
+            self._timed = (size, choice)
+        return choice, self._timer.start(self._exchange, tokens.device, timed=timed)
 
-        def trial(_: int, parts: int) -> float | None:
-            one = Choice(parts, lead)
-            if one not in predicted:
-                return None
-            took = self._trial(one)
-            tried[parts] = took / predicted[one]
-            return took
-
-        search = self._searches.setdefault(lead, Granularity(self._numbers))
-        found = search.find(upto, trial)
-        if not tried:  # a known range: its number and those beside it
-            near = found.parts if found else self._numbers[0]
-            kept = {one: took for one, took in predicted.items() if _apart(one.parts, near) <= 2}
-            return kept or predicted
-        return {
-            one: took * tried[min(tried, key=lambda parts: (_apart(parts, one.parts), parts))]
-            for one, took in predicted.items()
-        }
-
-
-def _apart(one: int, other: int) -> float:
-    return max(one, other) / min(one, other)
+    def _agreed(self, tokens: torch.Tensor) -> tuple[int, bool]:
+        """Return the size of the largest batch, and whether a backward may be to come."""
+        given = [float(len(tokens))]
+        if not self._held:
+            (most,) = self._exchange.largest(given, tokens.device, "sizes of batches")
+            return int(most), False
+        most, waits, missing, forward, backward = self._exchange.largest(
+            given + self._timer.state(), tokens.device, "sizes of batches, and times"
+        )
+        if most and not waits:
+            if self.chooser and self._timed and not missing:
+                self.chooser.record(*self._timed, forward + backward)
+            self._held.clear()
+            self._timer.clear()
+            self._timed = None
+        return int(most), bool(waits)

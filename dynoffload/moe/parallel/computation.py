@@ -1,9 +1,8 @@
 """The experts of one rank over the rows of one part, forward and backward, by hand.
 
-What it is: what stands between the two exchanges. It differs from `dynoffload.moe.computation` in
-what is saved: the middle alone, which is the first product; the activation is made again. The
-middle lies in memory that the caller gives, so that it can be used again for the next part; where
-it is computed again in backward it exists one tile at a time.
+It differs from `dynoffload.moe.computation` in what is saved: the middle, which is the first
+product, in memory that the caller gives and uses again for the next part. A middle that is computed
+again in backward exists one tile at a time.
 
 [Note: rows]  A row's bits must not depend on the part that it is in. BLAS takes another kernel,
 with another order of sums, for a few rows than for many, and for the last rows of a matrix. So an

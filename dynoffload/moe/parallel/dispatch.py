@@ -1,8 +1,7 @@
 """Which rows go to which rank in which part of the batch.
 
-What it is: `Dispatch`, made of a router's choice by one exchange of counts and one of what each row
-is for: its experts there, and their gates. What it is not: the rows themselves
-(`dynoffload.moe.parallel.pipeline`).
+`Dispatch` is made of a router's choice by two exchanges: of counts, and of each row's experts and
+gates.
 
 A token that has several experts on one rank goes there once, and comes back as the sum of them. The
 batch is cut into parts by their number, not by their size, so ranks with batches of different sizes
@@ -16,9 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dynoffload.moe.indices import route
+from dynoffload.moe.indices import Routing, route
 from dynoffload.moe.parallel.exchange import Exchange
-from dynoffload.moe.routing import Routing
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,5 @@
 """Exchanges of rows between the processes of a group, none of which waits for ever.
 
-What it is: `Exchange`, which starts all-to-alls with uneven shares and gives handles to wait on.
-What it is not: which rows go where (`dynoffload.moe.parallel.dispatch`).
-
 Every process of the group makes the same exchanges in the same order, whatever it has to send. A
 wait that lasts too long, or whose other end is gone, is an `ExchangeError` that names this rank,
 the layer, and what was awaited from whom. On gloo an exchange runs in the backend's own threads; on
@@ -164,21 +161,22 @@ class Exchange:
             what: is awaited, for the error.
         """
         rows = torch.tensor(given, dtype=torch.int64, device=device)
-        into = torch.empty_like(rows)
-        ones = [1] * self.world
-        self.start(into, rows, ones, ones, what).wait()
-        return [[int(one) for one in row] for row in into.tolist()]
-
-    def largest(self, given: Sequence[float], device: torch.device, what: str) -> list[float]:
-        """Return the largest of each number over all ranks, which is the same on all of them."""
-        return [max(column) for column in zip(*self.gathered(given, device, what), strict=True)]
+        found: list[list[int]] = self._swapped(rows, what).tolist()
+        return found
 
     def gathered(
         self, given: Sequence[float], device: torch.device, what: str
     ) -> list[list[float]]:
         """Return the numbers of all ranks, rank by rank."""
         rows = torch.tensor([list(given)] * self.world, dtype=torch.float64, device=device)
-        into = torch.empty_like(rows)
-        ones = [1] * self.world
+        found: list[list[float]] = self._swapped(rows, what).tolist()
+        return found
+
+    def largest(self, given: Sequence[float], device: torch.device, what: str) -> list[float]:
+        """Return the largest of each number over all ranks, which is the same on all of them."""
+        return [max(column) for column in zip(*self.gathered(given, device, what), strict=True)]
+
+    def _swapped(self, rows: torch.Tensor, what: str) -> torch.Tensor:
+        into, ones = torch.empty_like(rows), [1] * self.world
         self.start(into, rows, ones, ones, what).wait()
-        return [[float(one) for one in row] for row in into.tolist()]
+        return into

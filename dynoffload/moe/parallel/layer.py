@@ -1,15 +1,11 @@
-"""`ExpertParallel`: a mixture whose experts are spread over the processes of a group.
-
-What it is: the layer `dynoffload.moe.MoE` with E/world of its experts in each process, whose tokens
-travel to their experts and back. What it is not: the exchange itself
-(`dynoffload.moe.parallel.pipeline`), or anything that sums the gradients of what is replicated.
-"""
+"""`ExpertParallel`: `dynoffload.moe.MoE` with its experts spread over the processes of a group."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +15,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynoffload.errors import ConfigError
+from dynoffload.moe.indices import Routing
 from dynoffload.moe.layer import MoE
-from dynoffload.moe.parallel.adapting import Adapting, Batch
-from dynoffload.moe.parallel.choice import Choice
+from dynoffload.moe.parallel.choice import NUMBERS, Adapting, Choice
 from dynoffload.moe.parallel.dispatch import dispatch
 from dynoffload.moe.parallel.exchange import Exchange
-from dynoffload.moe.parallel.granularity import NUMBERS
-from dynoffload.moe.parallel.laps import Lap
+from dynoffload.moe.parallel.memory import Shape, shape_of
 from dynoffload.moe.parallel.pipeline import Call, pipelined
+from dynoffload.moe.parallel.step_timer import TimedStep
 from dynoffload.moe.parallel.tiers import Tier, tier_for
-from dynoffload.moe.routing import Routing
 from dynoffload.planning.strategies import Strategy, strategy_of
 from dynoffload.runtime.ranks.replicas import Rows
 from dynoffload.units import format_bytes, parse_bytes
@@ -79,9 +74,8 @@ class ExpertParallel(MoE):
             quickest that fits in ``memory``.
         memory: that buffers and what is kept may take where something is ``"auto"``: bytes, or
             such as ``"2GiB"``; for loads that are alike. None for as much as it takes.
-            What is ``"auto"`` is tried on the first batch of sizes that are new, which takes as
-            long as some 5 to 10 steps, and then changes from step to step for some 30 to 200 steps
-            of such sizes, in which choices race; ``adapting.settled`` tells the end.
+            What is ``"auto"`` changes from step to step for some 20 to 250 steps of sizes that
+            are new, in which choices race; ``adapting.settled`` says whether that is over.
         timeout: seconds that a rank waits for the others.
         name: of the layer, for errors.
         spill_dir: where offloaded parts lie, on the CPU; by default the system's for temporary
@@ -173,9 +167,7 @@ class ExpertParallel(MoE):
             return
         self.adapting = Adapting(
             self.exchange,
-            self.activation,
-            self._run,
-            self._tier_for,
+            self._shape,
             limit=limit,
             numbers=(parts,) if isinstance(parts, int) else NUMBERS,
             strategies=tuple(Strategy) if strategy == AUTO else (strategy_of(strategy),),
@@ -302,14 +294,13 @@ class ExpertParallel(MoE):
                 "leave them out by ignored_params={layer.up, layer.down}"
             )
         parts, strategy, limit = self._asked
-        numbers = [
+        given = [
             0 if isinstance(parts, str) else parts,
             -1 if strategy == AUTO else list(Strategy).index(strategy_of(strategy)),
             -1 if limit is None else limit,
         ]
-        given = [float(one) for number in numbers for one in (number, -number)]
-        found = self.exchange.largest(given, self.router.device, "parts and strategy")
-        if found != given:
+        found = self.exchange.gathered(given, self.router.device, "parts and strategy")
+        if any(one != found[0] for one in found):
             memory = "" if limit is None else f", memory={format_bytes(limit)}"
             raise ConfigError(
                 f"layer {self.exchange.name!r} has parts={parts!r}, strategy={strategy!r}{memory} "
@@ -326,33 +317,39 @@ class ExpertParallel(MoE):
             tokens = tokens.to(torch.get_autocast_dtype(kind))
         gates = gates.to(tokens.dtype)
         up, down = self.up.to(tokens.dtype), self.down.to(tokens.dtype)
-        batch = Batch(tokens, routing.token_expert_indices, gates, up, down)
-        with torch.autocast(kind, enabled=False):
-            if not (self.adapting and torch.is_grad_enabled()):
-                return self._run(self.choice, batch).to(result)
-            choice, lap = self.adapting.choose(batch)
-            if lap is None:
-                return self._run(choice, batch).to(result)
-            with lap.forward():
-                return self._run(choice, batch, lap).to(result)
+        choice, step = self.choice, None
+        if self.adapting and torch.is_grad_enabled():
+            choice, step = self.adapting.choose(tokens)
+        with torch.autocast(kind, enabled=False), step.forward() if step else nullcontext():
+            call = self._call(choice, tokens, routing.token_expert_indices, gates, step)
+            return pipelined(tokens, gates, up, down, call).to(result)
 
-    def _run(self, choice: Choice, batch: Batch, lap: Lap | None = None) -> torch.Tensor:
-        """Compute a batch by a choice."""
+    def _call(
+        self,
+        choice: Choice,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        gates: torch.Tensor,
+        step: TimedStep | None,
+    ) -> Call:
+        """Agree with the other ranks on what goes where."""
         grads = torch.is_grad_enabled()
         sent = dispatch(
             self.exchange,
-            batch.chosen,
-            batch.gates.detach(),
+            chosen,
+            gates.detach(),
             len(self.up),
             choice.parts,
-            need_tokens=grads and batch.tokens.requires_grad,
-            need_gates=grads and batch.gates.requires_grad,
+            need_tokens=grads and tokens.requires_grad,
+            need_gates=grads and gates.requires_grad,
         )
-        tier = self._tier_for(batch.tokens) if choice.strategy.offloads and grads else None
-        call = Call(self.exchange, sent, self.activation, choice.strategy, tier, lap)
-        return pipelined(batch.tokens, batch.gates, batch.up, batch.down, call)
-
-    def _tier_for(self, tokens: torch.Tensor) -> Tier:
-        if self._tier is None:
+        offloads = grads and choice.strategy.offloads
+        if offloads and self._tier is None:
             self._tier = tier_for(tokens.device, self._spill_dir, self.exchange.timeout)
-        return self._tier
+        tier = self._tier if offloads else None
+        return Call(self.exchange, sent, self.activation, choice.strategy, tier, step)
+
+    def _shape(self, tokens: int, itemsize: int) -> Shape:
+        first, world = self.activation.parts, self.exchange.world
+        sizes = (self.k, self.experts, world, self.width, self.hidden, first, itemsize)
+        return shape_of(tokens, *sizes)

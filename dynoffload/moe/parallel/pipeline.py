@@ -1,8 +1,7 @@
 """The parts of a batch through dispatch, experts and combination, one part beside the next.
 
-What it is: `pipelined`, one node of autograd over all parts. While the experts work on a part, the
-rows of the next are dispatched and those of the last come back, by the backend's own threads or
-stream. What it is not: the choice of the number of parts and of the strategy.
+`pipelined` is one node of autograd over all parts. While the experts work on a part, the rows of
+the next are dispatched and those of the last come back, by the backend's own threads or stream.
 
 Source: MPipeMoE (arXiv 2506.22175).
 
@@ -31,12 +30,41 @@ from dynoffload.errors import ConfigError
 from dynoffload.memory.reused import reused
 from dynoffload.moe.activations import Activation
 from dynoffload.moe.parallel import computation
-from dynoffload.moe.parallel.buffers import Buffers
 from dynoffload.moe.parallel.dispatch import Dispatch, Part
 from dynoffload.moe.parallel.exchange import Exchange, Pending
-from dynoffload.moe.parallel.laps import Lap
+from dynoffload.moe.parallel.step_timer import TimedStep
 from dynoffload.moe.parallel.tiers import Copying, Stored, Tier
 from dynoffload.planning.strategies import Strategy
+
+
+class Buffers:
+    """Memory of one purpose, of which as much is made as is in use at one time.
+
+    Args:
+        like: dtype and device.
+        width: of a row.
+        rows: of the largest part.
+        reuse: what is freed is taken again; otherwise it is dropped.
+    """
+
+    def __init__(self, like: torch.Tensor, width: int, rows: int, reuse: bool) -> None:
+        self._like, self._width, self._rows, self._reuse = like, width, rows, reuse
+        self._free: list[torch.UntypedStorage] = []
+
+    def take(self, rows: int) -> torch.Tensor:
+        """Return memory of ``rows`` rows, with whatever bytes."""
+        if not self._reuse:
+            return self._like.new_empty(rows, self._width)
+        if self._free:
+            whole = self._like.new_empty(0).set_(self._free.pop())
+        else:
+            whole = self._like.new_empty(self._rows * self._width)
+        return whole[: rows * self._width].view(rows, self._width)
+
+    def free(self, rows: torch.Tensor) -> None:
+        """Nobody reads or writes these rows any more."""
+        if self._reuse:
+            self._free.append(rows.untyped_storage())
 
 
 @dataclass(eq=False)
@@ -49,7 +77,7 @@ class Call:
         activation: of the experts.
         strategy: for what reuse overwrites.
         tier: takes what is offloaded; None where the strategy offloads nothing.
-        lap: is told of the backward; None if nobody asks.
+        step: times the backward; None if it is not timed.
         rows: of each part, that were offloaded.
         middles: of each part, in pieces by expert, that were offloaded.
     """
@@ -59,7 +87,7 @@ class Call:
     activation: Activation
     strategy: Strategy
     tier: Tier | None
-    lap: Lap | None = None
+    step: TimedStep | None = None
     rows: list[Stored] = field(default_factory=list)
     middles: list[list[tuple[slice, Stored]]] = field(default_factory=list)
 
@@ -215,7 +243,7 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        with ctx.call.lap.backward() if ctx.call.lap is not None else nullcontext():
+        with ctx.call.step.backward() if ctx.call.step is not None else nullcontext():
             return _Pipelined._backward(ctx, *gradients)
 
     @staticmethod

@@ -1,11 +1,9 @@
-"""Which of several ways is the quickest, by times of steps that are made anyway.
+"""Finds the quickest of several methods by the times of training steps.
 
-What it is: `Race`, in which ways take turns, so that a machine that becomes slower does so for all
-of them alike, and those that are clearly behind drop out (successive halving). A test by
-ranks says what is clear, so a noisy machine takes more turns. It decides by
-what it is told and nothing else, so ranks that are told the same decide alike. What it is not: what
-measures (`dynoffload.moe.parallel.laps`), or what says who takes part
-(`dynoffload.moe.parallel.choice`).
+Methods take turns, so a machine that becomes slower does so for all of them. Those that are
+clearly slower drop out (successive halving). A rank-sum test decides what is clear, so a noisy
+machine takes more turns. A race depends on recorded times alone, so ranks that record the same
+decide alike.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Race(Generic[Runner]):
         rounds: in each of which every runner that is left takes one turn.
 
     Attributes:
-        laps: times that were told.
+        timed_steps: times that were recorded.
     """
 
     def __init__(self, runners: Sequence[Runner], rounds: int = ROUNDS) -> None:
@@ -45,7 +43,7 @@ class Race(Generic[Runner]):
         self._running = list(self._times)
         self._left = list(self._running)  # who has not had a turn in this round
         self._round, self._rounds = 0, rounds
-        self.laps = 0
+        self.timed_steps = 0
 
     @property
     def settled(self) -> bool:
@@ -71,10 +69,10 @@ class Race(Generic[Runner]):
         return None
 
     def record(self, runner: Runner, seconds: float) -> None:
-        """Tell the time of a step, or of a part of one that is alike for all."""
+        """Take the time of a step, or of a part of one that is alike for all."""
         if runner not in self._left:
             return
-        self.laps += 1
+        self.timed_steps += 1
         self._times[runner].append(seconds)
         self._left.remove(runner)
         if not self._left:

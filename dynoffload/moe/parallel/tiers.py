@@ -1,8 +1,7 @@
 """Where a part's rows and middle go between forward and backward: the tier below.
 
-What it is: `FileTier` for tensors on the CPU, below which is a disk, and `PinnedTier` for those on
-an accelerator, below which is the host. Both copy beside the computing: one by a thread of its own,
-the other by a stream. What it is not: the decision what goes there (`Strategy`).
+`FileTier` takes tensors of the CPU to a disk, by a thread of its own; `PinnedTier` takes those of
+an accelerator to the host, by a stream.
 
 The file has no name and is private, as every spill file of dynoffload; its pages may be in the
 system's page cache, which is no memory of the process and can be taken from it at any time.
@@ -11,7 +10,6 @@ system's page cache, which is no memory of the process and can be taken from it 
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import deque
@@ -26,7 +24,11 @@ from typing import Any, Protocol
 import torch
 
 from dynoffload.errors import SpillError
-from dynoffload.memory.spill import SpillFile, default_spill_dir, reason
+from dynoffload.memory.spill import SpillFile, default_spill_dir, transfer
+from dynoffload.planning.extents import Extents
+from dynoffload.units import format_bytes
+
+_MOST = 1 << 62
 
 
 class Copying(Protocol):
@@ -61,35 +63,24 @@ class _Room:
     """
 
     def __init__(self) -> None:
-        self.end = 0
-        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
+        self._extents = Extents(_MOST)
         self._back: deque[tuple[int, int]] = deque()
 
+    @property
+    def end(self) -> int:
+        return self._extents.high
+
     def take(self, size: int) -> int:
-        self.settle()
-        for at, (offset, room) in enumerate(self._free):
-            if room >= size:
-                rest = [(offset + size, room - size)] if room > size else []
-                self._free[at : at + 1] = rest
-                return offset
-        offset, self.end = self.end, self.end + size
+        while self._back:
+            self._extents.give(*self._back.popleft())
+        offset = self._extents.take(size) if size else 0
+        if offset is None:
+            raise SpillError(f"offloaded parts take more than {format_bytes(_MOST)}")
         return offset
 
     def give_back(self, offset: int, size: int) -> None:
-        self._back.append((offset, size))
-
-    def settle(self) -> None:
-        while self._back:
-            self._join(self._back.popleft())
-
-    def _join(self, extent: tuple[int, int]) -> None:
-        joined: list[tuple[int, int]] = []
-        for one in sorted([*self._free, extent]):
-            if joined and sum(joined[-1]) == one[0]:
-                joined[-1] = (joined[-1][0], joined[-1][1] + one[1])
-            else:
-                joined.append(one)
-        self._free = joined
+        if size:
+            self._back.append((offset, size))
 
 
 class _InFile:
@@ -203,38 +194,23 @@ class FileTier:
             ) from error
 
     def _write(self, tensor: torch.Tensor, offset: int) -> None:
-        rest = _bytes(tensor)
-        while rest:
-            try:
-                count = os.pwrite(self._file.fd, rest, offset)
-            except OSError as error:
-                why = reason(error.errno or 0)
-                message = self._file.unwritable("a part of a batch", why)
-                raise SpillError(error.errno, message) from error
-            rest, offset = rest[count:], offset + count
+        try:
+            transfer(self._file.fd, _bytes(tensor), offset, reads=False)
+        except OSError as error:
+            message = self._file.unwritable("a part of a batch", str(error.strerror))
+            raise SpillError(error.errno, message) from error
 
     def _read(self, into: torch.Tensor, offset: int) -> None:
-        rest = _bytes(into)
-        while rest:
-            try:
-                count = os.preadv(self._file.fd, [rest], offset)
-                why = "" if count else "the file is too short"
-                number = 0
-            except OSError as error:
-                count, number, why = 0, error.errno or 0, reason(error.errno or 0)
-            if not count:
-                raise SpillError(number, self._file.unreadable("a part of a batch", why))
-            rest, offset = rest[count:], offset + count
+        try:
+            transfer(self._file.fd, _bytes(into), offset, reads=True)
+        except OSError as error:
+            message = self._file.unreadable("a part of a batch", str(error.strerror))
+            raise SpillError(error.errno, message) from error
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor on the CPU."""
-    flat = tensor.detach().reshape(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    if flat.data_ptr() != tensor.data_ptr():
-        raise ValueError("a tensor that is not contiguous was to be stored")
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class PinnedTier:

@@ -9,7 +9,7 @@ autograd gets the row. Everything else that is asked of it is asked of the param
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,8 +19,18 @@ from dynoffload.runtime.experts.gradients import Filling, FusedGradients
 from dynoffload.runtime.interrupts import uninterrupted
 
 
+class Gathers(Protocol):
+    """Makes one gradient of those of slices, as often as backward runs through one call's graph."""
+
+    def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Take the gradient of one slice, and return it as it stays."""
+
+    def finish(self) -> torch.Tensor | None:
+        """Return the gradient of the whole, None if no slice had one, and begin anew."""
+
+
 class _Maker:
-    """Makes one gradient of one call's graph, as often as backward runs through it."""
+    """Makes the gradient of a fused parameter."""
 
     def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
         self._gradients, self._fused = gradients, fused
@@ -42,15 +52,15 @@ class _Unbind(torch.autograd.Function):
     """The slices of a parameter; their gradients become one."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, maker: _Maker) -> tuple[torch.Tensor, ...]:
-        ctx.maker = maker
+    def forward(ctx: Any, whole: torch.Tensor, gathers: Gathers) -> tuple[torch.Tensor, ...]:
+        ctx.gathers = gathers
         ctx.set_materialize_grads(False)
-        return parameter.detach().unbind(0)
+        return whole.detach().unbind(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if not torch.is_grad_enabled():
-            return ctx.maker.finish(), None
+            return ctx.gathers.finish(), None
         # The backward is to be differentiated: as the stock network does, in the same order.
         shape, total = None, None
         for number in reversed(range(len(gradients))):
@@ -59,6 +69,7 @@ class _Unbind(torch.autograd.Function):
                 shape = (len(gradients), *gradient.shape)
                 whole = torch.ops.aten.select_backward(gradient, shape, 0, number)
                 total = whole if total is None else total + whole
+        ctx.gathers.finish()  # what a node before may have written
         return total, None
 
 
@@ -66,8 +77,8 @@ class _Place(torch.autograd.Function):
     """One slice, as it is; its gradient goes to its place as soon as it is there."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, maker: _Maker, number: int) -> torch.Tensor:
-        ctx.maker, ctx.number = maker, number
+    def forward(ctx: Any, part: torch.Tensor, gathers: Gathers, number: int) -> torch.Tensor:
+        ctx.gathers, ctx.number = gathers, number
         return part.view_as(part)
 
     @staticmethod
@@ -75,7 +86,32 @@ class _Place(torch.autograd.Function):
         (gradient,) = gradients
         if torch.is_grad_enabled():
             return gradient, None, None
-        return ctx.maker.put(ctx.number, gradient), None, None
+        return ctx.gathers.put(ctx.number, gradient), None, None
+
+
+class Views:
+    """The slices of a tensor, each as one node of autograd, whose gradients become one.
+
+    Args:
+        whole: (E, ...).
+        gathers: their gradients.
+    """
+
+    def __init__(self, whole: torch.Tensor, gathers: Gathers) -> None:
+        self._whole, self._gathers = whole, gathers
+        self._unbound: tuple[torch.Tensor, ...] = ()
+        self._given: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """Return one slice."""
+        if not (torch.is_grad_enabled() and self._whole.requires_grad):
+            return self._whole[number]
+        if not self._unbound:
+            self._unbound = _Unbind.apply(self._whole, self._gathers)  # type: ignore[no-untyped-call]
+        if number not in self._given:
+            made = _Place.apply(self._unbound[number], self._gathers, number)  # type: ignore[no-untyped-call]
+            self._given[number] = made
+        return self._given[number]
 
 
 class Parts:
@@ -95,26 +131,15 @@ class Parts:
         gradients: FusedGradients,
         on_use: Callable[[int], None],
     ) -> None:
-        self._parameter, self._fused, self._gradients = parameter, fused, gradients
-        self._on_use = on_use
-        self._unbound: tuple[torch.Tensor, ...] = ()
-        self._maker = _Maker(gradients, fused)
-        self._given: dict[int, torch.Tensor] = {}
+        self._parameter, self._fused, self._on_use = parameter, fused, on_use
+        self._views = Views(parameter, _Maker(gradients, fused))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         number = _number(index, len(self._fused.slots))
         if number is None:
             return self._parameter[index]
         self._on_use(number)
-        if not (torch.is_grad_enabled() and self._parameter.requires_grad):
-            return self._parameter[number]
-        given = self._given.get(number)
-        if given is None:
-            if not self._unbound:
-                self._unbound = _Unbind.apply(self._parameter, self._maker)  # type: ignore[no-untyped-call]
-            given = _Place.apply(self._unbound[number], self._maker, number)  # type: ignore[no-untyped-call]
-            self._given[number] = given
-        return given
+        return self._views[number]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parameter, name)

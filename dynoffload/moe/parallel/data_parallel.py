@@ -1,9 +1,4 @@
-"""What a loop does about experts that are other ones on each rank, beside data parallelism.
-
-What it is: `keep_apart`, which has `DistributedDataParallel` leave them alone, and
-`clip_grad_norm_`, whose norm is that of the experts of all ranks. What it is not: the sums of what
-is replicated, which the wrapper makes, or the loop.
-"""
+"""Expert parallelism beside data parallelism: `keep_apart` and `clip_grad_norm_`."""
 
 from __future__ import annotations
 

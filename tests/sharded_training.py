@@ -1,9 +1,5 @@
 """Sharded training over processes: FSDP2's ``fully_shard``, with and without a budget.
 
-What it is: small networks whose ranks take different paths, one function that trains one of them
-(`train_sharded`), and one that starts processes for it (`on_ranks`). What it is not: a command, or
-a table.
-
 [Note: paths of ranks]  FSDP's collectives must match on all ranks. So what differs between ranks
 differs inside of a block, whose shards all ranks gather: which experts a token takes, and whether a
 block that was called does anything. What a rank did not use has a gradient of zeros there
@@ -319,80 +315,6 @@ def join(rank: int, world: int, store: str, *, timeout: float = 60.0) -> None:
         world_size=world,
         timeout=timedelta(seconds=timeout),
     )
-
-
-ROWS = (
-    (Case("moe", "AdamW", steps=200), "8MiB"),
-    (Case("layerdrop", "AdamW", steps=200), "1900KiB"),
-)
-"""Runs on two ranks whose paths differ, and a budget of each rank that its states pass."""
-
-
-def rows(directory: Path, *, world: int = 2, timeout: float = 900.0) -> list[dict[str, Any]]:
-    """Train `ROWS` on ``world`` processes of this machine, plain and under their budgets.
-
-    Args:
-        directory: a new one, for the processes and what they spill.
-        world: processes.
-        timeout: seconds, after which all are ended.
-
-    Returns:
-        For each run: ``network``, ``optimizer``, ``steps``, ``ranks`` and ``budget``; whether
-        losses and all of parameters and optimizer state are ``equal`` on every rank; the samples
-        and tensors that were ``compared``; ``plain_s``, ``ours_s`` and their ``ratio`` on the
-        slowest rank; bytes in and out and the highest fast bytes of all ranks, by rank.
-
-    Raises:
-        RuntimeError: a rank failed, or was not done in time.
-    """
-    script = "from dynoffload.experiments import ranks_shards; ranks_shards.main()"
-    ranks = on_ranks(script, [str(directory)], directory, world=world, timeout=timeout)
-    found = []
-    for number, (case, budget) in enumerate(ROWS):
-        each = [rank[number] for rank in ranks]
-        plain, ours = (max(one[name] for one in each) for name in ("plain_s", "ours_s"))
-        found.append(
-            {
-                "network": case.network,
-                "optimizer": case.optimizer,
-                "steps": case.steps,
-                "ranks": world,
-                "budget": budget,
-                "equal": all(one["equal"] for one in each),
-                "compared": [one["compared"] for one in each],
-                "plain_s": plain,
-                "ours_s": ours,
-                "ratio": ours / plain,
-                "stats": [one["stats"] for one in each],
-            }
-        )
-    return found
-
-
-def main() -> None:
-    """Be one of the processes of `rows`: train every run, and write what has come of it.
-
-    ``sys.argv`` is as of `on_ranks`, with the directory for what is spilled.
-    """
-    rank, world, store, out, directory = sys.argv[1:]
-    join(int(rank), int(world), store)
-    spill = Path(directory) / f"spill{rank}"
-    spill.mkdir()
-    found = []
-    for case, budget in ROWS:
-        plain = train_sharded(case, budget=None)
-        ours = train_sharded(case, budget=budget, spill_dir=spill)
-        found.append(
-            {
-                "equal": plain.losses == ours.losses and plain.state == ours.state,
-                "compared": [len(plain.losses), len(plain.state)],
-                "plain_s": plain.seconds,
-                "ours_s": ours.seconds,
-                "stats": ours.stats,
-            }
-        )
-    Path(out).write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
 
 
 def on_ranks(

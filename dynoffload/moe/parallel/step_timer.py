@@ -1,10 +1,7 @@
-"""Times of real steps of a layer: a forward and its backward, wherever that comes.
+"""Times steps of a layer: a forward and its backward, wherever that comes.
 
-What it is: `Laps`, which knows which forwards have not had their backward yet, and what one of them
-has taken. What it is not: an exchange of that among ranks (`dynoffload.moe.parallel.adapting`).
-
-A `Lap` lives as long as the graph of its forward. So one whose backward will never come is known
-by its end, and until then it counts as one whose backward may come.
+A `TimedStep` lives as long as the graph of its forward. So one whose backward never comes is known
+by its end; until then its backward may come.
 """
 
 from __future__ import annotations
@@ -27,19 +24,19 @@ def in_backward() -> bool:
 
 @dataclass(eq=False)
 class _Times:
-    """Of one lap; None where it was not made."""
+    """Of one step; None where a half was not made."""
 
     forward_s: float | None = None
     backward_s: float | None = None
 
 
-class Lap:
+class TimedStep:
     """A forward, and the backward that is to come.
 
     Args:
         exchange: of the layer.
         device: of its tokens.
-        times: where its times go; None if nobody asks.
+        times: where its times go; None if they are not needed.
 
     Attributes:
         done: its backward has come.
@@ -52,7 +49,7 @@ class Lap:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Time the block; ranks have just met, as they told their sizes."""
+        """Time the block; ranks have just met, as they exchanged their sizes."""
         start = time.perf_counter()
         yield
         if self._times is not None:
@@ -60,7 +57,7 @@ class Lap:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Time the block, at whose beginning ranks meet if the lap is timed."""
+        """Time the block, at whose beginning ranks meet if the step is timed."""
         if self._times is not None:
             self._exchange.largest([0.0], self._device, "the sign that it is at a backward")
         start = time.perf_counter()
@@ -75,37 +72,37 @@ class Lap:
         return time.perf_counter() - start
 
 
-class Laps:
-    """The laps of one layer."""
+class StepTimer:
+    """The steps of one layer."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[Lap] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[TimedStep] = weakref.WeakSet()
         self._times: _Times | None = None
 
-    def start(self, exchange: Exchange, device: torch.device, *, timed: bool) -> Lap:
-        """Return a new lap; the last one that is timed is told of."""
+    def start(self, exchange: Exchange, device: torch.device, *, timed: bool) -> TimedStep:
+        """Return a new step; `state` has the times of the last one that is timed."""
         if timed:
             self._times = _Times()
-        lap = Lap(exchange, device, self._times if timed else None)
-        self._alive.add(lap)
-        return lap
+        step = TimedStep(exchange, device, self._times if timed else None)
+        self._alive.add(step)
+        return step
 
-    def told(self) -> list[float]:
-        """Return what ranks tell each other, of which the largest counts.
+    def state(self) -> list[float]:
+        """Return what ranks exchange, of which the largest counts.
 
         Returns:
-            1 where a backward may be to come, or is under way, else 0; 1 where the timed lap has
+            1 where a backward may be to come, or is under way, else 0; 1 where the timed step has
             not been made, else 0; seconds of its forward; of its backward.
         """
         alive = list(self._alive)
         waits = any(not one.done for one in alive)
-        if in_backward():  # that of laps which were done, and whose graph is kept for another one
+        if in_backward():  # of steps which were done, and whose graph is kept for another one
             waits = waits or any(not one.again for one in alive)
         times = self._times or _Times()
         missing = times.forward_s is None or times.backward_s is None
         return [float(waits), float(missing), times.forward_s or 0.0, times.backward_s or 0.0]
 
     def clear(self) -> None:
-        """Nothing is awaited any more."""
+        """Forget all steps."""
         self._alive.clear()
         self._times = None

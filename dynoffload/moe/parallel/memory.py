@@ -1,0 +1,71 @@
+"""Bytes that the pipeline of a layer holds at most, by counting; source: MPipeMoE (arXiv
+2506.22175)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynoffload.moe.parallel.computation import TILE
+from dynoffload.planning.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of one rank, where experts and ranks have like loads.
+
+    Attributes:
+        tokens: L, of the rank that has most.
+        rows: that it takes, and sends.
+        pairs: of a row and an expert.
+        width: d.
+        hidden: h.
+        first: p, columns of the first product for one of the second.
+        itemsize: bytes of a number.
+    """
+
+    tokens: int
+    rows: int
+    pairs: int
+    width: int
+    hidden: int
+    first: int
+    itemsize: int
+
+
+def shape_of(
+    tokens: int, k: int, experts: int, world: int, width: int, hidden: int, first: int, size: int
+) -> Shape:
+    """Return the shape of a batch whose tokens choose experts alike.
+
+    Of k different experts of E, none is on a given rank with a chance of
+    ``C(E - E/world, k) / C(E, k)``.
+    """
+    away = 1.0
+    held = experts // world
+    for number in range(k):
+        away *= max(experts - held - number, 0) / (experts - number)
+    rows = round(tokens * world * (1 - away))
+    return Shape(tokens, rows, tokens * k, width, hidden, first, size)
+
+
+def memory(strategy: Strategy, parts: int, shape: Shape) -> int:
+    """Return the bytes that the pipeline holds at most, in backward.
+
+    Counted are buffers, what is kept, the gradient of tokens, and tiles; not parameters, their
+    gradients, the layer's own input and result, the router, or index structures.
+    """
+    rows = shape.rows * shape.width
+    middle = shape.pairs * shape.first * shape.hidden
+    tokens = shape.tokens * shape.width
+    tiles = min(TILE, -(-shape.pairs // parts)) * (
+        3 * shape.width + (5 * shape.first - 1) * shape.hidden
+    )
+    if not strategy.reuses:
+        # Kept rows; gradients of results and rows of this part, of results of the next, of rows of
+        # the last; what goes out and comes home.
+        held = rows + middle + {1: 2, 2: 4}.get(parts, 6) * rows / parts
+    else:
+        away = {1: 3, 2: 5}.get(parts, 6)
+        home = (1 + strategy.sends_again) + (parts > 1)
+        held = (away + home) * rows / parts + middle / parts * strategy.offloads_middle
+    return int((held + tokens + tiles) * shape.itemsize)

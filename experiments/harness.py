@@ -1,0 +1,342 @@
+"""The harness: what all experiments share, so that each is only its cases and what it measures.
+
+An experiment is a subclass of `Experiment`: a dataclass of parameters, cases, the row that one case
+gives, the columns of its table and, if it wants them, a summary and a figure. `carry_out` runs the
+cases that the JSON written so far does not hold, and renders the whole: the table on the terminal,
+the figure beside the JSON, and the table of the page beside it, whose prose is Markdown.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from dynoffload.errors import ConfigError
+from dynoffload.experiments import make_room, write_json
+from dynoffload.experiments.comparing import Table, fill_page, marks_of, show
+from dynoffload.experiments.processes import ONE_THREAD, fresh
+from dynoffload.experiments.provenance import provenance
+from dynoffload.pilot.progress import Report, progress_bar
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+"""What a case gives: what JSON holds."""
+Cell = Callable[[Mapping[str, Any]], str]
+"""The text of a column, from a row."""
+P = TypeVar("P")
+T = TypeVar("T")
+
+
+def option(default: T, meaning: str, *, place: bool = False) -> T:
+    """Return a parameter of an experiment: a field of its dataclass.
+
+    Args:
+        default: the one that the experiment's page was made with.
+        meaning: one phrase, for ``--help``.
+        place: it says where something lies, and no number depends on it.
+    """
+    found: T = field(default=default, metadata={"help": meaning, "place": place})
+    return found
+
+
+@dataclass(frozen=True)
+class NoParameters:
+    """The parameters of an experiment that has none."""
+
+
+class Experiment(Generic[P]):
+    """One experiment. The first line of its module's docstring says what it measures.
+
+    Attributes:
+        parameters: the dataclass of them; each field is an `option`.
+        title: of its table.
+        columns: of its table: head -> text of a row.
+        words: heads, beside the first, whose cells are words and not numbers.
+        isolated: whether each case has a process of its own.
+        resumes: whether a row is all that later cases and the summary take of a case.
+        one_thread: whether torch computes with one thread, here and in isolated processes.
+        height: of the figure, in inches.
+        params: this run's.
+        rows: of the cases that are done.
+        report: shows progress within a case.
+        stack: what is entered here is left after the last case.
+    """
+
+    parameters: ClassVar[type[Any]] = NoParameters
+    title: ClassVar[str] = ""
+    columns: ClassVar[Mapping[str, Cell]] = {}
+    words: ClassVar[Sequence[str]] = ()
+    isolated: ClassVar[bool] = False
+    resumes: ClassVar[bool] = True
+    one_thread: ClassVar[bool] = False
+    height: ClassVar[float] = 4.6
+
+    def __init__(self, params: P) -> None:
+        self.params = params
+        self.rows: list[Row] = []
+        self.report: Report = lambda doing, done=None, total=None: None
+        self.stack = ExitStack()
+
+    def cases(self) -> Mapping[str, Any]:
+        """Return the cases by name, in the order in which they run; refuse wrong parameters."""
+        raise NotImplementedError
+
+    def run(self, case: Any) -> Row:
+        """Measure one case."""
+        raise NotImplementedError
+
+    def summary(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return what follows from all rows."""
+        return {}
+
+    def parts(self, result: Mapping[str, Any]) -> list[Table | str]:
+        """Return the tables and lines that a terminal and a page show."""
+        return [table(self.title, self.columns, result["rows"], self.words)]
+
+    def draw(self, figure: Figure, color: Mapping[str, str], result: Mapping[str, Any]) -> None:
+        """Draw the figure; an experiment without this method has none."""
+
+
+def table(
+    title: str, columns: Mapping[str, Cell], rows: Sequence[Row], words: Sequence[str] = ()
+) -> Table:
+    """Return a table of ``rows``; its first column and those named by ``words`` are words."""
+    heads = list(columns)
+    return Table(
+        title,
+        heads,
+        [[text(row) for text in columns.values()] for row in rows],
+        words=[number for number, head in enumerate(heads) if not number or head in words],
+    )
+
+
+def turns(
+    ways: Sequence[T], *, rounds: int, warmup: int = 0, per_turn: int = 1, lead: int = 0
+) -> Iterator[tuple[T, bool]]:
+    """Yield whose step is next, and whether it counts, so that ways are compared in turns.
+
+    A machine that becomes faster or slower does so for all of them alike. Every second round runs
+    backwards, so that none always follows the same neighbour.
+
+    Args:
+        ways: that take turns.
+        rounds: how many turns each has.
+        warmup: steps of each before the first round.
+        per_turn: steps of a turn that count.
+        lead: steps of a turn before those, in which a worker pays for the transfers that it could
+            finish while others had their turns.
+    """
+    for way in ways:
+        yield from ((way, False) for _ in range(warmup))
+    for number in range(rounds):
+        for way in ways if number % 2 == 0 else reversed(ways):
+            yield from ((way, place >= lead) for place in range(lead + per_turn))
+
+
+# Running
+
+
+def carry_out(
+    kind: type[Experiment[Any]],
+    params: Any,
+    json_path: Path | None = None,
+    *,
+    restart: bool = False,
+) -> dict[str, Any]:
+    """Run the cases that are not done yet, render, and return the result.
+
+    Rows so far stand in a file beside ``json_path``, which is written when all are there. Rows of
+    the same parameters and the same commit are not measured again.
+
+    Args:
+        kind: the experiment.
+        params: its parameters.
+        json_path: of the result.
+        restart: measure every case.
+
+    Raises:
+        ConfigError: a parameter is wrong, or a file that is to be written cannot be.
+    """
+    one = kind(params)
+    with one.stack:
+        if kind.one_thread:
+            import torch
+
+            one.stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        begun: dict[str, Any] = {"params": plain(params), "made_by": provenance()}
+        result = None
+        if json_path is not None:
+            make_room(json_path, "--json")
+            check_page(json_path)
+            if not restart:
+                result = _kept(json_path, begun, kind)
+                partial = _kept(_partial(json_path), begun, kind)
+                one.rows = [] if partial is None else partial["rows"]
+        if result is None:
+            with progress_bar(True) as one.report:
+                rows = _rows(one, begun, json_path)
+                result = {**begun, "summary": one.summary(rows), "rows": rows}
+            if json_path is not None:
+                write_json(json_path, result)
+                _partial(json_path).unlink(missing_ok=True)
+    render(one, result, json_path)
+    return result
+
+
+def render(one: Experiment[Any], result: Mapping[str, Any], json_path: Path | None) -> None:
+    """Print the tables; draw the figure and fill the page beside ``json_path``."""
+    parts = [*one.parts(result), *_made_by(result)]
+    show(*parts)
+    if json_path is None:
+        return
+    if type(one).draw is not Experiment.draw:
+        from dynoffload.reporting.canvas import write_figure
+
+        write_figure(
+            lambda figure, color: one.draw(figure, color, result),
+            json_path.with_suffix(".svg"),
+            height=one.height,
+        )
+    page = json_path.with_suffix(".md")
+    if page.exists():
+        fill_page(page, parts)
+
+
+def rendered(kind: type[Experiment[Any]], json_path: Path) -> dict[str, Any]:
+    """Render what an earlier run has written, and return it.
+
+    Raises:
+        ConfigError: it cannot be read, or is no result of this experiment.
+    """
+    try:
+        result: dict[str, Any] = json.loads(json_path.read_text(encoding="utf-8"))
+        params = kind.parameters(**_typed(kind.parameters, result["params"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = f"{json_path} holds no result of this experiment ({error}): run it without --render"
+        raise ConfigError(told) from error
+    check_page(json_path)
+    render(kind(params), result, json_path)
+    return result
+
+
+def check_page(json_path: Path) -> None:
+    """Refuse a page beside ``json_path`` that has no place for a table, before anything runs."""
+    page = json_path.with_suffix(".md")
+    if page.exists():
+        marks_of(page)
+        make_room(page, "--json")
+
+
+def _rows(one: Experiment[Any], begun: Mapping[str, Any], json_path: Path | None) -> list[Row]:
+    """Return the rows of all cases, of which the missing ones are measured."""
+    done = {row["case"]: row for row in one.rows}
+    cases = one.cases()
+    for number, (name, case) in enumerate(cases.items()):
+        if name in done:
+            continue
+        one.report(name, number, len(cases))
+        done[name] = {"case": name, **_row(one, name, case)}
+        one.rows.append(done[name])
+        if json_path is not None and one.resumes:
+            write_json(_partial(json_path), {**begun, "rows": one.rows})
+    return [done[name] for name in cases]
+
+
+def _row(one: Experiment[Any], name: str, case: Any) -> Row:
+    if not one.isolated:
+        return one.run(case)
+    environment = ONE_THREAD if one.one_thread else None
+    return fresh(name, _isolated, type(one), one.params, one.rows, case, environment=environment)
+
+
+def _isolated(kind: type[Experiment[Any]], params: Any, rows: list[Row], case: Any) -> Row:
+    one = kind(params)
+    one.rows = rows
+    with one.stack:
+        return one.run(case)
+
+
+def _partial(json_path: Path) -> Path:
+    return json_path.with_suffix(".partial.json")
+
+
+def _kept(
+    path: Path, begun: Mapping[str, Any], kind: type[Experiment[Any]]
+) -> dict[str, Any] | None:
+    """Return what an earlier run by the same code, with the same parameters, has written."""
+    places = {one.name for one in fields(kind.parameters) if one.metadata["place"]}
+
+    def settings(of: Mapping[str, Any]) -> Any:
+        made = of["made_by"]
+        used = {key: value for key, value in of["params"].items() if key not in places}
+        return used, made["commit"], made["machine"]
+
+    if begun["made_by"]["commit"].endswith("-dirty"):
+        return None  # no commit says which code that was
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found if settings(found) == settings(begun) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _made_by(result: Mapping[str, Any]) -> Iterator[str]:
+    made = result["made_by"]
+    machine = made.get("machine")
+    where = (
+        f", on {machine['cpu']}, {machine['threads']} of {machine['cores']} cores, torch "
+        f"{machine['torch']}"
+        if machine
+        else ""
+    )
+    yield f"Made by `{made['command']}`, commit {made['commit']}{where}."
+
+
+# Parameters
+
+
+def options_of(params: type[Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the options of a dataclass of parameters: name -> (type, default)."""
+    hints = typing.get_type_hints(params)
+    for one in fields(params):
+        if one.default is MISSING:
+            raise ConfigError(f"experiment option {one.name!r} has no default value")
+    return {one.name: (hints[one.name], one.default) for one in fields(params)}
+
+
+def meanings_of(params: type[Any]) -> dict[str, str]:
+    """Return what each option means."""
+    return {one.name: one.metadata["help"] for one in fields(params)}
+
+
+def plain(params: Any) -> dict[str, Any]:
+    """Return parameters as JSON holds them."""
+    return {one.name: _plain(getattr(params, one.name)) for one in fields(params)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _typed(params: type[Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters as their dataclass has them, from what JSON holds."""
+    hints = typing.get_type_hints(params)
+
+    def typed(value: Any, kind: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(value)
+        kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        return Path(value) if Path in kinds and value is not None else value
+
+    return {name: typed(value, hints.get(name)) for name, value in found.items()}
