@@ -10,12 +10,10 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from dynoffload import config
 from dynoffload.cli import app
-from dynoffload.cli.training import split_tail
 from dynoffload.config import Defaults
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.runtime.offload import _say_overruled
@@ -168,7 +166,8 @@ def test_a_bad_budget_is_refused_before_the_script_runs(runner: CliRunner, tmp_p
         ["run", "--bugdet", "1GiB", __file__],
         ["run", "--pilot", "nowhere.pilot", __file__],
         ["profile", __file__],
-        ["profile", __file__, "-o", "x", "--steps", "none"],
+        ["profile", __file__, "-o", "x"],
+        ["profile", "-o", "x", "--steps", "none", __file__],
         ["profile", "-o", __file__, __file__],
         ["profile", "--steps", "0", "-o", "x", __file__],
         ["dance"],
@@ -244,9 +243,8 @@ def test_a_script_that_offloads_nothing_is_told(
     script = write(tmp_path, end)
     result = runner.invoke(app, ["run", "--budget", "1MB", str(script)])
     assert result.exit_code == 0
-    first, last = result.stderr.splitlines()
-    assert f"{script} does not mention dynoffload" in first
-    assert f"{script} ended without an offload() block" in last
+    (line,) = result.stderr.splitlines()
+    assert f"{script} ended without an offload() block" in line
     result = runner.invoke(app, ["run", str(script)])
     assert result.exit_code == 2, "it asked for nothing, and nothing was done"
     assert f"{script} ended without an offload() block" in result.stderr
@@ -426,15 +424,6 @@ def test_profile_stops_the_script_after_the_steps(runner: CliRunner, tmp_path: P
     assert config.defaults() == config.Defaults()
 
 
-def test_profile_takes_its_options_at_the_end_too(runner: CliRunner, tmp_path: Path) -> None:
-    script, out = write(tmp_path, RECORD), tmp_path / "traces"
-    words = ["profile", str(script), "5", "--steps", "9", "-o", str(out)]
-    result = runner.invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert "finished ['5', '--steps', '9']" in result.stdout
-    assert f"5 in {out}" in result.stdout
-
-
 def test_only_new_traces_are_counted(runner: CliRunner, tmp_path: Path) -> None:
     script, out = write(tmp_path, RECORD), tmp_path / "traces"
     out.mkdir()
@@ -459,30 +448,3 @@ def test_a_failing_script_keeps_its_code_and_its_traces(runner: CliRunner, tmp_p
     result = runner.invoke(app, ["profile", "-o", str(out), str(script), "2"])
     assert result.exit_code == 5
     assert len(list(out.iterdir())) == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], ([], None, None)),
-        (["-o", "d"], ([], Path("d"), None)),
-        (["a", "--out", "d"], (["a"], Path("d"), None)),
-        (["--steps", "5", "-o", "d"], (["--steps", "5"], Path("d"), None)),
-        (["a", "-o", "d", "--steps", "5"], (["a"], Path("d"), 5)),
-        (["-o", "mine", "-o", "d"], (["-o", "mine"], Path("d"), None)),
-        (["-o", "mine", "more"], (["-o", "mine", "more"], None, None)),
-        (["-o", "d", "--steps", "5", "more"], (["-o", "d", "--steps", "5", "more"], None, None)),
-        (["--steps", "5"], (["--steps", "5"], None, None)),
-        (["-o"], (["-o"], None, None)),
-    ],
-)
-def test_what_stands_at_the_end_is_split_off(
-    words: list[str], expected: tuple[list[str], Path | None, int | None]
-) -> None:
-    assert split_tail(words, None) == expected
-
-
-@pytest.mark.parametrize("count", ["0", "many", "-3"])
-def test_a_bad_count_at_the_end_is_a_usage_error(count: str) -> None:
-    with pytest.raises(typer.BadParameter):
-        split_tail(["-o", "d", "--steps", count], None)

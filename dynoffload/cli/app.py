@@ -1,8 +1,5 @@
 """The root of the command line: the app, its global options, and how errors end a command.
 
-What it is: the one place that turns a `DynOffloadError` into one line and an exit code. What it is
-not: commands; each has a file of its own beside this one.
-
 [Note: exit codes] 0: done. 1: the request could not be met (any `DynOffloadError`), or the script
 that was run failed by an exception. 2: the command was misspelt. A script that ends by
 ``sys.exit(n)`` ends the command with ``n``.
