@@ -271,16 +271,3 @@ def test_two_optimizers_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"of Two returned 2 optimizers, and offload\(\) takes one: give it one"
     ):
         fit(Two(), tmp_path, OffloadCallback(**quarter()))
-
-
-def test_an_optimizer_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
-    class Refused(Module):
-        def configure_optimizers(self) -> Any:
-            """Return an optimizer whose state is not of parameters."""
-            return torch.optim.LBFGS(self.parameters())
-
-    module = Refused()
-    with pytest.raises(ConfigError, match="LBFGS updates all parameters together"):
-        fit(module, tmp_path, OffloadCallback(**quarter()))
-    assert_ordinary(module)
-    assert "training_step" not in module.__dict__

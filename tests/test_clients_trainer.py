@@ -460,15 +460,6 @@ def test_a_model_on_several_devices_is_refused(tmp_path: Path) -> None:
         client.train()
 
 
-def test_an_optimizer_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
-    model = network()
-    optimizers = (torch.optim.LBFGS(model.parameters()), None)
-    client = trainer(model, tmp_path, OffloadCallback(**quarter()), optimizers=optimizers)
-    with pytest.raises(ConfigError, match="LBFGS updates all parameters together"):
-        client.train()
-    assert_ordinary(model)
-
-
 def test_without_a_budget_both_remedies_are_named(tmp_path: Path) -> None:
     client = trainer(network(), tmp_path, OffloadCallback())
     with pytest.raises(
