@@ -34,8 +34,8 @@ from dynoffload.runtime.checkpoints.matching import (
     match_optimizer,
     place_of,
 )
-from dynoffload.runtime.checkpoints.opened import Opened, Stored, opened
 from dynoffload.runtime.checkpoints.peers import Peers, peers_of
+from dynoffload.runtime.checkpoints.reading import Opened, Stored, opened
 from dynoffload.runtime.checkpoints.saving import state_of, things_of
 from dynoffload.runtime.checkpoints.tensors import Memory
 from dynoffload.runtime.ranks.sharded import drop_gradients, reshard

@@ -20,12 +20,12 @@ import torch
 from dynoffload.errors import CheckpointError, DynOffloadError
 from dynoffload.memory.local import is_spread, local
 from dynoffload.memory.pieces import Buffer, is_dense
-from dynoffload.runtime.checkpoints import manifest, shards
-from dynoffload.runtime.checkpoints.directory import OURS, located, target_of
+from dynoffload.runtime.checkpoints import files, manifest
 from dynoffload.runtime.checkpoints.extents import Held
+from dynoffload.runtime.checkpoints.files import Place
 from dynoffload.runtime.checkpoints.manifest import File, Manifest
 from dynoffload.runtime.checkpoints.peers import Peers
-from dynoffload.runtime.checkpoints.shards import Place
+from dynoffload.runtime.checkpoints.publishing import OURS, located, target_of
 from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
 from dynoffload.runtime.checkpoints.values import decode
 from dynoffload.runtime.ranks.sharded import spread_like
@@ -67,15 +67,10 @@ class Stored:
     def fits(self, held: Held) -> bool:
         """Return whether what is here of it may be read into what is ``held``."""
         tensor = held.tensor
-        if held.extent is not None and not is_spread(tensor):
-            return (tensor.dtype, held.shape, tensor.device.type == "cpu") == (
-                self.dtype,
-                self.shape,
-                self.device == "cpu",
-            )
+        is_part = held.extent is not None and not is_spread(tensor)
         return (
-            (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape)
-            and tensor.stride() == self.stride
+            (tensor.dtype, held.shape) == (self.dtype, self.shape)
+            and (is_part or tensor.stride() == self.stride)
             and (tensor.device.type == "cpu") == (self.device == "cpu")
         )
 
@@ -121,7 +116,7 @@ class Opened:
         fd = self._open(name, 0, self._directory)
         data = bytearray(os.fstat(fd).st_size)
         with self.sound(name):
-            shards.read_exactly(fd, memoryview(data), 0)
+            files.read_exactly(fd, memoryview(data), 0)
         return bytes(data)
 
     def _why(self, error: OSError) -> str:
@@ -149,11 +144,11 @@ class Opened:
                 "load another checkpoint"
             )
         with self.sound(name):
-            if sums and shards.checksum_of(fd, file.nbytes, self._buffer) != file.crc32:
+            if sums and files.checksum_of(fd, file.nbytes, self._buffer) != file.crc32:
                 raise ValueError("its checksum is not that of what was saved")
             if name.endswith(".safetensors"):
                 known = self.tensors[name.split("-")[0].split(".")[0]]
-                head = shards.read_head(fd, name, file.nbytes)
+                head = files.read_head(fd, name, file.nbytes)
                 if twice := known.keys() & head.keys():
                     raise ValueError(f"tensor {min(twice)!r} is in two files")
                 known.update(head)
@@ -181,7 +176,7 @@ class Opened:
             ValueError, KeyError, TypeError, RuntimeError: there is none like that.
         """
         place = self.tensors[family][said["name"]]
-        dtype, shape = shards.dtype_of(place.kind), place.kind.shape
+        dtype, shape = files.dtype_of(place.kind), place.kind.shape
         if said.get("pairs", False):
             if dtype != torch.float64 or shape[-1:] != (2,):
                 raise ValueError(f"tensor {said['name']!r} is of no complex numbers")
@@ -197,7 +192,7 @@ class Opened:
 
     def read(self, place: Place, held: Held, memory: Memory) -> None:
         """Fill in place what is here of a tensor."""
-        shards.read(place, held, memory, self._buffer)
+        files.read(place, held, memory, self._buffer)
 
     def decode(self, family: str, value: Any) -> Any:
         """Return what was encoded, with its tensors."""
