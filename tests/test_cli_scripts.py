@@ -384,19 +384,6 @@ def test_a_pilot_that_the_policy_does_not_ask_is_named(
     assert (f"--pilot {pilot} is not used" in caplog.text) is (policy != "pilot")
 
 
-def test_remedies_are_options_of_the_command(runner: CliRunner, tmp_path: Path) -> None:
-    script = write(tmp_path, TRAIN)
-    options = ["--budget", "1MB", "--spill-dir", str(tmp_path / "nowhere")]
-    result = runner.invoke(app, ["run", *options, str(script), "{}", "1"])
-    assert result.exit_code == 1
-    assert "pass --spill-dir (in the script: spill_dir=) a directory" in result.stderr
-    lost = {"pilot": "lost.pilot"}
-    result = runner.invoke(app, ["run", *options[:2], str(script), repr(lost), "1"])
-    assert "'dynoffload pilot train'" in result.stderr
-    result = runner.invoke(app, ["run", "--policy", "pilott", str(script)])
-    assert result.stderr.startswith("error: --policy 'pilott' is not an option")
-
-
 # -- profile ------------------------------------------------------------------------------------
 
 RECORD = """
