@@ -339,17 +339,6 @@ def test_the_scripts_own_policy_counts_and_an_open_one_is_the_commands(
     assert RunLog.load(page.with_suffix(".runlog.json.gz")).policy == used
 
 
-def test_what_is_overruled_is_one_line_of_the_error_stream(tmp_path: Path) -> None:
-    script = write(tmp_path, TRAIN)
-    words = ["run", "--budget", "1MiB", str(script), repr({"budget": "2MiB"}), "1"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "dynoffload", *words], capture_output=True, text=True, check=True
-    )
-    line = "the script's own offload(budget=2MiB) counts, and --budget 1MiB does not"
-    assert ended.stderr.splitlines()[0] == f"dynoffload: {line}"
-    assert ended.stdout == ""
-
-
 def test_an_option_that_the_script_repeats_is_not_overruled(
     runner: CliRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

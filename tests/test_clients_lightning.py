@@ -110,7 +110,7 @@ def test_a_line_says_what_begins_and_one_what_it_took(
     fit(Module(), tmp_path, offload)
     lines = capsys.readouterr().err.splitlines()
     begun, ended = [line for line in lines if line.startswith("dynoffload: ")]
-    assert begun.startswith("dynoffload: Module is trained under 600kB on the pager: paged are ")
+    assert begun.startswith("dynoffload: Module is trained under 600kB by policy pilot: ")
     assert ended.startswith("dynoffload: Module, 6 steps: median step ")
     assert "of the budget of 600kB" in ended
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dynoffload.cli.app import app, say_note, say_wrote, stderr, stdout
@@ -182,12 +180,7 @@ def profile(
     code: object = None
     set_defaults(profile_dir=out, profile_steps=steps)
     try:
-        with (
-            log_lines(),
-            _steps_shown(out, set(before), steps),
-            _wrapped(wrap),
-            _left_at_the_end(),
-        ):
+        with log_lines(), _wrapped(wrap), _left_at_the_end():
             run_script(script, arguments or [])
     except ProfilingDone:
         pass
@@ -246,28 +239,3 @@ def _traces(directory: Path) -> dict[Path, int]:
         with contextlib.suppress(FileNotFoundError):  # renamed as it was finished
             sizes[path] = path.stat().st_size
     return sizes
-
-
-@contextlib.contextmanager
-def _steps_shown(directory: Path, before: set[Path], wanted: int) -> Iterator[None]:
-    """Show how many traces there are already, on a terminal, while the script runs."""
-    console = stderr()
-    if not console.is_terminal:
-        yield
-        return
-    done = threading.Event()
-    columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("steps", total=wanted)
-
-        def watch() -> None:
-            while not done.wait(0.5):
-                progress.update(task, completed=len(set(_traces(directory)) - before))
-
-        watcher = threading.Thread(target=watch, name="dynoffload-progress", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
