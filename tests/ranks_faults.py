@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dynoffload
 from dynoffload.errors import RankError
-from dynoffload.runtime.ranks import watch as rank_watch
+from dynoffload.runtime.ranks import watchdog
 
 AT, TIMEOUT_S, HANGS_S = 3, 4, 60
 
@@ -107,9 +107,9 @@ def waiting(rank: int, world: int) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dynoffload").addHandler(handler)
-    rank_watch._MOMENT_S = 0.5
+    watchdog._MOMENT_S = 0.5
     own = dist.new_group(timeout=datetime.timedelta(minutes=3))
-    rank_watch._set(dist.group.WORLD, datetime.timedelta(seconds=1))
+    watchdog._set(dist.group.WORLD, datetime.timedelta(seconds=1))
     model = torch.nn.Linear(8, 8)
     with dynoffload.offload(model, budget="1MiB"):
         if rank:

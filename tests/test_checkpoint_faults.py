@@ -33,7 +33,7 @@ KILLED = """
 import errno, os, signal
 from torch import nn
 import dynoffload
-from dynoffload.runtime.checkpoints import directory
+from dynoffload.runtime.checkpoints import publishing
 model = nn.Linear(6, 6)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 for parameter in model.parameters():
@@ -63,7 +63,7 @@ def killing(function, last):
         return function(*args, **kwargs)
     return call
 
-NAMES = "open close write fsync mkdir chmod link rename scandir unlink rmdir".split()
+NAMES = "open close pwrite fsync mkdir chmod link rename scandir unlink rmdir".split()
 
 def kill_everywhere(target):
     before, outcomes = None, []
@@ -73,7 +73,7 @@ def kill_everywhere(target):
             set_to(last)
             for name in NAMES:
                 setattr(os, name, killing(getattr(os, name), last))
-            directory._exchange = killing(directory._exchange, last)
+            publishing._exchange = killing(publishing._exchange, last)
             dynoffload.save_checkpoint(model, optimizer, target)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
@@ -91,7 +91,7 @@ def kill_everywhere(target):
         assert now in (before, last), (now, before, last)
         outcomes.append("new" if now == last else "old")
         before = now
-        assert (directory.located(target) / "config.json").exists()
+        assert (publishing.located(target) / "config.json").exists()
     assert loaded(target) == last
     assert (target / "config.json").exists()
     assert os.listdir(target.parent) == [target.name]
@@ -103,7 +103,7 @@ def refuse(one, other):
     raise OSError(errno.EINVAL, "this file system exchanges nothing")
 
 kill_everywhere(Path(sys.argv[1]))
-directory._exchange = refuse
+publishing._exchange = refuse
 kill_everywhere(Path(sys.argv[2]))
 """
 

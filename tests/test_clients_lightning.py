@@ -110,7 +110,7 @@ def test_a_line_says_what_begins_and_one_what_it_took(
     fit(Module(), tmp_path, offload)
     lines = capsys.readouterr().err.splitlines()
     begun, ended = [line for line in lines if line.startswith("dynoffload: ")]
-    assert begun.startswith("dynoffload: Module is trained under 600kB on the pager: paged are ")
+    assert begun.startswith("dynoffload: Module is trained under 600kB by policy pilot: ")
     assert ended.startswith("dynoffload: Module, 6 steps: median step ")
     assert "of the budget of 600kB" in ended
 
@@ -271,16 +271,3 @@ def test_two_optimizers_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"of Two returned 2 optimizers, and offload\(\) takes one: give it one"
     ):
         fit(Two(), tmp_path, OffloadCallback(**quarter()))
-
-
-def test_an_optimizer_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
-    class Refused(Module):
-        def configure_optimizers(self) -> Any:
-            """Return an optimizer whose state is not of parameters."""
-            return torch.optim.LBFGS(self.parameters())
-
-    module = Refused()
-    with pytest.raises(ConfigError, match="LBFGS updates all parameters together"):
-        fit(module, tmp_path, OffloadCallback(**quarter()))
-    assert_ordinary(module)
-    assert "training_step" not in module.__dict__

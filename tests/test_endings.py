@@ -19,7 +19,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.managed import is_managed
 from dynoffload.runtime.adoption.homes import Homes
 from dynoffload.runtime.paging import Paging
-from dynoffload.runtime.ranks.board import Board
+from dynoffload.runtime.ranks.status import RankStatus, StatusStore
 
 CONFIG: dict[str, Any] = {**SMALL_PAGES, "step_aside": False}
 
@@ -50,12 +50,11 @@ def test_a_watch_that_cannot_tell_the_others_ends_no_less(
     model = small()
     optimizer = SGD(model.parameters(), lr=0.1)
 
-    def tell(board: Board, standing: Any, left: str | None = None) -> bool:
+    def put(store: StatusStore, status: RankStatus, left: str | None = None) -> None:
         if left is not None:
             raise Late("of the watch")
-        return True
 
-    monkeypatch.setattr(Board, "tell", tell)
+    monkeypatch.setattr(StatusStore, "put", put)
     with (
         pytest.raises(Late, match="of the watch"),
         dynoffload.offload(model, optimizer, budget="1MiB", config=CONFIG),

@@ -22,8 +22,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from dynoffload.errors import StepLostError
 from dynoffload.host_optimizer import HostOptimizer
-from dynoffload.host_optimizer.state_buffers import ParameterState, StateBuffer
-from dynoffload.host_optimizer.tiles import tiles_of
 from dynoffload.host_optimizer.update_rule import UpdateRule
 from dynoffload.host_optimizer.update_runner import StepUpdate
 from dynoffload.host_optimizer.worker_pool import WorkerPool
@@ -80,17 +78,6 @@ def test_tiles_may_be_of_any_size() -> None:
         runs.append(optimizer.state_dict()["state"])
     assert_same(runs[1], runs[0], "tiles of 20 KiB")
     assert_same(runs[2], runs[0], "tiles of 4112 bytes")
-
-
-def test_a_tile_is_a_run_of_small_parameters_or_a_slice_of_a_large_one() -> None:
-    states = [ParameterState(n, p, ("exp_avg",)) for n, p in odd().named_parameters()]
-    StateBuffer(states, None)
-    tiles = tiles_of(states, 4096)
-    assert any(len(tile.pieces) > 1 for tile in tiles)
-    cut = [piece for tile in tiles for piece in tile.pieces if piece.begin]
-    assert cut
-    assert all(piece.begin % 1024 == 0 for piece in cut)
-    assert all(len(tile.stretches) == 1 for tile in tiles if len(tile.pieces) > 1)
 
 
 def test_a_finished_tile_is_uploaded_while_the_next_is_updated() -> None:

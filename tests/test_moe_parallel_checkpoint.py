@@ -228,7 +228,6 @@ def test_what_cannot_be_in_common_is_refused(what: str, told: str, not_saved: li
     [
         ("loaded factored", "has optimizer state 'first.up.row_var' of shape [4, 128, 1], where"),
         ("apart", "'first.up' (F32[2, 128, 32] there, F32[4, 128, 32] here)"),
-        ("apart", "what is there has as many rows as this rank has"),
         ("eight", "'first.up' (F32[8, 128, 32] there, F32[4, 128, 32] here)"),
     ],
 )

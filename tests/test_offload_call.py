@@ -256,3 +256,17 @@ def test_a_small_number_as_a_budget_is_told_to_have_a_unit(budget: int) -> None:
         dynoffload.offload(model, budget=str(budget)).__enter__()
     with pytest.raises(BudgetError, match=hint):
         dynoffload.offload(model, budget=budget).__enter__()
+
+
+def test_a_model_that_is_called_in_parts_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    optimizer = AdamW(model.parameters())
+    config = {**SMALL_PAGES, "step_aside": False}
+    with dynoffload.offload(model, optimizer, budget=footprint_of(model) // 2, config=config):
+        for _ in range(3):
+            model[3:](model[:3](torch.ones(2, 64))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert caplog.text.count("this Sequential itself is not called, only parts of it") == 1

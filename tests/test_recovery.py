@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 import dynoffload
 from dynoffload.errors import BudgetError, CheckpointError, SpillError, StepLostError
 from dynoffload.runtime.adopting import Adoption
-from dynoffload.runtime.checkpoints.opened import Opened
+from dynoffload.runtime.checkpoints.reading import Opened
 from dynoffload.units import MiB
 
 pytestmark = pytest.mark.timeout(120)

@@ -1,8 +1,5 @@
 """The root of the command line: the app, its global options, and how errors end a command.
 
-What it is: the one place that turns a `DynOffloadError` into one line and an exit code. What it is
-not: commands; each has a file of its own beside this one.
-
 [Note: exit codes] 0: done. 1: the request could not be met (any `DynOffloadError`), or the script
 that was run failed by an exception. 2: the command was misspelt. A script that ends by
 ``sys.exit(n)`` ends the command with ``n``.
@@ -108,24 +105,10 @@ def say_error(error: DynOffloadError, *, debug: bool = False) -> None:
     if debug:
         lines = "".join(traceback.format_exception(error))
         console.print(Text(lines.rstrip()), soft_wrap=True)
-    place = getattr(error, "raised_at", "")
-    text = _as_commands(str(error) or type(error).__name__, in_script=bool(place))
+    text = str(error) or type(error).__name__
     message = Text.assemble(("error: ", "bold red"), " ".join(text.split()))
-    message.append(place, "dim")
+    message.append(getattr(error, "raised_at", ""), "dim")
     console.print(message, soft_wrap=True)
-
-
-def _as_commands(text: str, *, in_script: bool = False) -> str:
-    """Return the library's ``text`` with its remedies as options and commands of this program.
-
-    A script may set by itself what an option sets; there both are named.
-    """
-    text = text.replace("'pilot train'", "'dynoffload pilot train'")
-    if in_script:
-        return text.replace("spill_dir= ", "--spill-dir (in the script: spill_dir=) ")
-    if text.startswith("policy="):
-        text = text.replace("policy=", "--policy ", 1)
-    return text.replace("spill_dir= ", "--spill-dir ")
 
 
 def say_note(text: str) -> None:

@@ -10,20 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from dynoffload.cli.app import app, say_note, stdout
 from dynoffload.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from dynoffload.estimation import Estimate
-
-_WIDTH = 16  # characters of a bar
-_PARTS = (
-    ("█", "compute", "green"),
-    ("▓", "overhead of dynoffload", "yellow"),
-    ("░", "waiting for the disk", "red"),
-)
 
 
 @app.command()
@@ -117,21 +109,13 @@ def _show(asked: Mapping[str, Estimate], policy: str) -> None:
         f"A plain step: {format_seconds(first.plain_s)}. Estimated for policy={policy!r}.",
         highlight=False,
     )
-    table = Table("budget", *_COLUMNS, box=None)
-    for column in table.columns:
+    table = Table("budget", *asked, box=None)
+    for column in table.columns[1:]:
         column.justify = "right"
-    for budget, one in asked.items():
-        table.add_row(budget, *_cells(one))
+    for name, cell in _ROWS.items():
+        table.add_row(name, *(cell(one) if one.feasible else "" for one in found))
+    table.add_row("", *("" if one.feasible else _too_small(one) for one in found))
     stdout().print(table)
-    longest = max((one.step_s for one in found if one.timed), default=0.0)
-    for budget, one in asked.items():
-        if one.timed and longest:
-            stdout().print(_bar(budget, one, longest))
-    if longest:
-        said = Text("a step, from and to: ")
-        for block, name, colour in _PARTS:
-            said.append(f"{block} {name}  ", style=colour)
-        stdout().print(said)
     refused = [one for one in found if not one.feasible]
     if refused:  # the others' reasons differ by their budget alone
         say_note(max(refused, key=lambda one: one.budget).reason)
@@ -139,24 +123,22 @@ def _show(asked: Mapping[str, Estimate], policy: str) -> None:
         say_note(note)
 
 
-def _cells(one: Estimate) -> list[str]:
-    if not one.feasible:
-        return ["too small", f"{format_bytes(one.least)} is enough" if one.least else ""]
+def _too_small(one: Estimate) -> str:
+    return f"too small; {format_bytes(one.least)} is enough" if one.least else "too small"
+
+
+def _step(one: Estimate) -> str:
     if not one.timed:
-        return [format_bytes(one.fast_peak), format_bytes(one.file_peak), "not estimated"]
-    return [cell(one) for cell in _COLUMNS.values()]
+        return "not estimated"
+    times = one.step_s, one.step_low_s, one.step_high_s
+    step, low, high = (format_seconds(seconds) for seconds in times)
+    return f"{step} ({low} to {high})"
 
 
-def _bar(budget: str, one: Estimate, longest: float) -> Text:
-    compute = one.step_s - one.own_s - one.stall_s
-    line = Text(f"{budget:>8} ")
-    for (block, _, colour), seconds in zip(_PARTS, (compute, one.own_s, one.stall_s), strict=True):
-        line.append(block * round(_WIDTH * seconds / longest), style=colour)
-    low, high = format_seconds(one.step_low_s), format_seconds(one.step_high_s)
-    line.append(f" {format_seconds(one.step_s)}, {low} to {high}")
-    if one.plain_s:
-        line.append(f"; {one.step_s / one.plain_s:.2f}× plain")
-    return line
+def _bound(one: Estimate) -> str:
+    if not one.timed:
+        return ""
+    return "nothing, it fits" if one.resident else _BOUNDS[one.bound]
 
 
 _BOUNDS = {
@@ -165,10 +147,13 @@ _BOUNDS = {
     "reads": "disk reads",
     "writes": "disk writes",
 }
-_COLUMNS: dict[str, Callable[[Estimate], str]] = {
+_ROWS: dict[str, Callable[[Estimate], str]] = {
     "fast memory": lambda one: format_bytes(one.fast_peak),
     "spill file": lambda one: format_bytes(one.file_peak),
-    "read": lambda one: format_bytes(int(one.bytes_in)),
-    "written": lambda one: format_bytes(int(one.bytes_out)),
-    "bound by": lambda one: "nothing, it fits" if one.resident else _BOUNDS[one.bound],
+    "read in a step": lambda one: format_bytes(int(one.bytes_in)) if one.timed else "",
+    "written in a step": lambda one: format_bytes(int(one.bytes_out)) if one.timed else "",
+    "a step": _step,
+    "overhead of dynoffload": lambda one: format_seconds(one.own_s) if one.timed else "",
+    "waiting for the disk": lambda one: format_seconds(one.stall_s) if one.timed else "",
+    "bound by": _bound,
 }

@@ -1,8 +1,4 @@
-"""Running a user's script as ``python script.py`` would, inside this process.
-
-What it is: the arguments, the path, ``__main__`` and the tracebacks that an unmodified script
-expects. What it is not: the defaults that ``run`` and ``profile`` set around it.
-"""
+"""Runs a user's script as ``python script.py`` would, inside this process."""
 
 from __future__ import annotations
 

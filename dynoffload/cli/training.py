@@ -1,20 +1,14 @@
-"""``dynoffload profile`` and ``run``: a user's training script, recorded or offloaded.
-
-What it is: the defaults set around a script, and what is said after it. What it is not: recording
-or offloading, which ``offload()`` does inside the script, nor running it (``scripts``).
-"""
+"""``dynoffload profile`` and ``run``: a user's training script, recorded or offloaded."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dynoffload.cli.app import app, say_note, say_wrote, stderr, stdout
@@ -56,14 +50,6 @@ Wrapped = Annotated[
     bool,
     typer.Option("--wrap", help="Put offload() around a script that does not call it."),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="With --wrap: the script's variable that holds the model, if that is not clear.",
-        show_default=False,
-    ),
-]
 
 
 @app.command(context_settings=_SCRIPT_LAST)
@@ -99,7 +85,6 @@ def run(
         Path | None, typer.Option(help="Write the HTML page here, trace and run log beside it.")
     ] = None,
     wrap: Wrapped = False,
-    model: Model = None,
 ) -> None:
     """Run a script that calls `dynoffload.offload(model, optimizer)`.
 
@@ -121,7 +106,6 @@ def run(
     $ torchrun --nproc-per-node 2 -m dynoffload run --budget 8GiB train.py
     ```
     """
-    _check_wrap(wrap, model)
     if wrap and budget is None:
         raise typer.BadParameter("--wrap needs one, such as --budget 8GiB", param_hint="'--budget'")
     from dynoffload.reporting.summary import in_a_line
@@ -145,14 +129,8 @@ def run(
         on_end=note,
     )
     code: object = 1
-    asked = any(one is not None for one in (budget, device, pilot, policy, report))
-    if asked and not wrap and "dynoffload" not in script.read_text(errors="replace"):
-        say_note(
-            f"{script} does not mention dynoffload: unless something that it imports enters an "
-            "offload() block, nothing will be offloaded; --wrap puts one around its training"
-        )
     try:
-        with log_lines(), _wrapped(script, model, wanted=wrap), _left_at_the_end():
+        with log_lines(), _wrapped(wrap), _left_at_the_end():
             run_script(script, arguments or [])
         code = 0
     except SystemExit as end:
@@ -173,63 +151,37 @@ def run(
 @app.command(context_settings=_SCRIPT_LAST)
 def profile(
     script: Script,
-    arguments: Arguments = None,
+    *,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            file_okay=False,
-            help="Directory for the traces, required. May also stand at the very end.",
-            show_default=False,
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Steps to record, then stop the script.  [default: 20]"),
-    ] = None,
+        Path, typer.Option("--out", "-o", file_okay=False, help="Directory for the traces.")
+    ],
+    arguments: Arguments = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to record, then stop the script.")] = 20,
     wrap: Wrapped = False,
-    model: Model = None,
 ) -> None:
     """Record what a training script does, step by step, as traces for the pilot.
 
     The script calls `dynoffload.offload(model, optimizer)`; here that call records and moves
     nothing. With `--wrap` it need not call it; see `dynoffload run`.
 
-    Options stand before SCRIPT. As the last words, `-o DIR` or `-o DIR --steps N`
-    are understood too, if no -o stands in front; all else after SCRIPT is the script's own.
+    Options stand before SCRIPT; all that follows SCRIPT is the script's own.
 
-    Examples:
+    Example:
 
     ```
-    $ dynoffload profile train.py --lr 1e-3 -o traces/
     $ dynoffload profile -o traces/ --steps 50 train.py --steps 1000
     ```
     """
-    _check_wrap(wrap, model)
-    own = arguments or []
-    if out is None:
-        own, out, steps = split_tail(own, steps)
-    if out is None:
-        raise typer.BadParameter("name a directory for the traces", param_hint="'-o' / '--out'")
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is not a directory", param_hint="'-o' / '--out'")
     out = own_folder(out)
-    wanted = 20 if steps is None else steps
     is_new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     before = _traces(out)
     begin = time.perf_counter()
     code: object = None
-    set_defaults(profile_dir=out, profile_steps=wanted)
+    set_defaults(profile_dir=out, profile_steps=steps)
     try:
-        with (
-            log_lines(),
-            _steps_shown(out, set(before), wanted),
-            _wrapped(script, model, wanted=wrap),
-            _left_at_the_end(),
-        ):
-            run_script(script, own)
+        with log_lines(), _wrapped(wrap), _left_at_the_end():
+            run_script(script, arguments or [])
     except ProfilingDone:
         pass
     except SystemExit as end:
@@ -258,43 +210,13 @@ def profile(
     )
 
 
-def split_tail(
-    arguments: list[str], steps: int | None
-) -> tuple[list[str], Path | None, int | None]:
-    """Take ``-o DIR`` or ``-o DIR --steps N`` off the end of a script's arguments.
-
-    Only as the very last words, so that a script's own options of these names stay its own.
-
-    Returns:
-        The script's arguments, the directory or ``None``, the steps (``steps`` if none follow).
-    """
-    tail: list[str] = []
-    match arguments:
-        case [*own, "-o" | "--out", directory]:
-            return own, Path(directory), steps
-        case [*own, "-o" | "--out", directory, "--steps", count]:
-            tail = [directory, count]
-    if not tail:
-        return arguments, None, steps
-    if not tail[1].isdigit() or int(tail[1]) < 1:
-        raise typer.BadParameter(f"{tail[1]!r} is not a count of steps", param_hint="'--steps'")
-    return own, Path(tail[0]), int(tail[1])
-
-
-def _check_wrap(wrap: bool, model: str | None) -> None:
-    if model is not None and not wrap:
-        raise typer.BadParameter("it says what to --wrap", param_hint="'--model'")
-
-
-def _wrapped(
-    script: Path, model: str | None, *, wanted: bool
-) -> contextlib.AbstractContextManager[Wrap | None]:
+def _wrapped(wanted: bool) -> contextlib.AbstractContextManager[Wrap | None]:
     """Return what puts an offload() block around the script, if that is wanted."""
     if not wanted:
         return contextlib.nullcontext()
     from dynoffload.integrations.wrap import Wrap
 
-    return Wrap(script, model)
+    return Wrap()
 
 
 @contextlib.contextmanager
@@ -317,28 +239,3 @@ def _traces(directory: Path) -> dict[Path, int]:
         with contextlib.suppress(FileNotFoundError):  # renamed as it was finished
             sizes[path] = path.stat().st_size
     return sizes
-
-
-@contextlib.contextmanager
-def _steps_shown(directory: Path, before: set[Path], wanted: int) -> Iterator[None]:
-    """Show how many traces there are already, on a terminal, while the script runs."""
-    console = stderr()
-    if not console.is_terminal:
-        yield
-        return
-    done = threading.Event()
-    columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("steps", total=wanted)
-
-        def watch() -> None:
-            while not done.wait(0.5):
-                progress.update(task, completed=len(set(_traces(directory)) - before))
-
-        watcher = threading.Thread(target=watch, name="dynoffload-progress", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()

@@ -89,7 +89,7 @@ class EventBlock:
         )
         self.session = block.__enter__()
         self._open = block
-        if not _logs():
+        if self.session.sizing.budget and not _logs():  # 0: it records traces
             _say(_begun(self.session))
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -113,16 +113,10 @@ class EventBlock:
 
 def _begun(session: Session) -> str:
     """Return what a block that was entered does, in one line."""
-    model = session.model
-    under = f"{type(model).__name__} is trained under {format_bytes(session.sizing.budget)}"
-    paging = getattr(session, "_paging", None)  # None: it records traces
-    if paging is None:
-        return f"{under} by policy {session.log.policy}"
     states = "gradients" if session.optimizer is None else "gradients and optimizer state"
     return (
-        f"{under} on the {session.backend}: paged are "
-        f"{len(paging.store.slots) + len(paging.store.fused)} of {len(list(model.parameters()))} "
-        f"parameters, with their {states}, and saved activations; parameters, {states} take "
+        f"{type(session.model).__name__} is trained under {format_bytes(session.sizing.budget)} by "
+        f"policy {session.log.policy}: parameters, {states} take "
         f"{format_bytes(session.sizing.states_bytes)}"
     )
 

@@ -1,9 +1,7 @@
 """The random weights of a model of transformers, as transformers itself makes them.
 
-What it is: `PlainWeights`. transformers walks over the modules, children first, and calls what
-initialises each; here comes before every module what has its tensors at hand and keeps those that
-are not to be written. What its walk leaves out, such as weights under weight norm and CLIP's
-`logit_scale`, the model's constructor has made: see `constructed`.
+transformers walks over the modules, children first, and calls what initialises each; `PlainWeights`
+comes before every module, has its tensors at hand, and keeps those that are not to be written.
 
 [Note: tied]  A constructor initialises both of two tied weights, and ties them afterwards: what
 the second is given is lost. On the meta device they are tied before they are initialised. So, while
@@ -13,24 +11,17 @@ transformers walks, the second is what it is in ``from_pretrained``: on the meta
 that is not tied yet, with the second of two tied weights marked as initialised: as in
 ``from_pretrained``, for what a file lacks. They are not those of the constructor: that first draws
 torch's own defaults for each layer, which transformers then overwrites, from the same generator.
-What is left to the constructor is drawn last.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
-from dynoffload.errors import ConfigError
 from dynoffload.integrations.imports import importing
 from dynoffload.runtime.meta_init import Around, join, own_tensors
 
@@ -72,61 +63,6 @@ class PlainWeights:
                 if isinstance(part, PreTrainedModel):
                     stack.enter_context(_instead(part, one))
             model.initialize_weights()  # type: ignore[operator]
-
-    def constructed(self, model: nn.Module, names: Collection[str]) -> Mapping[str, torch.Tensor]:
-        """Return what the constructor of ``model`` gives its tensors ``names``.
-
-        It is called twice, with the model's configuration: on the meta device, to learn which of
-        all that it registers ends up under these names, and in memory, where everything else is
-        sent to the meta device as soon as it is registered.
-
-        Raises:
-            ConfigError: it takes more than a configuration, or cannot be called so.
-        """
-
-        def build() -> nn.Module:
-            return type(model)(copy.deepcopy(model.config))
-
-        registered: list[tuple[nn.Module, str]] = []
-        kept: list[bool] = []
-
-        def note(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-            registered.append((module, name))
-
-        def send_away(
-            module: nn.Module, name: str, tensor: torch.Tensor | None
-        ) -> torch.Tensor | None:
-            registered.append((module, name))
-            if tensor is None or len(registered) > len(kept) or kept[len(registered) - 1]:
-                return None
-            away = tensor.detach().to("meta")
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(away, requires_grad=tensor.requires_grad)
-            return away
-
-        try:
-            with torch.device("meta"), _registering(note):
-                twin = build()
-            paths = {module: path for path, module in twin.named_modules()}
-            for module, key in registered:
-                # What is registered and not there in the end others are made of.
-                passing = module not in paths or key not in own_tensors(module)
-                kept.append(passing or join(paths[module], key) in names)
-            registered.clear()
-            with torch.device("cpu"), _registering(send_away):
-                twin = build()
-        except Exception as error:
-            raise ConfigError(
-                f"transformers' _init_weights leaves {', '.join(sorted(names))} to the constructor "
-                f"of {type(model).__name__}, which cannot be called with its configuration alone "
-                f"({type(error).__name__}: {error}): pass materialize() a safetensors file"
-            ) from error
-        made = {
-            join(path, key): tensor
-            for path, module in twin.named_modules()
-            for key, tensor in own_tensors(module).items()
-        }
-        return {name: made[name] for name in names if name in made and not made[name].is_meta}
 
 
 def _modules_over(model: nn.Module, names: Collection[str]) -> set[nn.Module]:
@@ -188,17 +124,3 @@ def _instead(part: PreTrainedModel, one: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         del part.__dict__["_initialize_weights"]
-
-
-@contextlib.contextmanager
-def _registering(hook: Callable[..., Any]) -> Iterator[None]:
-    """Have ``hook`` called with each parameter and buffer that a module registers."""
-    handles = [
-        register_module_parameter_registration_hook(hook),
-        register_module_buffer_registration_hook(hook),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

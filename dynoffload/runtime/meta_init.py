@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +64,6 @@ class Initialiser(Protocol):
         Args:
             around: entered while a module is initialised.
         """
-
-    def constructed(self, model: nn.Module, names: Collection[str]) -> Mapping[str, torch.Tensor]:
-        """Return the values that the constructor of ``model`` gives those of ``names`` that it
-        knows: `initialise` did not write them."""
 
 
 Init = Give | Initialiser | str | Path | tuple[str | Path, Give | Initialiser] | None
@@ -335,7 +331,6 @@ def fill(
     filling = _Filling(model, names, free, bring)
     if isinstance(by, Initialiser):
         by.initialise(model, names, filling.around)
-        filling.write(by.constructed(model, lacking) if (lacking := filling.lacking()) else {})
         who = by.name
     else:
         who = "reset_parameters()" if by is None else "init()"
@@ -401,13 +396,6 @@ class _Filling:
             yield
         finally:
             _set_back(module, kept)
-
-    def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write ``values``, by name, into the tensors of the model that are like them."""
-        for name, tensor in self._wanted().items():
-            if name in values and values[name].shape == tensor.shape:
-                self._bring([tensor])
-                tensor.copy_(values[name])
 
     def lacking(self) -> list[str]:
         """Return the names of what has got no value, of tied ones the first."""

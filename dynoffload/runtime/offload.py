@@ -280,7 +280,7 @@ def _plan(
         given.host_budget if host_budget is None else host_budget,
         options,
     )
-    check_replicas(replicas, optimizer, target)
+    check_replicas(replicas, optimizer, accelerator=target.queues is not None)
     if replicas:
         options = replace(options, draft_share=0.0)  # gradients are not final before step()
     if given.profile_dir is not None:

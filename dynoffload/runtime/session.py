@@ -43,8 +43,8 @@ from dynoffload.runtime.passes.calls import Calls
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.runtime.ranks.replicas import beside, is_known, unknown
 from dynoffload.runtime.ranks.sharded import groups_of, said_of
-from dynoffload.runtime.ranks.standing import Standing
-from dynoffload.runtime.ranks.watch import Watch, watch
+from dynoffload.runtime.ranks.status import RankStatus
+from dynoffload.runtime.ranks.watchdog import RankWatchdog, watch_ranks
 from dynoffload.runtime.recording import Recording
 from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.sizing import Sizing
@@ -233,14 +233,14 @@ class Session:
             f"the {self.backend}, {'paging' if self.paging else 'not paging'}>"
         )
 
-    def _watch_ranks(self) -> Watch | None:
+    def _watch_ranks(self) -> RankWatchdog | None:
         groups = [one.process_group for one in self._replicas]
-        return watch(self._standing, self._config.rank_timeout, groups)
+        return watch_ranks(self._rank_status, self._config.rank_timeout, groups)
 
-    def _standing(self) -> Standing:
-        """Return where the session stands. It reads no tensor, and any thread may ask."""
+    def _rank_status(self) -> RankStatus:
+        """Return what this rank does. It reads no tensor, and any thread may ask."""
         paging = self._paging
-        return Standing(
+        return RankStatus(
             step=len(self.log.steps),
             phase=self._recording.phase_name,
             site="" if paging is None else paging.migrator.site,

@@ -1,7 +1,6 @@
 """Tiled modules: a linear layer or an embedding as tiles that run one after the other.
 
-What it is: `TiledLinear`, `TiledEmbedding` and `TiledRows`, and where the tensors of tiles lie in
-those of the whole. A tile is an ordinary module with a parameter of its own, so that under
+A tile is an ordinary module with a parameter of its own, so that under
 ``offload()`` each one, its gradient and its optimizer state move by themselves, and of the weight
 no more than a tile must be in memory at a time. A session knows nothing of tiles but
 `Tiled.tile_pieces`. After the memory-centric tiling of ZeRO-Infinity (Rajbhandari et al., SC 2021).

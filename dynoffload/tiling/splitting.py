@@ -1,7 +1,4 @@
-"""Splitting the large weights of a model into tiles, and making them whole again.
-
-What it is: `tile`, `untile` and `whole_state_dict`. What it is not: the tiled modules, nor what
-they compute (`dynoffload.tiling.modules`).
+"""Splits the large weights of a model into tiles, and makes them whole again.
 
 [Note: in place]  A module becomes a tiled one by another ``__class__``, and so stays the same
 object with its hooks, wherever it stands in the model; its weight goes, and tiles come.

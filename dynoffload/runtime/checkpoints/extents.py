@@ -1,19 +1,19 @@
-"""Where in a whole tensor lies what this process has of it.
+"""Where in a whole tensor of a checkpoint lies what this process has of it.
 
-A checkpoint has whole tensors. What is spread over processes is one of two kinds: a `DTensor` of
-torch, which says itself what it is a part of, or rows of experts, plain tensors of which the layer
-knows (`dynoffload.moe.parallel.ExpertParallel`). Either is one stretch along one dimension: an
-`Extent`. What it is not: the bytes of it in a file (`dynoffload.runtime.checkpoints.ranges`).
+A tensor that is spread over processes is a `DTensor`, which says itself what it is a part of, or
+rows of experts, of which the layer knows (`dynoffload.moe.parallel.ExpertParallel`). Either is one
+stretch along one dimension: an `Extent`.
 
 [Note: rows]  Experts are found by their parameter, an object that stays while its memory comes and
-goes. Optimizer state of a parameter's shape lies where the parameter does; a number is everybody's;
-of any other shape nobody knows where in a whole it would be, so that is refused.
+goes. Optimizer state of a parameter's shape lies where the parameter does; a number is the same on
+all ranks; state of any other shape has no known place in a whole, so it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,32 @@ class Held:
         """Of the whole."""
         return tuple(self.tensor.shape) if self.extent is None else self.extent.shape
 
+    def stretches(
+        self, *, writes: bool = False, first: bool = True
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what is here as unbroken runs of elements: where each begins, and its values.
+
+        Args:
+            writes: yield what this process is to write: of what several have, one writes it.
+            first: whether it is the process that writes what all have.
+        """
+        tensor, extent = self.tensor.detach(), self.extent
+        if extent is None:
+            if first or not writes:
+                yield 0, tensor
+            return
+        part: torch.Tensor = local(tensor)
+        if not part.numel() or (writes and not extent.writes):
+            return
+        shape, dim, begin = extent.shape, extent.dim, extent.begin
+        outer, inner = prod(shape[:dim]), prod(shape[dim + 1 :])
+        if outer == 1:  # of its own shape, as experts of one tensor may be paged each for itself
+            yield begin * inner, part
+            return
+        flat, length = part.reshape(-1), part.shape[dim] * inner
+        for row in range(outer):
+            yield (row * shape[dim] + begin) * inner, flat[row * length : (row + 1) * length]
+
 
 class Extents:
     """Where parts of the tensors of a model and its optimizer lie.
@@ -70,10 +96,6 @@ class Extents:
 
     def __init__(self, experts: Mapping[torch.Tensor, Extent]) -> None:
         self._experts = experts
-
-    def __bool__(self) -> bool:
-        """Whether there are rows of experts."""
-        return bool(self._experts)
 
     def of(self, tensor: torch.Tensor) -> Extent | None:
         """Return where a tensor of the model lies; None for one that is whole."""
@@ -87,7 +109,7 @@ class Extents:
         """Return optimizer state of a parameter with its extent.
 
         Raises:
-            CheckpointError: it is of rows of experts, and nobody knows where in a whole.
+            CheckpointError: it is of rows of experts, whose place in a whole is not known.
         """
         extent = None if is_spread(tensor) else self._experts.get(parameter)
         if extent is None:

@@ -34,8 +34,8 @@ from dynoffload.runtime.checkpoints.matching import (
     match_optimizer,
     place_of,
 )
-from dynoffload.runtime.checkpoints.opened import Opened, Stored, opened
 from dynoffload.runtime.checkpoints.peers import Peers, peers_of
+from dynoffload.runtime.checkpoints.reading import Opened, Stored, opened
 from dynoffload.runtime.checkpoints.saving import state_of, things_of
 from dynoffload.runtime.checkpoints.tensors import Memory
 from dynoffload.runtime.ranks.sharded import drop_gradients, reshard
@@ -236,7 +236,7 @@ def _fill_state(
             state[key] = item
         elif isinstance(known, torch.Tensor) and item.fits(held(item, known)):
             state[key] = known
-        elif of_all is not None and item.shape == of_all.shape:
+        elif item.shape == extents.held(parameter).shape:
             state[key] = item.part(parameter)
         else:
             state[key] = item.empty(parameter.device)

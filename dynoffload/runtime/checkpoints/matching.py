@@ -26,16 +26,11 @@ from dynoffload.runtime.checkpoints.contents import (
     type_of,
 )
 from dynoffload.runtime.checkpoints.extents import UNPLACED, Extents
-from dynoffload.runtime.checkpoints.opened import Opened, Stored
-from dynoffload.runtime.checkpoints.shards import Place, kind_of
+from dynoffload.runtime.checkpoints.files import Place, kind_of
+from dynoffload.runtime.checkpoints.reading import Opened, Stored
 from dynoffload.runtime.checkpoints.values import is_tensor
 
 _TILE = re.compile(r"\.tiles\.\d+\.")  # of a layer that `dynoffload.tile` has split
-
-_OF_ONE_RANK = (
-    "; what is there has as many rows as this rank has, as where each rank had a checkpoint of its "
-    "own: the rows of all belong in one, which is saved by all ranks to one directory"
-)
 
 _SHOWN = 3  # names of each sort that an error tells
 
@@ -89,10 +84,6 @@ def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
         for name, tensor in live.items()
         if name in known
     ]
-    alone = any(
-        theirs.shape == tuple(live[name].shape) != ours.shape and not is_spread(live[name])
-        for name, ours, theirs in kinds
-    )
     _fail(
         checkpoint,
         {
@@ -102,8 +93,7 @@ def match_model(checkpoint: Opened, model: nn.Module, extents: Extents) -> None:
         },
         type(model).__name__,
         "Build the model, and convert its dtypes, as before it was saved"
-        + _of_tiles([name for name in (*here, *there) if (name in known) != (name in wanted)])
-        + (_OF_ONE_RANK if alone else ""),
+        + _of_tiles([name for name in (*here, *there) if (name in known) != (name in wanted)]),
     )
     _fail(
         checkpoint,

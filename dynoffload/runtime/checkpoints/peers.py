@@ -1,26 +1,13 @@
 """The processes that save or load one checkpoint together.
 
-What it is: a step that all of them take, after which all go on or all raise (`Peers.share`), and
-who they are for a model (`peers_of`). What it is not: what each does in a step.
-
-[Note: together]  Whoever raises in a step tells the others before it leaves, so nobody waits for
+[Note: together]  Whoever raises in a step tells the others before it leaves, so no rank waits for
 one that is gone. A rank that dies, or never comes, ends the wait of the others by the timeout of
 the process group; ``torch.distributed.init_process_group(timeout=...)`` sets it.
-
-What they tell each other is JSON, so nothing is unpickled.
-
-[Note: apart]  Where parameters lie beside a `DistributedDataParallel` inside of the model, those of
-one name may be other ones on each rank, and nobody knows whether they are meant to be. No rank can
-write for another: each has a checkpoint of its own, in a directory of its own. A common one would
-hold what whoever was last has had. Beside experts that are spread over ranks all else is meant to
-be alike, and is compared (`dynoffload.runtime.checkpoints.alike`).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,65 +21,55 @@ from dynoffload.runtime.ranks.sharded import groups_of
 
 
 class Peers:
-    """One process, which has no others.
+    """Processes that take each step together: all go on, or all raise.
+
+    Args:
+        group: of `torch.distributed`; None: this process alone.
+        compares: whether only the user's loop keeps equal what they have in common, so that a save
+            compares it first (`dynoffload.runtime.checkpoints.replicated`).
 
     Attributes:
         rank: of this process.
         world: of how many.
+        compares: as given.
     """
 
     rank, world = 0, 1
 
+    def __init__(self, group: Any = None, *, compares: bool = False) -> None:
+        self._group, self.compares = group, compares
+        if group is not None:
+            self.rank = torch.distributed.get_rank(group)
+            self.world = torch.distributed.get_world_size(group)
+
     @property
     def first(self) -> bool:
-        """Whether this process writes what all have alike."""
+        """Whether this process writes what all have in common."""
         return self.rank == 0
 
     def share(self, work: Callable[[], Any]) -> list[Any]:
         """Do ``work``, which all do; see [Note: together].
 
         Returns:
-            What each rank's has returned: values that JSON can say.
+            What each rank's has returned.
 
         Raises:
             CheckpointError: another rank's has failed, or it does not answer.
             BaseException: what ``work`` has raised here.
         """
-        return [work()]
-
-    def check(self, directory: str | os.PathLike[str]) -> None:
-        """Refuse a directory that does not suit; all do so together.
-
-        Raises:
-            CheckpointError: several ranks name it that have checkpoints of their own, or some that
-                have one in common do not.
-        """
-
-
-class Ranks(Peers):
-    """Processes of one group.
-
-    Args:
-        group: of `torch.distributed`, whose backend takes tensors of the CPU.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank = torch.distributed.get_rank(group)
-        self.world = torch.distributed.get_world_size(group)
-
-    def share(self, work: Callable[[], Any]) -> list[Any]:
-        """See `Peers.share`."""
+        if self._group is None:
+            return [work()]
         mine: BaseException | None = None
-        said: dict[str, Any] = {}
+        value: Any = None
         try:
-            said = {"value": work()}
+            value = work()
         except BaseException as error:
             mine = error
-            said = {"error": f"{error}" or type(error).__name__}
+        failure = None if mine is None else f"{mine}" or type(mine).__name__
+        everyone: list[Any] = [None] * self.world
         try:
-            everyone = [json.loads(text) for text in self._exchange(json.dumps(said).encode())]
-        except (RuntimeError, ValueError) as error:
+            torch.distributed.all_gather_object(everyone, (value, failure), group=self._group)
+        except Exception as error:
             if mine is not None:
                 raise mine from None
             raise CheckpointError(
@@ -101,15 +78,19 @@ class Ranks(Peers):
             ) from error
         if mine is not None:
             raise mine
-        for rank, other in enumerate(everyone):
-            if "error" in other:
+        for rank, (_, failure) in enumerate(everyone):
+            if failure is not None:
                 raise CheckpointError(
-                    f"rank {rank} of {self.world} has failed, and so have all: {other['error']}"
+                    f"rank {rank} of {self.world} has failed, and so have all: {failure}"
                 )
-        return [other["value"] for other in everyone]
+        return [value for value, _ in everyone]
 
     def check(self, directory: str | os.PathLike[str]) -> None:
-        """See `Peers.check`."""
+        """Refuse ranks that name different directories; all call it.
+
+        Raises:
+            CheckpointError: naming two of them.
+        """
         named = self.share(lambda: os.path.realpath(os.fspath(directory)))
         for rank, path in enumerate(named):
             if path != named[0]:
@@ -117,51 +98,6 @@ class Ranks(Peers):
                     f"ranks 0 and {rank} name two directories, {named[0]} and {path}: a checkpoint "
                     "is one for all ranks, so give all the same, and the same again when they "
                     "load; nothing was touched"
-                )
-
-    def _exchange(self, data: bytes) -> list[bytes]:
-        """Return what each rank has to say; a few bytes to some megabytes."""
-        told = torch.tensor([len(data), zlib.crc32(data)])
-        sizes = [torch.empty_like(told) for _ in range(self.world)]
-        torch.distributed.all_gather(sizes, told, group=self._group)
-        most = max(int(one[0]) for one in sizes)
-        mine = torch.zeros(most, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        texts = [torch.empty_like(mine) for _ in range(self.world)]
-        torch.distributed.all_gather(texts, mine, group=self._group)
-        found = [
-            text[: int(size[0])].numpy().tobytes() for text, size in zip(texts, sizes, strict=True)
-        ]
-        for rank, (text, size) in enumerate(zip(found, sizes, strict=True)):
-            if zlib.crc32(text) != int(size[1]):
-                raise ValueError(f"what rank {rank} says has arrived damaged")
-        return found
-
-
-class Apart(Peers):
-    """Processes that have a checkpoint each, and go on or raise together; see [Note: apart].
-
-    Args:
-        ranks: all of them.
-        what: each has, for errors.
-    """
-
-    def __init__(self, ranks: Ranks, what: str) -> None:
-        self._ranks, self._what = ranks, what
-
-    def share(self, work: Callable[[], Any]) -> list[Any]:
-        """Do ``work``, and return what it has returned here; see `Peers.share`."""
-        return [self._ranks.share(work)[self._ranks.rank]]
-
-    def check(self, directory: str | os.PathLike[str]) -> None:
-        """See `Peers.check`."""
-        named = self._ranks.share(lambda: os.path.realpath(os.fspath(directory)))
-        for rank, path in enumerate(named):
-            if (before := named.index(path)) != rank:
-                raise CheckpointError(
-                    f"ranks {before} and {rank} name one directory, {path}, for {self._what}: give "
-                    "each rank a directory of its own, such as rank0, and the same again when it "
-                    "loads"
                 )
 
 
@@ -182,15 +118,10 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
                 f"this {type(model).__name__} has shards of fully_shard and experts that are other "
                 "ones on each rank, which no checkpoint holds together"
             )
-        return Ranks(torch.distributed.group.WORLD)  # groups that hold the same experts, too
-    inner = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
-    if inner and not groups:
-        return _of_inner(model, inner)
+        world = torch.distributed.group.WORLD  # groups that hold the same experts, too
+        return Peers(world, compares=True)
     if not groups:
-        for wrapper in wrappers:
-            if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:
-                return Ranks(wrapper.process_group)
-        return Peers()
+        return _of_replicas(model, wrappers)
     meshes = {id(one.mesh_info.mesh): one.mesh_info.mesh for group in groups for one in group.own}
     sets = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes.values()}
     if len(sets) > 1:
@@ -200,27 +131,28 @@ def peers_of(model: nn.Module, wrappers: Iterable[nn.Module] = ()) -> Peers:
         )
     mesh = next(iter(meshes.values()))
     if mesh.ndim == 1:
-        return Ranks(mesh.get_group())
+        return Peers(mesh.get_group())
     if mesh.size() != torch.distributed.get_world_size():
         raise CheckpointError(
             f"the shards of this {type(model).__name__} lie in {mesh.size()} of "
             f"{torch.distributed.get_world_size()} ranks on a mesh of {mesh.ndim} dimensions: a "
             "checkpoint takes one dimension, or all ranks"
         )
-    return Ranks(torch.distributed.group.WORLD)
+    return Peers(torch.distributed.group.WORLD)
 
 
-def _of_inner(model: nn.Module, wrappers: list[DistributedDataParallel]) -> Peers:
-    """Return the processes of a model with replicas inside: they have it alike if all of its
-    parameters are of those; nobody knows of others."""
-    alike = {id(parameter) for one in wrappers for parameter in one._module_parameters}
-    same = all(id(parameter) in alike for parameter in model.parameters())
-    groups = [one.process_group for one in wrappers]
+def _of_replicas(model: nn.Module, wrappers: Iterable[nn.Module]) -> Peers:
+    """Return the processes of a model that `DistributedDataParallel` wraps, or parts of which it
+    wraps; parameters beside those parts are to be alike, and are compared."""
+    inner = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    for wrapper in wrappers if not inner else ():
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.module is model:
+            return Peers(wrapper.process_group)
+    if not inner:
+        return Peers()
+    reduced = {id(parameter) for one in inner for parameter in one._module_parameters}
+    groups = [one.process_group for one in inner]
     members = {tuple(torch.distributed.get_process_group_ranks(one)) for one in groups}
-    if same and len(members) == 1:
-        return Ranks(groups[0])
-    what = (
-        f"this {type(model).__name__}, which has parameters beside its DistributedDataParallel "
-        "that may differ between ranks"
-    )
-    return Apart(Ranks(torch.distributed.group.WORLD), what)
+    if len(members) == 1 and all(id(parameter) in reduced for parameter in model.parameters()):
+        return Peers(groups[0])
+    return Peers(torch.distributed.group.WORLD, compares=True)

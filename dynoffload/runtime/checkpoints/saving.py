@@ -1,14 +1,12 @@
 """Saving: from live tensors to a directory that is whole or not there.
 
-Of several processes the first lays out the files and writes what all have alike; each writes its
-own parts of what is spread over them, where they belong, once what several have is known to be
-alike where nobody but the user's loop keeps it so; the first says what the files are, and
-puts them in their place. The files are those that one process would have written.
+Of several processes the first lays out the files and writes what all have in common; each writes
+its own parts of what is spread over them where they belong. The files are those that one process
+would have written. The first then writes the manifest, and puts the directory in its place.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
 import logging
@@ -25,8 +23,7 @@ from torch.optim import Optimizer
 
 from dynoffload.errors import CheckpointError, ConfigError, DynOffloadError
 from dynoffload.memory.pieces import Buffer
-from dynoffload.runtime.checkpoints import manifest, randomness, shards
-from dynoffload.runtime.checkpoints.alike import check_alike
+from dynoffload.runtime.checkpoints import files, manifest, randomness
 from dynoffload.runtime.checkpoints.contents import (
     Kept,
     encode_optimizer,
@@ -34,12 +31,12 @@ from dynoffload.runtime.checkpoints.contents import (
     stateful_modules,
     tensors_of,
 )
-from dynoffload.runtime.checkpoints.directory import replacing, target_of
 from dynoffload.runtime.checkpoints.extents import Extents, Held, agreed_extents, unlike
+from dynoffload.runtime.checkpoints.files import Shard
 from dynoffload.runtime.checkpoints.manifest import File, Manifest
 from dynoffload.runtime.checkpoints.peers import Peers, peers_of
-from dynoffload.runtime.checkpoints.ranges import Span, joined
-from dynoffload.runtime.checkpoints.shards import Shard
+from dynoffload.runtime.checkpoints.publishing import replacing, target_of
+from dynoffload.runtime.checkpoints.replicated import check_replicated
 from dynoffload.runtime.checkpoints.tensors import Memory, check_savable
 from dynoffload.runtime.checkpoints.values import encode
 from dynoffload.runtime.ranks.sharded import reshard
@@ -103,25 +100,25 @@ def save(
     made: list[_Layout] = []
 
     def lay_out() -> dict[str, Any]:
-        made.append(_laid_out(model, optimizer, directory, extra, max_shard_size, peers, extents))
+        made.append(_laid_out(model, optimizer, directory, extra, max_shard_size, extents))
         return {
-            "alike": made[0].checksum(),
-            "random": None if peers.first else _random_here(peers.rank),
+            "heads": made[0].checksum(),
+            "random": None if peers.first else randomness.states(),
         }
 
-    said = peers.share(lay_out)
+    found = peers.share(lay_out)
     layout = made[0]
-    if len({one["alike"] for one in said}) > 1:
+    if len({one["heads"] for one in found}) > 1:
         raise unlike()
-    if extents:
+    if peers.compares:
         tensors = layout.held("model"), layout.held("optimizer")
-        check_alike(peers, layout.target, *tensors, layout.said.optimizer, memory)
+        check_replicated(peers, layout.target, *tensors, layout.said.optimizer, memory)
     with contextlib.ExitStack() as stack:  # an error ends the new directory
 
         def begin() -> str | None:
             if not peers.first:
                 return None
-            layout.complete([one["random"] for one in said[1:]])
+            layout.complete([one["random"] for one in found[1:]])
             new = stack.enter_context(replacing(layout.target, layout.need()))
             for shard in layout.shards():
                 os.close(os.open(new / shard.file, _NEW, 0o666))
@@ -129,10 +126,13 @@ def save(
 
         new = Path(peers.share(begin)[0])
         written = peers.share(lambda: _write(new, layout, memory, peers))
+        summed = peers.share(lambda: _summed(new, layout, written, peers))
 
         def end() -> None:
             if peers.first:
-                _finish(new, layout, written)
+                for one in summed:
+                    layout.said.files.update(one)
+                _finish(new, layout)
                 stack.close()  # what is there by now takes the target's place
 
         peers.share(end)
@@ -151,17 +151,19 @@ class _Layout:
 
     def checksum(self) -> int:
         """Return what is equal on all processes that may save together."""
-        heads = (shard.head for parts in self.sets.values() for shard in parts)
-        return zlib.crc32(b"".join(heads))
+        return zlib.crc32(b"".join(shard.head for shard in self.shards()))
 
     def complete(self, random: Sequence[Mapping[str, Any]]) -> None:
-        """Add what only the first process has: what is not spread, and others' random numbers."""
-        for one in random:
-            self.said.random_of_others.append(one["said"])
-            for name, text in one["tensors"].items():
-                data = bytearray(base64.b64decode(text))
-                self.of_extra[name] = Held(torch.frombuffer(data, dtype=torch.uint8))
-        self.sets["extra"] = shards.shards_of("extra", self.of_extra, self.limit)
+        """Add what only the first process writes: what is not spread, with the random numbers of
+        the other ranks."""
+        for rank, states in enumerate(random, 1):
+            self.said.random_of_others.append(
+                {
+                    name: encode(state, f"random {name} of rank {rank}", self.of_extra.put)
+                    for name, state in states.items()
+                }
+            )
+        self.sets["extra"] = files.shards_of("extra", self.of_extra, self.limit)
 
     def held(self, stem: str) -> dict[str, Held]:
         """Return the tensors of a set."""
@@ -186,7 +188,6 @@ def _laid_out(
     directory: str | os.PathLike[str],
     extra: Mapping[str, Any] | None,
     max_shard_size: int | str,
-    peers: Peers,
     extents: Extents,
 ) -> _Layout:
     extra = things_of(extra)
@@ -222,89 +223,95 @@ def _laid_out(
         written_by={"dynoffload": __version__, "torch": str(torch.__version__)},
     )
     sets = {
-        "model": shards.shards_of(
+        "model": files.shards_of(
             "model", {name: extents.held(tensor) for name, tensor in weights.items()}, limit
         ),
-        "optimizer": shards.shards_of("optimizer", of_optimizer, limit),
+        "optimizer": files.shards_of("optimizer", of_optimizer, limit),
     }
-    layout = _Layout(target, said, sets, of_extra, limit)
-    if peers.world == 1:
-        layout.complete(())
-    return layout
-
-
-def _random_here(rank: int) -> dict[str, Any]:
-    """Return this rank's random numbers, for the first rank to keep."""
-    kept = Kept()
-    said = {
-        name: encode(state, f"random {name} of rank {rank}", kept.put)
-        for name, state in randomness.states().items()
-    }
-    tensors = {
-        name: base64.b64encode(held.tensor.cpu().numpy().tobytes()).decode()
-        for name, held in kept.items()
-    }
-    return {"said": said, "tensors": tensors}
-
-
-def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str, list[Span]]:
-    """Write what this process has to write; return the stretches of each file."""
-    buffer, found = Buffer(), {}
-    for shard in layout.shards():
-        try:
-            fd = os.open(new / shard.file, os.O_WRONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                error.errno,
-                f"rank {peers.rank} of {peers.world} does not see {new}, which the first has made: "
-                "save to a directory that all ranks have in common",
-            ) from error
-        try:
-            found[shard.file] = shards.write(fd, shard, memory, buffer, first=peers.first)
-            os.fsync(fd)
-        except OSError as error:
-            if peers.first or isinstance(error, DynOffloadError):
-                raise  # the first says what becomes of the directory
-            raise CheckpointError(
-                error.errno or errno.EIO,
-                f"cannot write the part of rank {peers.rank} in checkpoint {layout.target} "
-                f"({error.strerror or error}): free space there, raise the limit, or save to "
-                "another disk; what was saved there before is as it was",
-            ) from error
-        finally:
-            os.close(fd)
-    return found
-
-
-def _finish(new: Path, layout: _Layout, written: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-    """Write what says what was ``written``, by each rank."""
-    said = layout.said
-    for stem, parts in layout.sets.items():
-        for shard in parts:
-            spans = [Span(*span) for one in written for span in one.get(shard.file, ())]
-            span = joined(spans)
-            if span.nbytes != shard.nbytes:
-                raise CheckpointError(
-                    f"{shard.file} has {span.nbytes} bytes of {shard.nbytes}: not all ranks have "
-                    "written; what was saved there before is as it was"
-                )
-            said.files[shard.file] = File(span.nbytes, span.crc32)
-        if len(parts) > 1:
-            index = shards.index_of(parts)
-            name = f"{stem}.safetensors.index.json"
-            with _created(new / name) as fd:
-                shards.write_all(fd, index)
-            said.files[name] = File.of(index)
-    with _created(new / manifest.NAME) as fd:
-        shards.write_all(fd, said.to_bytes())
+    return _Layout(target, said, sets, of_extra, limit)
 
 
 @contextlib.contextmanager
-def _created(path: Path) -> Iterator[int]:
-    """Yield a new file's descriptor; the disk has what was written when the block ends."""
-    fd = os.open(path, _NEW, 0o666)
+def _opened(path: Path, flags: int, target: Path, peers: Peers) -> Iterator[int]:
+    """Yield the descriptor of a file in the new directory, to write or read a rank's part.
+
+    Raises:
+        CheckpointError: in place of the system's error on a rank beside the first, which itself
+            says what becomes of the directory.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            error.errno,
+            f"rank {peers.rank} of {peers.world} does not see {path.parent}, which the first has "
+            "made: save to a directory that all ranks have in common",
+        ) from error
     try:
         yield fd
+    except OSError as error:
+        if peers.first or isinstance(error, DynOffloadError):
+            raise
+        raise CheckpointError(
+            error.errno or errno.EIO,
+            f"cannot write the part of rank {peers.rank} in checkpoint {target} "
+            f"({error.strerror or error}): free space there, raise the limit, or save to another "
+            "disk; what was saved there before is as it was",
+        ) from error
+    finally:
+        os.close(fd)
+
+
+def _write(new: Path, layout: _Layout, memory: Memory, peers: Peers) -> dict[str, File]:
+    """Write what this process has to write; return what that is of each file."""
+    buffer, found = Buffer(), {}
+    for shard in layout.shards():
+        with _opened(new / shard.file, os.O_WRONLY, layout.target, peers) as fd:
+            found[shard.file] = files.write(fd, shard, memory, buffer, first=peers.first)
+            os.fsync(fd)
+    return found
+
+
+def _summed(
+    new: Path, layout: _Layout, written: Sequence[Mapping[str, File]], peers: Peers
+) -> dict[str, File]:
+    """Return size and checksum of files: those that one rank has written alone, and, read back
+    from the disk, this rank's share of those that several have written."""
+    buffer, found = Buffer(), {}
+    for number, shard in enumerate(layout.shards()):
+        parts = [one[shard.file] for one in written if shard.file in one]
+        nbytes = sum(part.nbytes for part in parts)
+        if nbytes != shard.nbytes:
+            raise CheckpointError(
+                f"{nbytes} bytes of {shard.file} were written, and it has {shard.nbytes}: the "
+                "ranks' parts do not make up a whole; what was saved there before is as it was"
+            )
+        alone = [part for part in parts if part.nbytes == nbytes]
+        if alone:
+            found[shard.file] = alone[0]
+        elif number % peers.world == peers.rank:
+            with _opened(new / shard.file, os.O_RDONLY, layout.target, peers) as fd:
+                found[shard.file] = File(nbytes, files.checksum_of(fd, nbytes, buffer))
+    return found
+
+
+def _finish(new: Path, layout: _Layout) -> None:
+    """Write the indices, and the manifest, which says what all other files are."""
+    said = layout.said
+    for stem, parts in layout.sets.items():
+        if len(parts) > 1:
+            index = files.index_of(parts)
+            name = f"{stem}.safetensors.index.json"
+            _create(new / name, index)
+            said.files[name] = File.of(index)
+    _create(new / manifest.NAME, said.to_bytes())
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Write a new file, and wait until the disk has it."""
+    fd = os.open(path, _NEW, 0o666)
+    try:
+        files.write_all(fd, data)
         os.fsync(fd)
     finally:
         os.close(fd)

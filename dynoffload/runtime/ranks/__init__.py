@@ -1,2 +1,1 @@
-"""Several processes: replicas and shards of a model, what each process tells the others of itself,
-what is said when one is lost, and the cores of each."""
+"""Several processes: replicas and shards of a model, and the watchdog that notices a lost rank."""

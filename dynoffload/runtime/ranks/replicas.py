@@ -1,20 +1,17 @@
-"""Models that `DistributedDataParallel` replicates: what its reducer means for paging.
+"""Models that `DistributedDataParallel` replicates: their wrappers, and the reducer's buckets.
 
-What it is: who wraps a model, what the reducer's buckets take beside the pool, and what is refused.
-What it is not: communication. The session starts no collective, and moves bytes by what its own
-rank runs, so ranks on different paths never wait for one another because of it.
+The session starts no collective, so ranks on different paths never wait for one another because of
+it.
 
 [Note: reduced gradients]  A gradient is complete for its rank when autograd has accumulated it, and
 for all ranks when backward ends: DDP copies it into a bucket right behind the session's own hook,
-reduces the bucket, and writes the result over the gradient. That lies in a region by then, and
-whoever touches an absent one waits for it, as ever. So gradients are paged as soon as they are
-made, but no update is made of one before ``step()``: none is drafted in backward. A parameter that
-this rank did not use gets a gradient from the others all the same, in new memory, which is adopted
-as backward ends.
+reduces the bucket, and writes the result over the gradient. That lies in a region by then. So
+gradients are paged as soon as they are made, but no update is made of one before ``step()``. A
+parameter that this rank did not use gets a gradient from the others all the same, in new memory,
+which is adopted as backward ends.
 
 [Note: buckets]  The buckets are as large as all gradients that are reduced. They are the reducer's
-own memory, outside of every region, so gloo's threads may hand it to the system; the budget is
-divided without them.
+own memory, outside of every region; the budget is divided without them.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
-from dynoffload.runtime.target import Target
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -45,7 +41,8 @@ def replicas_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
 def check_replicas(
     replicas: tuple[DistributedDataParallel, ...],
     optimizer: object,
-    target: Target,
+    *,
+    accelerator: bool,
 ) -> None:
     """Refuse what cannot be right, or was never tried.
 
@@ -54,7 +51,7 @@ def check_replicas(
     """
     for one in replicas:
         name = type(one.module).__name__
-        if target.queues is not None or one.device_type not in ("cpu", "meta"):
+        if accelerator or one.device_type not in ("cpu", "meta"):
             raise ConfigError(
                 f"this {name} is replicated by DistributedDataParallel and is to be trained on an "
                 "accelerator, where nobody is told before the reducer writes a gradient that is "

@@ -1,8 +1,6 @@
 """Models whose parameters are spread over processes by FSDP2's ``fully_shard``.
 
-What it is: which parameters are shards, what else holds the memory of a shard, what is gathered
-from it and when it is read. What it is not: communication, which stays FSDP's own; nor paging,
-which sees of each parameter the part that lies in this process (`dynoffload.memory.local`).
+Paging sees of each parameter the part that lies in this process (`dynoffload.memory.local`).
 
 [Note: shards]  A shard is a region as any parameter. FSDP reads it when it copies it into the
 buffer of an all-gather, before the forward of a module of its group, and once more in backward; it

@@ -1,4 +1,4 @@
-"""The watch over ranks: it outlives what another rank tells, and what fails in itself."""
+"""The rank watchdog: it outlives what another rank reports, and what fails in itself."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dynoffload.runtime.ranks import watch as module
-from dynoffload.runtime.ranks.board import _key
-from dynoffload.runtime.ranks.standing import Standing
-from dynoffload.runtime.ranks.watch import Watch, watch
+from dynoffload.runtime.ranks import watchdog
+from dynoffload.runtime.ranks.status import RankStatus, key
+from dynoffload.runtime.ranks.watchdog import RankWatchdog, watch_ranks
 
 
 @pytest.fixture
-def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watch]]:
-    """Yield a function that begins a watch of the first of three ranks; there are no others."""
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RankWatchdog]]:
+    """Yield a function that begins a watchdog of the first of three ranks; there are no others."""
     assert FakeStore is not None  # its import makes the backend known
-    monkeypatch.setattr(module, "_BEAT_S", 0.05)
-    monkeypatch.setattr(module, "_FIRST_S", 0.01)
+    monkeypatch.setattr(watchdog, "_BEAT_S", 0.05)
+    monkeypatch.setattr(watchdog, "_FIRST_S", 0.01)
     wait = datetime.timedelta(minutes=5)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=3, timeout=wait)
-    began: list[Watch] = []
+    began: list[RankWatchdog] = []
 
-    def begin(standing: Callable[[], Standing] = Standing) -> Watch:
-        found = watch(standing, None, ())
+    def begin(status: Callable[[], RankStatus] = RankStatus) -> RankWatchdog:
+        found = watch_ranks(status, None, ())
         assert found is not None
         began.append(found)
         return found
@@ -42,15 +41,15 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watch]]:
 
 
 def tell(rank: int, text: str | bytes) -> None:
-    """Put up a rank's line."""
-    _get_default_store().set(_key(rank), text)
+    """Put up a rank's report."""
+    _get_default_store().set(key(rank), text)
 
 
 def line(**other: Any) -> str:
     """Return a line such as another rank puts up."""
-    standing = {"step": 1, "phase": "", "site": "", "gradient": "", "progress": 1}
-    own = {"beat": 1, "block": 1, "place": "elsewhere", "pid": 1, "born": 1, "left": None}
-    return json.dumps({**own, "standing": standing, **other})
+    status = {"step": 1, "phase": "", "site": "", "gradient": "", "progress": 1}
+    own = {"beat": 1, "block": 1, "machine": "elsewhere", "pid": 1, "born": 1, "left": None}
+    return json.dumps({**own, "status": status, **other})
 
 
 def until(true: Callable[[], bool]) -> bool:
@@ -70,50 +69,50 @@ def until(true: Callable[[], bool]) -> bool:
         "[]",
         "{}",
         '"text"',
-        line(standing={"stepp": 1}),
-        line(standing=None),
+        line(status={"stepp": 1}),
+        line(status=None),
         line(beat="many"),
         line(block=None),
-        line(standing={"progress": "some"}),
+        line(status={"progress": "some"}),
     ],
 )
 def test_a_line_that_cannot_be_read_does_not_end_the_watch(
-    watching: Callable[..., Watch], text: str | bytes, caplog: pytest.LogCaptureFixture
+    watching: Callable[..., RankWatchdog], text: str | bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank's next line is read, those of others are, and this rank goes on telling its own."""
     tell(1, text)
     tell(2, line(beat=1))
     ours = watching()
-    assert until(lambda: "what rank 1 tells of itself cannot be read" in caplog.text)
+    assert until(lambda: "the status of rank 1 cannot be read" in caplog.text)
     assert ours._thread.is_alive()
-    beat = ours._board._beat
+    beat = ours._store._beat
     tell(1, line(beat=7))
     tell(2, line(beat=8))
     assert until(
-        lambda: {rank: one.beat for rank, one in ours._board.lines.items()} == {1: 7, 2: 8}
+        lambda: {rank: one.beat for rank, one in ours._store.reports.items()} == {1: 7, 2: 8}
     )
-    assert until(lambda: ours._board._beat > beat)
+    assert until(lambda: ours._store._beat > beat)
     assert caplog.text.count("cannot be read") == 1
 
 
 def test_an_error_in_the_watch_is_said_once_and_it_goes_on(
-    watching: Callable[..., Watch], caplog: pytest.LogCaptureFixture
+    watching: Callable[..., RankWatchdog], caplog: pytest.LogCaptureFixture
 ) -> None:
     fails = False
 
-    def standing() -> Standing:
+    def status() -> RankStatus:
         if fails:
             raise RuntimeError("dictionary changed size during iteration")
-        return Standing()
+        return RankStatus()
 
     tell(1, line())
     tell(2, line())
-    ours = watching(standing)
-    assert until(lambda: ours._board._beat > 2)
+    ours = watching(status)
+    assert until(lambda: ours._store._beat > 2)
     fails = True
     assert until(lambda: "dictionary changed size" in caplog.text)
     time.sleep(0.2)
     fails = False
-    beat = ours._board._beat
-    assert until(lambda: ours._board._beat > beat + 2)
-    assert caplog.text.count("the watch over ranks goes on") == 1
+    beat = ours._store._beat
+    assert until(lambda: ours._store._beat > beat + 2)
+    assert caplog.text.count("the rank watchdog goes on") == 1

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from dynoffload.errors import CheckpointError, DynOffloadError
-from dynoffload.memory.local import is_spread, local
-from dynoffload.memory.pieces import Buffer, is_dense
-from dynoffload.runtime.checkpoints import manifest, shards
-from dynoffload.runtime.checkpoints.directory import OURS, located, target_of
+from dynoffload.memory.local import local
+from dynoffload.memory.pieces import Buffer
+from dynoffload.runtime.checkpoints import files, manifest
 from dynoffload.runtime.checkpoints.extents import Held
+from dynoffload.runtime.checkpoints.files import Place
 from dynoffload.runtime.checkpoints.manifest import File, Manifest
 from dynoffload.runtime.checkpoints.peers import Peers
-from dynoffload.runtime.checkpoints.shards import Place
+from dynoffload.runtime.checkpoints.publishing import OURS, located, target_of
 from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
 from dynoffload.runtime.checkpoints.values import decode
 from dynoffload.runtime.ranks.sharded import spread_like
@@ -43,40 +43,33 @@ _MALFORMED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor among values: where its bytes are, and how it lay in memory."""
+    """A tensor among values: where its bytes are, and what it was."""
 
     place: Place
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
     device: str
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return a tensor like it, without content; on ``device`` if it was not on the CPU."""
+        """Return a tensor of its kind without content; on ``device`` if it was not on the CPU."""
         place = "cpu" if self.device == "cpu" else device
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
+        return torch.empty(self.shape, dtype=self.dtype, device=place)
 
     def part(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of its kind without content, for what is here of the parameter ``like``,
-        whose shape it has as a whole."""
+        """Return a tensor of its kind without content, in the memory format of what is here of the
+        parameter ``like``, whose shape it has as a whole."""
         part = local(like)
         place = "cpu" if self.device == "cpu" and part is like else part.device
-        made = torch.empty(part.shape, dtype=self.dtype, device=place)
+        made = torch.empty_like(part, dtype=self.dtype, device=place, requires_grad=False)
         return spread_like(like, made)  # type: ignore[no-any-return]
 
     def fits(self, held: Held) -> bool:
         """Return whether what is here of it may be read into what is ``held``."""
-        tensor = held.tensor
-        if held.extent is not None and not is_spread(tensor):
-            return (tensor.dtype, held.shape, tensor.device.type == "cpu") == (
-                self.dtype,
-                self.shape,
-                self.device == "cpu",
-            )
-        return (
-            (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape)
-            and tensor.stride() == self.stride
-            and (tensor.device.type == "cpu") == (self.device == "cpu")
+        on_cpu = held.tensor.device.type == "cpu"
+        return (held.tensor.dtype, held.shape, on_cpu) == (
+            self.dtype,
+            self.shape,
+            self.device == "cpu",
         )
 
 
@@ -121,7 +114,7 @@ class Opened:
         fd = self._open(name, 0, self._directory)
         data = bytearray(os.fstat(fd).st_size)
         with self.sound(name):
-            shards.read_exactly(fd, memoryview(data), 0)
+            files.read_exactly(fd, memoryview(data), 0)
         return bytes(data)
 
     def _why(self, error: OSError) -> str:
@@ -149,11 +142,11 @@ class Opened:
                 "load another checkpoint"
             )
         with self.sound(name):
-            if sums and shards.checksum_of(fd, file.nbytes, self._buffer) != file.crc32:
+            if sums and files.checksum_of(fd, file.nbytes, self._buffer) != file.crc32:
                 raise ValueError("its checksum is not that of what was saved")
             if name.endswith(".safetensors"):
                 known = self.tensors[name.split("-")[0].split(".")[0]]
-                head = shards.read_head(fd, name, file.nbytes)
+                head = files.read_head(fd, name, file.nbytes)
                 if twice := known.keys() & head.keys():
                     raise ValueError(f"tensor {min(twice)!r} is in two files")
                 known.update(head)
@@ -181,23 +174,16 @@ class Opened:
             ValueError, KeyError, TypeError, RuntimeError: there is none like that.
         """
         place = self.tensors[family][said["name"]]
-        dtype, shape = shards.dtype_of(place.kind), place.kind.shape
+        dtype, shape = files.dtype_of(place.kind), place.kind.shape
         if said.get("pairs", False):
             if dtype != torch.float64 or shape[-1:] != (2,):
                 raise ValueError(f"tensor {said['name']!r} is of no complex numbers")
             dtype, shape = torch.complex128, shape[:-1]
-        usual = torch.empty(shape, dtype=dtype, device="meta")
-        stride = tuple(said.get("stride", usual.stride()))
-        if stride != usual.stride():
-            if len(stride) != len(shape):
-                raise ValueError(f"tensor {said['name']!r} has {len(stride)} strides")
-            if not is_dense(torch.empty_strided(shape, stride, device="meta")):
-                raise ValueError(f"tensor {said['name']!r} has gaps")
-        return Stored(place, dtype, shape, stride, str(said.get("device", "cpu")))
+        return Stored(place, dtype, shape, str(said.get("device", "cpu")))
 
     def read(self, place: Place, held: Held, memory: Memory) -> None:
         """Fill in place what is here of a tensor."""
-        shards.read(place, held, memory, self._buffer)
+        files.read(place, held, memory, self._buffer)
 
     def decode(self, family: str, value: Any) -> Any:
         """Return what was encoded, with its tensors."""

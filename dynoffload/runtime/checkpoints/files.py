@@ -18,9 +18,8 @@ import torch
 
 from dynoffload.errors import CheckpointError
 from dynoffload.memory.pieces import Buffer
-from dynoffload.runtime.checkpoints import ranges
 from dynoffload.runtime.checkpoints.extents import Held
-from dynoffload.runtime.checkpoints.ranges import Span
+from dynoffload.runtime.checkpoints.manifest import File
 from dynoffload.runtime.checkpoints.tensors import Memory
 
 _NAMES = {
@@ -144,15 +143,16 @@ def index_of(shards: list[Shard]) -> bytes:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of ``data``, in as many calls as it takes."""
+def write_all(fd: int, data: bytes | memoryview, start: int = 0) -> None:
+    """Write all of ``data`` at byte ``start``, in as many calls as it takes."""
     rest = memoryview(data)
     while rest:
-        rest = rest[os.write(fd, rest) :]
+        count = os.pwrite(fd, rest, start)
+        rest, start = rest[count:], start + count
 
 
 @torch.no_grad()
-def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool) -> list[Span]:
+def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool) -> File:
     """Write what this process has of ``shard``, each part where it belongs.
 
     Args:
@@ -163,20 +163,26 @@ def write(fd: int, shard: Shard, memory: Memory, buffer: Buffer, *, first: bool)
         first: whether this process writes the head, and what all have.
 
     Returns:
-        The stretches that were written.
+        The bytes that were written, in their order.
     """
-    written = _Written(fd)
+    nbytes = crc32 = 0
+
+    def put(data: bytes | memoryview, at: int) -> None:
+        nonlocal nbytes, crc32
+        write_all(fd, data, at)
+        nbytes, crc32 = nbytes + len(data), zlib.crc32(data, crc32)
+
     if first:
-        written.add(0, shard.head)
+        put(shard.head, 0)
     start = len(shard.head)
     for name, held in shard.tensors.items():
-        for part in ranges.parts_of(held, writes=True, first=first):
-            at = start + part.start * held.tensor.element_size()
-            for data in bytes_of(part.values, memory, buffer):
-                written.add(at, data)
+        for element, values in held.stretches(writes=True, first=first):
+            at = start + element * held.tensor.element_size()
+            for data in bytes_of(values, memory, buffer):
+                put(data, at)
                 at += len(data)
         start += kind_of(name, held).nbytes
-    return written.spans
+    return File(nbytes, crc32)
 
 
 @torch.no_grad()
@@ -186,25 +192,6 @@ def bytes_of(values: torch.Tensor, memory: Memory, buffer: Buffer) -> Iterator[m
         with memory.held(piece):
             buffer.like(piece).copy_(piece)
         yield buffer.bytes(piece.numel() * piece.element_size())
-
-
-class _Written:
-    """What was written to a file, as few stretches as it can be."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._end = fd, 0
-        self.spans: list[Span] = []
-
-    def add(self, start: int, data: bytes | memoryview) -> None:
-        """Write ``data`` at byte ``start``."""
-        goes_on = bool(self.spans) and start == self._end
-        if start != self._end:
-            os.lseek(self._fd, start, os.SEEK_SET)
-        write_all(self._fd, data)
-        before = self.spans.pop() if goes_on else Span(start, 0, 0)
-        checksum = zlib.crc32(data, before.crc32)
-        self.spans.append(Span(before.start, before.nbytes + len(data), checksum))
-        self._end = start + len(data)
 
 
 @dataclass(frozen=True)
@@ -258,9 +245,9 @@ def read_exactly(fd: int, into: memoryview, start: int) -> None:
 @torch.no_grad()
 def read(place: Place, held: Held, memory: Memory, buffer: Buffer) -> None:
     """Fill what is here of the tensor at ``place``, which is of its kind."""
-    for part in ranges.parts_of(held):
-        start = place.start + part.start * held.tensor.element_size()
-        for piece in memory.pieces(part.values):
+    for element, values in held.stretches():
+        start = place.start + element * held.tensor.element_size()
+        for piece in memory.pieces(values):
             data = buffer.bytes(piece.numel() * piece.element_size())
             read_exactly(place.fd, data, start)
             start += len(data)

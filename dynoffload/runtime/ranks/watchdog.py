@@ -1,9 +1,8 @@
-"""When a rank is lost, the others say so: who, where it stood, and what they waited for.
+"""When a rank is lost, the others say so: which one, what it did last, and what they waited for.
 
-What it is: `Watch`, a thread beside a session of several processes. It tells the others where this
-rank stands, once a second, and turns the error of a collective that failed in the block into a
-`RankError` that names the rank that was missed. What it is not: a collective, a barrier, or a judge
-of how ranks ought to run: ranks on different paths stand at different sites, and that is well.
+`RankWatchdog` is a thread beside a session of several processes. It puts up this rank's status once
+a second, and turns the error of a collective that failed in the block into a `RankError` that names
+the rank that was missed. It starts no collective; ranks on different paths may run differently.
 
 [Note: who ends a wait]  A collective that fails, as another rank's connection has closed or the
 group's own timeout is over, raises in the thread that waits in it, and the block's end explains
@@ -31,8 +30,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dynoffload.errors import ExchangeError, RankError
-from dynoffload.runtime.ranks.board import Board
-from dynoffload.runtime.ranks.standing import Standing, awaited
+from dynoffload.runtime.ranks.status import RankStatus, StatusStore, awaited
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +54,13 @@ _OF_GROUP = re.compile(
 _blocks = 0  # that this process has entered
 
 
-def watch(
-    standing: Callable[[], Standing], timeout_s: float | None, groups: Iterable[Any]
-) -> Watch | None:
-    """Return a watch that has begun; None where there is one process, or no process group yet.
+def watch_ranks(
+    status: Callable[[], RankStatus], timeout_s: float | None, groups: Iterable[Any]
+) -> RankWatchdog | None:
+    """Return a watchdog that has begun; None where there is one process, or no process group yet.
 
     Args:
-        standing: says where this rank stands; asked from another thread.
+        status: returns what this rank does; called from another thread.
         timeout_s: how long a rank may keep the others waiting; None: as long as the group allows.
         groups: process groups of the model's, beside the default one.
     """
@@ -72,21 +70,21 @@ def watch(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
     _blocks += 1
-    return Watch(standing, timeout_s, groups, _blocks)
+    return RankWatchdog(status, timeout_s, groups, _blocks)
 
 
-class Watch:
-    """See `watch`."""
+class RankWatchdog:
+    """See `watch_ranks`."""
 
     def __init__(
         self,
-        standing: Callable[[], Standing],
+        status: Callable[[], RankStatus],
         timeout_s: float | None,
         groups: Iterable[Any],
         block: int,
     ) -> None:
-        self._standing, self._block = standing, block
-        self._board = Board(block)
+        self._status, self._block = status, block
+        self._store = StatusStore(block)
         self._before = _set_timeout(timeout_s, groups)
         self._timeout_s = timeout_s or _timeout_of_group()
         self._may_end = timeout_s is not None
@@ -95,44 +93,44 @@ class Watch:
         self._mutex = threading.Lock()
         self._progress, self._since = -1, time.monotonic()
         self._looked = self._warned = -1.0
-        self._board.tell(standing())
+        self._store.put(status())
         self._thread = threading.Thread(target=self._run, name="dynoffload-ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        every = max(_BEAT_S, self._board.size / _RANKS_A_SECOND)
+        every = max(_BEAT_S, self._store.size / _RANKS_A_SECOND)
         failed = False
         for looks in itertools.count():
-            begins = looks < _FIRST_LOOKS and len(self._board.lines) < self._board.size - 1
+            begins = looks < _FIRST_LOOKS and len(self._store.reports) < self._store.size - 1
             if self._ends.wait(_FIRST_S * every if begins else _BEAT_S):
                 return
             try:
                 if begins:
                     with self._mutex:
-                        self._board.look()
+                        self._store.update()
                 else:
-                    self._tell(every)
+                    self._report(every)
             except Exception as error:
                 if not failed:
-                    logger.warning("the watch over ranks goes on after %r", error, exc_info=True)
+                    logger.warning("the rank watchdog goes on after %r", error, exc_info=True)
                 failed = True
 
-    def _tell(self, every: float) -> None:
-        standing, now = self._standing(), time.monotonic()
-        if standing.progress != self._progress:
-            self._progress, self._since = standing.progress, now
+    def _report(self, every: float) -> None:
+        status, now = self._status(), time.monotonic()
+        if status.progress != self._progress:
+            self._progress, self._since = status.progress, now
         with self._mutex:
             if self._ends.is_set():
                 return
-            self._board.tell(standing)
+            self._store.put(status)
             if now - self._looked >= every:
                 self._looked = now
-                self._board.look()
+                self._store.update()
         if now - self._since > self._timeout_s + _MOMENT_S:
-            self._judge(standing, now)
+            self._check_wait(status, now)
 
-    def _judge(self, standing: Standing, now: float) -> None:
-        """This rank stands still for too long: see [Note: who ends a wait]."""
+    def _check_wait(self, status: RankStatus, now: float) -> None:
+        """Warn of, or end, a wait that lasts too long; see [Note: who ends a wait]."""
         waits = awaited(sys._current_frames().get(self._main))
         late = [r for r in self._others() if self._still(r, now) > self._timeout_s]
         if not waits or not late or self._ends.is_set():
@@ -143,15 +141,15 @@ class Watch:
                 logger.warning(
                     "rank %d (%s) has waited for %s for %.0f s: %s. It goes on waiting; "
                     "config={'rank_timeout': seconds} ends the process with code %d instead",
-                    self._board.rank,
-                    standing.describe(),
+                    self._store.rank,
+                    status.describe(),
                     waits,
                     now - self._since,
-                    self._told(late, now),
+                    self._describe(late, now),
                     ENDED,
                 )
             return
-        said = self._message(standing, waits, late, now)
+        said = self._message(status, waits, late, now)
         logger.error("%s; this wait cannot be ended from outside, so the process ends", said)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(ValueError, OSError):
@@ -159,11 +157,11 @@ class Watch:
         os._exit(ENDED)
 
     def _others(self) -> list[int]:
-        return [rank for rank in range(self._board.size) if rank != self._board.rank]
+        return [rank for rank in range(self._store.size) if rank != self._store.rank]
 
     def _still(self, rank: int, now: float) -> float:
         """Return for how long a rank has done nothing; since ever, if it has told nothing."""
-        return now - self._board.changed.get(rank, -1e9)
+        return now - self._store.changed.get(rank, -1e9)
 
     # The end
 
@@ -171,14 +169,14 @@ class Watch:
         """Return what to raise for an error that left the block; None if no other rank is in it."""
         if isinstance(error, RankError) or not _is_of_group(error):
             return None
-        standing = self._standing()
+        status = self._status()
         waits = awaited(error.__traceback__) or "the others"
         lost, now = self._lost(_PATIENCE_AFTER_S if _timed_out(error) else _PATIENCE_S)
         if not lost:
-            known = [rank for rank in self._others() if rank in self._board.lines]
+            known = [rank for rank in self._others() if rank in self._store.reports]
             lost = [r for r in known if self._still(r, now) > _SILENT_BEATS * _BEAT_S] or known
-        found = RankError(self._message(standing, waits, lost, now))
-        found.rank, found.lost = self._board.rank, tuple(lost)
+        found = RankError(self._message(status, waits, lost, now))
+        found.rank, found.lost = self._store.rank, tuple(lost)
         return found
 
     def _lost(self, patience_s: float) -> tuple[list[int], float]:
@@ -186,7 +184,7 @@ class Watch:
         until = time.monotonic() + patience_s
         while True:
             with self._mutex:
-                self._board.look()
+                self._store.update()
             now = time.monotonic()
             gone = [rank for rank in self._others() if self._is_lost(rank, now)]
             if gone or now > until:
@@ -194,45 +192,47 @@ class Watch:
             time.sleep(0.05)
 
     def _is_lost(self, rank: int, now: float) -> bool:
-        line = self._board.lines.get(rank)
-        if line is None:
+        report = self._store.reports.get(rank)
+        if report is None:
             return False
-        silent = now - self._board.heard[rank] > _SILENT_BEATS * _BEAT_S
-        return line.is_gone() or silent or (line.left is not None and line.block >= self._block)
-
-    def _message(self, standing: Standing, waits: str, lost: Iterable[int], now: float) -> str:
+        silent = now - self._store.heard[rank] > _SILENT_BEATS * _BEAT_S
         return (
-            f"rank {self._board.rank} ({standing.describe()}) waited for {waits}, and in vain: "
-            f"{self._told(lost, now)}. The step is lost: end all ranks, and go on from the last "
-            "checkpoint"
+            report.is_gone() or silent or (report.left is not None and report.block >= self._block)
         )
 
-    def _told(self, ranks: Iterable[int], now: float) -> str:
-        return "; ".join(self._of(rank, now) for rank in ranks) or (
-            "no other has told where it is"
-            if self._board.answers
+    def _message(self, status: RankStatus, waits: str, lost: Iterable[int], now: float) -> str:
+        return (
+            f"rank {self._store.rank} ({status.describe()}) waited for {waits}, and in vain: "
+            f"{self._describe(lost, now)}. The step is lost: end all ranks, and go on from the "
+            "last checkpoint"
+        )
+
+    def _describe(self, ranks: Iterable[int], now: float) -> str:
+        return "; ".join(self._describe_rank(rank, now) for rank in ranks) or (
+            "no other rank has reported"
+            if self._store.answers
             else "the process group's store does not answer, which the first rank holds unless a "
             "launcher does"
         )
 
-    def _of(self, rank: int, now: float) -> str:
-        line = self._board.lines.get(rank)
-        if line is None:
+    def _describe_rank(self, rank: int, now: float) -> str:
+        report = self._store.reports.get(rank)
+        if report is None:
             return f"rank {rank} has entered no offload() block"
-        stood = line.standing.describe()
-        if line.left:
-            return f"rank {rank} has left its block by an error ({line.left}) in {stood}"
-        if line.left is not None and line.block >= self._block:
-            return f"rank {rank} has left its block, after {line.standing.step} steps"
-        silent = now - self._board.heard[rank]
-        if line.is_gone():
+        stood = report.status.describe()
+        if report.left:
+            return f"rank {rank} has left its block by an error ({report.left}) in {stood}"
+        if report.left is not None and report.block >= self._block:
+            return f"rank {rank} has left its block, after {report.status.step} steps"
+        silent = now - self._store.heard[rank]
+        if report.is_gone():
             return (
-                f"rank {rank} is gone, its process {line.pid} has ended; last heard of "
+                f"rank {rank} is gone, its process {report.pid} has ended; last heard of "
                 f"{silent:.0f} s ago, in {stood}"
             )
         if silent > _SILENT_BEATS * _BEAT_S:
             return f"rank {rank} has been silent for {silent:.0f} s, last heard of in {stood}"
-        if line.block < self._block or line.left is not None:
+        if report.block < self._block or report.left is not None:
             return f"rank {rank} has not entered its block"
         return f"rank {rank} runs, and has been for {self._still(rank, now):.0f} s in {stood}"
 
@@ -242,7 +242,7 @@ class Watch:
         left = "" if error is None else f"{type(error).__name__}: {error}"
         try:
             with self._mutex:
-                self._board.tell(self._standing(), left)
+                self._store.put(self._status(), left)
         finally:
             self._thread.join(_BEAT_S)
             for group, timeout in self._before:
