@@ -25,10 +25,9 @@ import numpy as np
 
 from dynoffload.experiments.pilot_cases import Case
 from dynoffload.pilot.features import BlockHint, Example
-from dynoffload.pilot.labelling import label_traces
-from dynoffload.pilot.labels import Label
+from dynoffload.pilot.labels import Label, encode_example, label_traces
 from dynoffload.pilot.sources import split_by_source
-from dynoffload.pilot.train import HOLDOUT, encode_example
+from dynoffload.pilot.train import HOLDOUT
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler.sample import Sample
@@ -146,7 +145,7 @@ def record(case: Case, samples: int, seed: int) -> Recording:
 
 
 def _labels(traces: Path) -> list[Label]:
-    return label_traces(traces, 1, lambda *_: None).labels
+    return label_traces(traces, 1, lambda *_: None)
 
 
 def _train(

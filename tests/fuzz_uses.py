@@ -17,10 +17,9 @@ from dynoffload.errors import DynOffloadError, PilotError
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.following import Following
-from dynoffload.pilot.labels import Label, Refused, make_label, makers_version, read_label
+from dynoffload.pilot.labels import Label, encode_example, make_label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.pilot.train import encode_example
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import footprint, temporaries
@@ -138,11 +137,9 @@ def use_trace(path: Path, good: Good, folder: Path, *, learn: bool) -> None:
         pilot = _tried(lambda: fit_pilot(vocabulary, examples, model="markov"))
         if pilot is not None:
             _predict(pilot, program.sample)
-        made = make_label(str(path), "key", 1 << 16, makers_version())
-        if isinstance(made, Refused):
-            raise Malformed(f"a trace that loads, and gives no label: {made.reason}")
-        if read_label(made, "key").sample.values.keys() != trace.sample.values.keys():
-            raise Malformed("a label of another sample")
+        made = make_label(str(path))
+        if isinstance(made, str):
+            raise Malformed(f"a trace that loads, and gives no label: {made}")
     sizes = _tried(lambda: footprint(trace))
     if sizes is not None and min(sizes.total, sizes.need, temporaries(trace)) < 0:
         raise Malformed("a footprint below zero")

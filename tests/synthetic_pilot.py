@@ -28,7 +28,7 @@ def block(index: int, path: str, variant: str = "", nbytes: int = 1024) -> Block
 
 def label_of(program: Program) -> Label:
     """Return what a pilot learns from a program, as of a trace without a file."""
-    return Label(outline_of(program), program.sample, tuple(program.hints), "", None)
+    return Label(outline_of(program), program.sample, tuple(program.hints), "")
 
 
 def vocabulary(names: Sequence[tuple[str, str]], network: str = "n" * 64) -> Vocabulary:

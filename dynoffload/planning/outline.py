@@ -1,7 +1,7 @@
 """The outline of a program: its calls, what each left alive, and the regions of each module.
 
 Cutting a program into blocks, and reading it as blocks, need no more. Outlines are arrays:
-thousands fit where dozens of programs do, and they can be stored.
+thousands fit where dozens of programs do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,18 +92,6 @@ class Outline:
 
 
 _LARGEST = 2**62
-ARRAYS: dict[str, np.dtype[Any]] = {
-    "call_path": np.dtype("<i4"),
-    "call_key": np.dtype("<i4"),
-    "call_parent": np.dtype("<i4"),
-    "call_activations": np.dtype("<i8"),
-    "call_idioms": np.dtype("<i8"),
-    "owners": np.dtype("<i4"),
-    "region": np.dtype("<i4"),
-    "region_bytes": np.dtype("<i8"),
-    "owned": np.dtype("<i4"),
-}
-"""The arrays of an `Outline`, with their types."""
 
 
 def outline_of(program: Program) -> Outline:
