@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.artifact import checked_integers, checked_weights
 from dynoffload.pilot.association import ORDERS, Association, learn_association
 from dynoffload.pilot.codes import load_books, stored_books
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
 from dynoffload.pilot.sources import source_folds
 from dynoffload.pilot.trees import Masks, Trees
+from dynoffload.profiler.safefile import checked_integers, checked_weights
 from dynoffload.profiler.sample import Sample
 
 Bools = npt.NDArray[np.bool_]

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_integers, checked_weights
 from dynoffload.pilot.features import Floats, sigmoid, site_stops
+from dynoffload.profiler.safefile import checked_integers, checked_weights
 
 Bools = npt.NDArray[np.bool_]
 

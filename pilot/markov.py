@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.features import Floats
 from dynoffload.pilot.sources import source_folds
+from dynoffload.profiler.safefile import checked_weights
 from dynoffload.profiler.sample import Sample
 
 MAX_ORDER = 6

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.codes import Fields, stored_books
 from dynoffload.pilot.features import MAX_SITES, Floats, Scaler
+from dynoffload.profiler.safefile import checked_weights
 from dynoffload.profiler.sample import Sample
 
 WEIGHTS = (

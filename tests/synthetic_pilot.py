@@ -1,8 +1,7 @@
-"""Synthetic samples with a known rule from elements to blocks, for the pilot's tests.
+"""Samples with a known rule from elements to blocks, and a small recorded step.
 
-What it is: a network of two routed layers in which each token code has its experts, and a tree
-network with one cell block per arity. What it is not: a stand-in for the recorder; the tests of
-training from traces record real ones.
+The samples are of a network of two routed layers in which each token code has its experts, and of
+a tree network with one cell block per arity.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import nn
 
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.labels import Label
@@ -17,7 +18,9 @@ from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.planning.outline import outline_of
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.program import Program
+from dynoffload.profiler.recorder import Recorder
 from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.trace import Trace
 
 
 def block(index: int, path: str, variant: str = "", nbytes: int = 1024) -> Block:
@@ -95,3 +98,14 @@ def trees(count: int, *, seed: int = 0, largest: int = 60) -> tuple[Vocabulary, 
         order = [0, *(arity + 2).tolist(), 1]
         examples.append(Example(Sample({"nodes": float(nodes)}, elements), order, f"f{step % 7}"))
     return vocabulary(names), examples
+
+
+def recorded_step() -> Trace:
+    """Return the trace of one step of two layers under AdamW."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    traces: list[Trace] = []
+    with Recorder(model, optimizer, on_step=traces.append, source=lambda: "lib/a.py"):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return traces[0]

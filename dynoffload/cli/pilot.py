@@ -73,9 +73,9 @@ def train(
     $ dynoffload pilot train traces/ -o moe.pilot --model auto
     ```
     """
-    from dynoffload.pilot.artifact import write_whole
     from dynoffload.pilot.model_card import card_path, model_card
     from dynoffload.pilot.train import train_pilot
+    from dynoffload.profiler.safefile import write_whole
 
     out.parent.mkdir(parents=True, exist_ok=True)
     limit = None if budget is None else parse_bytes(budget, "--budget")
