@@ -35,12 +35,6 @@ NETWORK = "moe"
 SHARE = 8
 """The budget is one part in so many of the footprint."""
 _WARMUP = 2  # as the report page leaves out
-_HOW = (
-    "The same network, weights and samples each time: plain PyTorch with all the memory "
-    "it takes, the others under the budget. They ran one after another, and a machine's speed "
-    "drifts meanwhile: small differences mean little. The rest of this page is about the run that "
-    "the pilot steered."
-)
 
 
 def run(
@@ -67,7 +61,7 @@ def run(
         spill_dir: where the spill files lie.
     """
     from dynoffload.experiments import make_room
-    from dynoffload.reporting import Comparison, ComparisonRow, comparison_table, write_run
+    from dynoffload.reporting import ComparisonRow, comparison_table, write_run
 
     make_room(out, "--out")
     begin = time.perf_counter()
@@ -107,9 +101,8 @@ def run(
             rows.append(ComparisonRow.of(name, log, losses_equal=equal[name], warmup=_WARMUP))
         _say("6/6 writing the report")
         title = f"MoE {preset}, {tokens} tokens a step"
-        compared = Comparison(f"Four ways to train: {title}", tuple(rows), budget, _HOW)
-        files = write_run(logs["pilot"], out, comparison=compared)
-    _print(comparison_table(rows, title=title, budget=budget, upright=True))
+        files = write_run(logs["pilot"], out)
+    _print(comparison_table(rows, title=title, budget=budget))
     took = time.perf_counter() - begin
     for line in _told(rows, logs["pilot"], budget, steps):
         _say(line)
