@@ -88,8 +88,6 @@ def _choice(result: TrainResult) -> Iterator[str]:
     yield "| --- | ---: |"
     for kind, accuracy in card["validation_accuracy"].items():
         yield f"| {kind} | {accuracy:.1%} |"
-    for kind, gap in card["behind"].items():
-        yield f"| {kind} | {100 * gap:.1f} points behind on the first part, not tried further |"
 
 
 def _scores(result: TrainResult) -> Iterator[str]:

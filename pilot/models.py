@@ -32,7 +32,9 @@ _LOADERS: dict[str, Callable[..., PresenceModel]] = {
     "sequence": SiteSequence.load,
 }
 KINDS = tuple(_LOADERS)
-"""The kinds of model there are; ``markov`` is a baseline that knows nothing of the sample."""
+"""The kinds of model there are."""
+AUTO_KINDS = ("lightgbm", "sequence")
+"""Those that ``"auto"`` chooses from: ``markov``, a baseline, knows nothing of the sample."""
 
 
 class PresenceModel(Protocol):
@@ -61,7 +63,7 @@ class PresenceModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingSet:
     """What a model learns from.
 
     Attributes:
@@ -81,9 +83,9 @@ class Lesson:
     sites: npt.NDArray[np.int64]
     hints: Floats
 
-    def part(self, steps: npt.NDArray[np.int64]) -> Lesson:
-        """Return the lesson of some of the steps."""
-        return Lesson(
+    def part(self, steps: npt.NDArray[np.int64]) -> TrainingSet:
+        """Return the training set of some of the steps."""
+        return TrainingSet(
             [self.samples[i] for i in steps],
             self.present[steps],
             [self.groups[i] for i in steps],
@@ -95,17 +97,17 @@ class Lesson:
 
 def learn_model(
     kind: str,
-    lesson: Lesson,
+    data: TrainingSet,
     *,
     seed: int,
-    held_out: Lesson | None = None,
+    held_out: TrainingSet | None = None,
     epochs: int | None = None,
 ) -> tuple[PresenceModel, int | None]:
     """Train a model.
 
     Args:
         kind: one of `KINDS`.
-        lesson: what to learn from.
+        data: what to learn from.
         seed: for everything that is drawn.
         held_out: what to choose the length of training by, where the kind needs that.
         epochs: the length of training, where it is known.
@@ -115,20 +117,20 @@ def learn_model(
     """
     if kind == "lightgbm":
         return train_tables(
-            lesson.samples,
-            lesson.present,
-            lesson.described,
-            lesson.sites,
-            lesson.groups,
+            data.samples,
+            data.present,
+            data.described,
+            data.sites,
+            data.groups,
             seed=seed,
         ), None
     if kind == "markov":
-        return learn_markov(lesson.present, lesson.groups), None
+        return learn_markov(data.present, data.groups), None
     return train_sequence(
-        lesson.samples,
-        lesson.present,
-        lesson.described,
-        lesson.sites,
+        data.samples,
+        data.present,
+        data.described,
+        data.sites,
         seed=seed,
         validation=(held_out.samples, held_out.present) if held_out else None,
         epochs=epochs,

@@ -362,7 +362,6 @@ def test_training_shows_scores_and_saves_the_pilot(
             "validation_accuracy": {"sequence": 0.8},
             "validation_samples": 30,
             "folds": 3,
-            "behind": {"markov": 0.123},
         }
 
         def save(self, path: Path) -> None:
@@ -388,7 +387,6 @@ def test_training_shows_scores_and_saves_the_pilot(
     }
     told = (tmp_path / "deep" / "x.pilot.card.md").read_text()
     assert "| sequence | 80.0% |" in told
-    assert "| markov | 12.3 points behind on the first part" in told
     assert out.read_text() == "pilot"
     for expected in (
         "pilot, online",

@@ -5,22 +5,18 @@ from __future__ import annotations
 import random
 import runpy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot import fit
 from dynoffload.pilot.association import learn_association
 from dynoffload.pilot.baselines import LastOrder
 from dynoffload.pilot.boosting import train_tables
 from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.models import KINDS
-from dynoffload.pilot.trials import LEAST_COMPARED, is_behind, teach
-from dynoffload.pilot.workers import run_tasks
 from dynoffload.profiler.sample import Sample
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
@@ -133,45 +129,11 @@ def test_the_booster_does_not_trust_what_tables_memorised() -> None:
 def test_auto_takes_the_model_that_does_better_aside() -> None:
     vocabulary, examples = routed(120, noise=0.1)
     pilot = fit_pilot(vocabulary, examples)
-    tried, behind = pilot.card["validation_accuracy"], pilot.card["behind"]
-    assert {*tried, *behind} == set(KINDS)
-    assert not tried.keys() & behind.keys()
+    tried = pilot.card["validation_accuracy"]
+    assert set(tried) == {"lightgbm", "sequence"}
     assert tried[pilot.kind] == max(tried.values())
-
-
-def test_a_kind_that_is_far_behind_is_given_up_after_one_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vocabulary, examples = routed(160, noise=0.0)  # what runs follows from the sample alone
-    tried: list[tuple[str, int]] = []
-
-    def counting(task: Any, given: Any, jobs: Any) -> Any:
-        tasks = list(given)
-        if task is teach:
-            tried.extend((kind, part) for kind, _, _, part, _ in tasks)
-        return run_tasks(task, tasks, jobs)
-
-    monkeypatch.setattr(fit, "run_tasks", counting)
-    pilot = fit_pilot(vocabulary, examples)
-    behind = pilot.card["behind"]
-    assert "markov" in behind  # it knows nothing of the sample
-    assert all(gap > 0 for gap in behind.values())
-    parts = {kind: sum(k == kind for k, _ in tried) for kind in KINDS}
-    assert parts == {kind: 1 if kind in behind else pilot.card["folds"] for kind in KINDS}
     alone = fit_pilot(vocabulary, examples, model=pilot.kind)
-    assert alone.card["validation_accuracy"][pilot.kind] == max(
-        pilot.card["validation_accuracy"].values()
-    )
-
-
-def test_who_is_behind_by_chance_is_not_given_up() -> None:
-    rng = np.random.default_rng(0)
-    best = rng.random(80)
-    assert not is_behind(best, best)
-    assert not is_behind(best + rng.normal(0, 0.1, 80) - 0.01, best)
-    assert is_behind(best - 0.1 + rng.normal(0, 0.1, 80), best)
-    few = slice(0, LEAST_COMPARED - 1)
-    assert not is_behind(best[few] - 0.1, best[few])
+    assert alone.card["validation_accuracy"] == {pilot.kind: tried[pilot.kind]}
 
 
 def test_a_network_without_optional_blocks_needs_no_model() -> None:
