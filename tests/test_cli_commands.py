@@ -158,7 +158,7 @@ def test_doctor_shows_bandwidth_and_a_verdict(runner: CliRunner, tmp_path: Path)
         pytest.skip("the directory for temporary files is in memory")
     result = runner.invoke(app, ["doctor", "--spill-dir", str(tmp_path), "--seconds", "0.05"])
     assert result.exit_code == 0, result.output
-    for expected in ("GB/s", "O_DIRECT", "cgroup", "userfaultfd", "overcommit", "backend"):
+    for expected in ("GB/s", "O_DIRECT", "this process may take", "userfaultfd", "backend"):
         assert expected in result.stdout
 
 
