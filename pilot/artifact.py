@@ -15,7 +15,7 @@ from dynoffload.errors import PilotError
 from dynoffload.profiler.safefile import Arrays, BadFileError, pack, read_file, write_whole
 
 FORMAT = "dynoffload.pilot"
-VERSION = 3
+VERSION = 4
 
 
 def write_artifact(path: Path, document: Mapping[str, Any], arrays: Arrays) -> None:

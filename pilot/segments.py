@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.codes import columns_of
+from dynoffload.pilot.features import CLIP, MAX_SCALE, Floats, Scaler, learn_scaler
 from dynoffload.planning.blocks import Block
 from dynoffload.profiler.sample import Sample
 
@@ -80,17 +81,13 @@ class Neighbours:
     """Recorded stretches, found again by the numbers of their samples.
 
     Attributes:
-        names: the values of a sample that are compared, besides its number of elements.
-        centre: ``[1 + names]`` subtracted before samples are compared.
-        scale: ``[1 + names]`` divided by before samples are compared.
-        points: ``[records, 1 + names]``, scaled.
+        scaler: makes the numbers of a sample that are compared.
+        points: of each record, ``[records, scaler]``.
         runs: the stretch of each record.
     """
 
-    names: tuple[str, ...]
-    centre: npt.NDArray[np.float64]
-    scale: npt.NDArray[np.float64]
-    points: npt.NDArray[np.float64]
+    scaler: Scaler
+    points: Floats
     runs: tuple[Run, ...]
 
     def apply(self, sample: Sample, ran: Run = ()) -> list[int]:
@@ -100,8 +97,7 @@ class Neighbours:
             sample: what the step runs.
             ran: how the stretch has begun: records that begin so go before those that do not.
         """
-        point = (_numbers(sample, self.names) - self.centre) / self.scale
-        distance = ((self.points - point) ** 2).sum(axis=1)
+        distance = ((self.points - self.scaler(sample)) ** 2).sum(axis=1)
         if ran:
             alike = np.array([run[: len(ran)] == ran for run in self.runs])
             distance = np.where(alike | ~alike.any(), distance, np.inf)
@@ -141,9 +137,7 @@ class SegmentModel:
             }
         else:
             how = {
-                "names": list(self.how.names),
-                "centre": self.how.centre.tolist(),
-                "scale": self.how.scale.tolist(),
+                "scaler": self.how.scaler.to_json(),
                 "points": self.how.points.tolist(),
                 "runs": [list(run) for run in self.how.runs],
             }
@@ -174,20 +168,14 @@ class SegmentModel:
                     raise ValueError("a key of another length than the columns")
                 how = _rule(columns, table)
             else:
-                names = tuple(str(name) for name in data["names"])
-                centre, scale, points = (
-                    np.array(data[name], dtype=np.float64) for name in ("centre", "scale", "points")
-                )
+                scaler = Scaler.from_json(data["scaler"])
+                points = np.array(data["points"], dtype=np.float32)
                 runs = tuple(_run(run, blocks) for run in data["runs"])
-                width = 1 + len(names)
-                if points.shape != (len(runs), width) or not runs:
+                if points.shape != (len(runs), len(scaler)) or not runs:
                     raise ValueError("records of the wrong shape")
-                if centre.shape != (width,) or scale.shape != (width,):
-                    raise ValueError("scales of the wrong shape")
-                numbers = np.concatenate((centre, scale, points.reshape(-1)))
-                if not (np.abs(numbers) <= _LARGEST**2).all() or not (scale >= _LEAST).all():
-                    raise ValueError("scales or records out of range")
-                how = Neighbours(names, centre, scale, points, runs)
+                if not (np.abs(points) <= CLIP).all():
+                    raise ValueError("records out of range")
+                how = Neighbours(scaler, points, runs)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise PilotError(f"a segment's model is damaged: {error}") from error
         return cls(how, fidelity)
@@ -329,28 +317,17 @@ def _rule(columns: tuple[int, ...], table: dict[tuple[int, ...], Run]) -> Rule:
 def _remember(samples: Sequence[Sample], runs: Sequence[Run]) -> Neighbours:
     """Keep the latest records and the scales of their numbers."""
     samples, runs = samples[-MAX_NEIGHBOURS:], runs[-MAX_NEIGHBOURS:]
-    names = tuple(sorted({name for sample in samples for name in sample.values}))[:64]
-    points = np.stack([_numbers(sample, names) for sample in samples])
-    centre = points.mean(axis=0)
-    deviation = points.std(axis=0)
-    deviation[deviation == 0] = 1.0
+    scaler = learn_scaler(samples)
+    points = np.stack([scaler(sample) for sample in samples])
     lengths = np.array([len(run) for run in runs], dtype=np.float64)
     spread = lengths.std()
-    # A number counts by how well it goes with the length, so that what is noise does not mislead.
-    matter = np.abs(((points - centre) / deviation).T @ (lengths - lengths.mean()))
-    matter = matter / (len(runs) * spread) if spread else np.ones(points.shape[1])
-    scale = deviation / np.maximum(matter, 1e-3)
-    return Neighbours(names, centre, scale, (points - centre) / scale, tuple(map(tuple, runs)))
-
-
-def _numbers(sample: Sample, names: Sequence[str]) -> npt.NDArray[np.float64]:
-    values = [float(len(sample.elements)), *(sample.values.get(name, 0.0) for name in names)]
-    numbers = np.nan_to_num(np.array(values, dtype=np.float64))
-    return np.clip(numbers, -_LARGEST, _LARGEST)
-
-
-_LARGEST = 1e30  # of a sample's number
-_LEAST = 1e-30
+    if spread:
+        # A number counts by how well it goes with the length, so that noise does not mislead.
+        matter = np.abs(points.T @ (lengths - lengths.mean())) / (len(runs) * spread)
+        scale = np.minimum(scaler.scale / np.maximum(matter, 1e-3), MAX_SCALE)
+        scaler = replace(scaler, scale=scale.astype(np.float32))
+        points = np.stack([scaler(sample) for sample in samples])
+    return Neighbours(scaler, points, tuple(map(tuple, runs)))
 
 
 def _key(values: Any) -> tuple[int, ...]:

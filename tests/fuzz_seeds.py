@@ -1,8 +1,4 @@
-"""The real files that are mutated: traces of small networks, and pilots of every kind from them.
-
-What it is: `make_seeds`, which records steps of real networks and trains pilots on them by the
-code that users run. What it is not: a mutation of anything; see `fuzz_pilots` and `fuzz_traces`.
-"""
+"""The real files that are mutated: traces of small networks, and pilots of every kind from them."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_foreign_files_are_refused_by_name(
     assert form.remedy in str(error.value)
 
 
-@pytest.mark.parametrize("version", [0, 4, 99, "one", None])
+@pytest.mark.parametrize("version", [0, 98, 99, "one", None])
 def test_another_version_is_refused_with_the_remedy(version: Any, form: Format, path: Path) -> None:
     document, arrays = safefile.read_file(path, form.key, form.version)
     path.write_bytes(safefile.pack(document, arrays, form.key, version))
