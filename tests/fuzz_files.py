@@ -41,7 +41,9 @@ def pack(
         lie: draws the lie.
     """
     parts = {**arrays, "document": np.frombuffer(text, np.uint8)}
-    parts = {name: np.ascontiguousarray(array) for name, array in parts.items()}
+    parts = {
+        name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in parts.items()
+    }
     header: dict[str, Any] = {}
     body = b""
     for name, array in parts.items():
@@ -179,6 +181,8 @@ def text_of(chance: random.Random, document: Any) -> bytes:
 
 def _mutate_arrays(chance: random.Random, arrays: dict[str, Any]) -> None:
     """Change values, type, shape or presence of one array."""
+    if not arrays:
+        return
     name = chance.choice(list(arrays))
     array = np.array(arrays[name])
     how = chance.randrange(9)
