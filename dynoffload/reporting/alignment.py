@@ -53,11 +53,12 @@ def align(predicted: Sequence[str], actual: Sequence[str]) -> list[Edit]:
     """Return the columns that turn ``predicted`` into ``actual`` with the fewest changes."""
     from rapidfuzz.distance import Levenshtein
 
-    return [
-        Edit(_KINDS[tag], left, right)
-        for tag, i0, i1, j0, j1 in Levenshtein.opcodes(predicted, actual)
-        for left, right in zip_longest(predicted[i0:i1], actual[j0:j1])
-    ]
+    edits: list[Edit] = []
+    for op in Levenshtein.opcodes(predicted, actual):
+        left = predicted[op.src_start : op.src_end]
+        right = actual[op.dest_start : op.dest_end]
+        edits += [Edit(_KINDS[op.tag], one, other) for one, other in zip_longest(left, right)]
+    return edits
 
 
 def runs(edits: Sequence[Edit]) -> list[Run]:
