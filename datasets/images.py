@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dynoffload.datasets.sources import HELD_OUT_OF_TEN, DataError, Split
-from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 
 _LEVELS = 16  # of a pixel, as a feature
 
@@ -36,7 +36,7 @@ class ImageBatch:
     labels: Tensor
     source: str
 
-    def described(self) -> Sample:
+    def described(self) -> InputFeatures:
         """Describe the images by their number, and how bright they are, and by their pixels.
 
         Returns:
@@ -55,7 +55,7 @@ class ImageBatch:
             "mean": float(grey.mean()),
             "deviation": float(grey.std()),
         }
-        return Sample(values=values, elements=codes.cpu().numpy())
+        return InputFeatures(values=values, elements=codes.cpu().numpy())
 
 
 def digits(

@@ -30,7 +30,7 @@ from dynoffload.pilot.sources import split_by_source
 from dynoffload.pilot.train import HOLDOUT
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,7 @@ def record(case: Case, samples: int, seed: int) -> Recording:
         traces = Path(folder)
         moments = _train(model, optimizer, drawn, aside, traces)
         labels = _labels(traces / "steps")
-        vocabulary = build_vocabulary([labels[i].outline for i in inside])
+        vocabulary = build_vocabulary([labels[i].calls for i in inside])
         examples = [encode_example(vocabulary, label) for label in labels]
         del labels
         again = [
@@ -191,7 +191,7 @@ def _plain(example: Example) -> dict[str, Any]:
 
 def _example(plain: dict[str, Any]) -> Example:
     return Example(
-        Sample(plain["values"], np.array(plain["elements"], dtype=np.int64)),
+        InputFeatures(plain["values"], np.array(plain["elements"], dtype=np.int64)),
         plain["blocks"],
         plain["source"],
         [BlockHint(place, tuple(blocks), tuple(told)) for place, blocks, told in plain["hints"]],

@@ -18,11 +18,11 @@ from dynoffload.errors import PilotError
 from dynoffload.pilot.baselines import most_frequent_order
 from dynoffload.pilot.evaluate import varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
+from dynoffload.pilot.loops import LoopModel, Rule, learn_loop
 from dynoffload.pilot.models import AUTO_KINDS, KINDS, TrainingSet
 from dynoffload.pilot.pilot import Pilot, shown_by
-from dynoffload.pilot.segments import Rule, SegmentModel, learn_segment
-from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot, learn_skeleton, tokens
 from dynoffload.pilot.sources import source_folds
+from dynoffload.pilot.template import LOOP, OrderTemplate, Slot, learn_template, tokens
 from dynoffload.pilot.validation import (
     FoldResult,
     Validation,
@@ -78,7 +78,7 @@ def fit_pilot(
     kinds = AUTO_KINDS if model == AUTO else (model,)
     _validate(vocabulary, examples, kinds)
     orders = [example.blocks for example in examples]
-    skeleton, filled, segments = _learn_shape(vocabulary, examples)
+    template, filled, loops = _learn_shape(vocabulary, examples)
     card: dict[str, Any] = {
         "samples": len(examples),
         "sources": len({example.source for example in examples}),
@@ -87,15 +87,15 @@ def fit_pilot(
     }
     bare = Pilot(
         vocabulary,
-        skeleton,
+        template,
         None,
-        segments,
+        loops,
         0.5,
         varying_blocks(orders, len(vocabulary)),
         tuple(most_frequent_order(orders, vocabulary.blocks)),
         card,
     )
-    optional = [skeleton.slots[index] for index in skeleton.optional]
+    optional = [template.slots[index] for index in template.optional]
     if not optional:
         return bare
     present = np.array([[slot in slots for slot in optional] for slots in filled], dtype=np.bool_)
@@ -217,31 +217,31 @@ def placed_hints(pilot: Pilot, examples: Sequence[Example]) -> Floats:
 
 def _learn_shape(
     vocabulary: Vocabulary, examples: Sequence[Example]
-) -> tuple[Skeleton, list[Filled], tuple[SegmentModel, ...]]:
-    """Learn the skeleton and its segments.
+) -> tuple[OrderTemplate, list[Filled], tuple[LoopModel, ...]]:
+    """Learn the template and its loops.
 
     A loop whose length no rule tells, and whose shorter runs are the longest with parts left out
     (its end, or of its last round the middle), is unrolled: what runs is asked of the models, round
     by round.
     """
     orders = [example.blocks for example in examples]
-    skeleton = learn_skeleton(orders, vocabulary.blocks)
-    filled = [tokens(order, skeleton.families) for order in orders]
-    segments = _learn_segments(skeleton, examples, filled, vocabulary)
+    template = learn_template(orders, vocabulary.blocks)
+    filled = [tokens(order, template.families) for order in orders]
+    loops = _learn_loops(template, examples, filled, vocabulary)
     unrolled: set[int] = set()
-    for place, segment in zip(skeleton.segments, segments, strict=True):
-        slot = skeleton.slots[place]
+    for place, loop in zip(template.loops, loops, strict=True):
+        slot = template.slots[place]
         runs = {f.get(slot, ()) for f in filled}
         longest = max(runs, key=len)
         nested = all(_is_part(run, longest) for run in runs)
-        nested = nested and sum(skeleton.slots[p][0] == slot[0] for p in skeleton.segments) == 1
-        if not isinstance(segment.how, Rule) and nested and len(longest) <= MAX_UNROLLED:
-            unrolled |= skeleton.families[SEGMENT - slot[0]]
+        nested = nested and sum(template.slots[p][0] == slot[0] for p in template.loops) == 1
+        if not isinstance(loop.how, Rule) and nested and len(longest) <= MAX_UNROLLED:
+            unrolled |= template.families[LOOP - slot[0]]
     if not unrolled:
-        return skeleton, filled, segments
-    skeleton = learn_skeleton(orders, vocabulary.blocks, frozenset(unrolled))
-    filled = [tokens(order, skeleton.families) for order in orders]
-    return skeleton, filled, _learn_segments(skeleton, examples, filled, vocabulary)
+        return template, filled, loops
+    template = learn_template(orders, vocabulary.blocks, frozenset(unrolled))
+    filled = [tokens(order, template.families) for order in orders]
+    return template, filled, _learn_loops(template, examples, filled, vocabulary)
 
 
 def _is_part(run: Sequence[int], longest: Sequence[int]) -> bool:
@@ -262,18 +262,16 @@ def _calls(run: Sequence[int]) -> list[tuple[int, int]]:
     return calls
 
 
-def _learn_segments(
-    skeleton: Skeleton,
+def _learn_loops(
+    template: OrderTemplate,
     examples: Sequence[Example],
     filled: Sequence[Filled],
     vocabulary: Vocabulary,
-) -> tuple[SegmentModel, ...]:
+) -> tuple[LoopModel, ...]:
     samples = [example.sample for example in examples]
-    slots = [skeleton.slots[index] for index in skeleton.segments]
+    slots = [template.slots[index] for index in template.loops]
     blocks = vocabulary.blocks
-    return tuple(
-        learn_segment(samples, [f.get(slot, ()) for f in filled], blocks) for slot in slots
-    )
+    return tuple(learn_loop(samples, [f.get(slot, ()) for f in filled], blocks) for slot in slots)
 
 
 def _validate(vocabulary: Vocabulary, examples: Sequence[Example], kinds: Sequence[str]) -> None:

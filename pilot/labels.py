@@ -23,10 +23,10 @@ from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.progress import Report
 from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.blocks import Vocabulary
-from dynoffload.planning.outline import Outline, outline_of
-from dynoffload.profiler.hints import Hint
+from dynoffload.planning.calls import CallSummary, summarize_calls
+from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.program import resolve
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.routing import RoutingHint
 from dynoffload.profiler.storage import load_trace, trace_files
 
 NAMED = 3
@@ -41,21 +41,21 @@ class Label:
     """What a pilot learns from one trace.
 
     Attributes:
-        outline: its calls, their costs, the regions.
+        calls: its calls, their costs, the regions.
         sample: what the sample showed before it ran.
         hints: what the network foretold of its decisions.
         digest: SHA-256 of the trace file.
     """
 
-    outline: Outline
-    sample: Sample
-    hints: tuple[Hint, ...]
+    calls: CallSummary
+    sample: InputFeatures
+    hints: tuple[RoutingHint, ...]
     digest: str
 
     @property
     def source(self) -> str:
         """Which file or document the sample came from."""
-        return self.outline.source
+        return self.calls.source
 
 
 @cache
@@ -97,15 +97,15 @@ def label_traces(traces: str | Path, jobs: int | None, report: Report) -> list[L
         reasons = f"{'; '.join(refused[:NAMED])}{more}"
         some = f"{len(refused)} of {len(paths)} traces give no label: " if len(refused) > 1 else ""
         raise TraceError(some + reasons)
-    first = labels[0].outline.network
+    first = labels[0].calls.network
     for path, one in zip(paths, labels, strict=True):
-        if one.outline.network != first:
+        if one.calls.network != first:
             raise TraceError(
                 f"{paths[0]} is of network {first[:12]}, {path.name} of "
-                f"{one.outline.network[:12]}: keep the traces of each network in their own "
+                f"{one.calls.network[:12]}: keep the traces of each network in their own "
                 "directory"
             )
-    return sorted(labels, key=lambda label: label.outline.step)
+    return sorted(labels, key=lambda label: label.calls.step)
 
 
 def make_label(path: str) -> Label | str:
@@ -115,7 +115,7 @@ def make_label(path: str) -> Label | str:
             program = resolve(load_trace(Path(path)))  # refuses what is larger than any trace
             with Path(path).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return Label(outline_of(program), program.sample, tuple(program.hints), digest)
+            return Label(summarize_calls(program), program.sample, tuple(program.hints), digest)
         except DynOffloadError as error:
             return str(error)
         except OSError as error:
@@ -139,7 +139,7 @@ def _without_collector() -> Iterator[None]:
 
 def encode_example(vocabulary: Vocabulary, label: Label) -> Example:
     """Return a label as the pilot learns from it."""
-    order = vocabulary.encode(label.outline)
+    order = vocabulary.encode(label.calls)
     calls = [call for call, _ in order]
     hints: list[BlockHint] = []
     for hint in label.hints:

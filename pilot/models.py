@@ -1,7 +1,7 @@
 """The kinds of model that say which optional blocks a sample will run.
 
 `PresenceModel` is their one interface; `learn_model` trains one and `load_model` reads one back.
-The order of the blocks is `dynoffload.pilot.skeleton`'s, and what is made of a model's errors
+The order of the blocks is `dynoffload.pilot.template`'s, and what is made of a model's errors
 within a step `dynoffload.pilot.correction`'s.
 """
 
@@ -20,7 +20,7 @@ from dynoffload.pilot.features import Floats
 from dynoffload.pilot.markov import Markov, learn_markov
 from dynoffload.pilot.sequence import SiteSequence
 from dynoffload.pilot.sequence_training import train_sequence
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 Bools = npt.NDArray[np.bool_]
 Rest = Callable[[Sequence[bool]], Floats]
@@ -45,11 +45,11 @@ class PresenceModel(Protocol):
         """One of `KINDS`."""
         ...
 
-    def probabilities(self, sample: Sample) -> Floats:
+    def probabilities(self, sample: InputFeatures) -> Floats:
         """Return P(the block runs) for each optional block, float32 ``[blocks]``."""
         ...
 
-    def rest(self, sample: Sample) -> Rest | None:
+    def rest(self, sample: InputFeatures) -> Rest | None:
         """Return how the model itself predicts the rest of a step; None where it does not."""
         ...
 
@@ -76,7 +76,7 @@ class TrainingSet:
             none, ``[steps, blocks, 2]``; see `dynoffload.pilot.correction`.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[InputFeatures]
     present: Bools
     groups: Sequence[str]
     described: Floats

@@ -140,7 +140,7 @@ def train_pilot(
         inside, aside = split_by_source([label.source for label in labels], holdout, seed)
         learned = sorted(_mark(labels[i]) for i in inside)
         report("cutting blocks")
-        vocabulary = build_vocabulary([labels[i].outline for i in inside], budget)
+        vocabulary = build_vocabulary([labels[i].calls for i in inside], budget)
         examples = [encode_example(vocabulary, labels[i]) for i in inside]
         held_out = [encode_example(vocabulary, labels[i]) for i in aside]
         count, digest = len(labels), digest_of_set(labels)
@@ -175,7 +175,7 @@ def evaluate_pilot(
     """
     with progress_bar(progress) as report, one_thread():
         labels = label_traces(traces, jobs, report)
-        pilot.check(labels[0].outline.network)
+        pilot.check(labels[0].calls.network)
         report("scoring")
         examples = [encode_example(pilot.vocabulary, label) for label in labels]
         known = pilot.card.get("traces")

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from dynoffload.errors import TraceError
 from dynoffload.profiler.columns import PHASES, Columns
-from dynoffload.profiler.hints import MAX_HINTED, Hint
 from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
+from dynoffload.profiler.routing import MAX_HINTED, RoutingHint
 from dynoffload.profiler.safefile import BadFileError, pack, read_file, write_whole
-from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
 from dynoffload.profiler.trace import ModuleCall, Operator, RegionInfo, Trace
 
 FORMAT = "dynoffload.trace"
@@ -341,7 +341,7 @@ def _operators(
     return list(starmap(Operator, rows))
 
 
-def _sample(values: Any, elements: npt.NDArray[Any]) -> Sample:
+def _sample(values: Any, elements: npt.NDArray[Any]) -> InputFeatures:
     """Return what the sample showed."""
     _require(isinstance(values, dict) and len(values) <= _MAX_VALUES, "the sample has no values")
     _require(elements.dtype.kind == "i" and elements.ndim in (1, 2), "elements are no codes")
@@ -349,10 +349,10 @@ def _sample(values: Any, elements: npt.NDArray[Any]) -> Sample:
     _require(0 < width <= _MAX_WIDTH, "the sample's elements have an impossible width")
     _require(len(elements) <= MAX_ELEMENTS, "the sample has too many elements")
     numbers = {_text(name): float(value) for name, value in values.items()}
-    return Sample(numbers, elements.astype(np.int64))
+    return InputFeatures(numbers, elements.astype(np.int64))
 
 
-def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) -> list[Hint]:
+def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) -> list[RoutingHint]:
     """Return the hints, each at one of so many module calls."""
     sets = [tuple(map(_text, blocks)) for blocks in document["hinted"]]
     rows, values = arrays["hints"], arrays["hint_values"]
@@ -361,12 +361,12 @@ def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) ->
     good = values.dtype.kind == "f" and values.ndim == 1 and ((values >= 0) & (values <= 1)).all()
     _require(bool(good), "a hint is no chance")
     told = iter(values.tolist())
-    hints: list[Hint] = []
+    hints: list[RoutingHint] = []
     for call, number in rows.tolist():
         _require(0 <= call < calls, "a hint belongs to no module call")
         _require(0 <= number < len(sets), "a hint is about nothing")
         _require(len(sets[number]) <= MAX_HINTED, "a hint is about too many blocks")
-        hints.append(Hint(call, sets[number], tuple(islice(told, len(sets[number])))))
+        hints.append(RoutingHint(call, sets[number], tuple(islice(told, len(sets[number])))))
     _require(sum(len(hint.values) for hint in hints) == len(values), "hints of the wrong length")
     _require(all(len(h.values) == len(h.blocks) for h in hints), "a hint is of the wrong length")
     return hints

@@ -250,7 +250,7 @@ def _bomb(chance: random.Random, document: Any, arrays: dict[str, Any]) -> Any:
         rule = {"fidelity": 1.0, "columns": [0], "table": [[[0], [0] * many], [[1], [0] * many]]}
         slots = [*document.get("slots", []), *([-2, i] for i in range(many // 100))]
         rules = [rule] * (many // 100)
-        return {**document, "slots": slots, "families": [[0]], "segments": rules}
+        return {**document, "slots": slots, "families": [[0]], "loops": rules}
     else:
         return {**document, "slots": [[0, i] for i in range(4 * many)]}
     return document

@@ -92,7 +92,7 @@ def make_seeds(folder: Path) -> Seeds:
     chosen = {"moe": ("lightgbm", "sequence"), "exits": KINDS, "tree": ("markov",)}
     for network, kinds in chosen.items():
         labels = label_traces(folder / network, 1, lambda *_: None)
-        vocabulary = build_vocabulary([label.outline for label in labels])
+        vocabulary = build_vocabulary([label.calls for label in labels])
         examples = [encode_example(vocabulary, label) for label in labels]
         for kind in kinds:
             path = folder / f"{network}-{kind}.pilot"

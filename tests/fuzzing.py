@@ -39,15 +39,15 @@ from dynoffload.errors import DynOffloadError, PilotError
 from dynoffload.pilot import artifact
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
-from dynoffload.pilot.following import Following
 from dynoffload.pilot.labels import Label, encode_example, make_label
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.tracking import StepTracker
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.planning.footprint import footprint, temporaries
 from dynoffload.profiler import storage
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.storage import load_trace, save_trace
 from dynoffload.units import MiB
 
@@ -62,9 +62,9 @@ LEARNED = 6
 MAX_TOLD = 60
 """Blocks of a step that is followed that a pilot is told."""
 STRANGE = (
-    Sample({}),
-    Sample({"a": float("nan"), "nodes": 1e308}, np.array([[2**62, -(2**62)], [0, 1]])),
-    Sample({"x": float("-inf")}, np.arange(3000) % 50),
+    InputFeatures({}),
+    InputFeatures({"a": float("nan"), "nodes": 1e308}, np.array([[2**62, -(2**62)], [0, 1]])),
+    InputFeatures({"x": float("-inf")}, np.arange(3000) % 50),
 )
 """Samples that no recorded network shows."""
 
@@ -144,7 +144,7 @@ class Fuzzer:
         for paths in seeds.traces.values():
             for made in map(make_label, map(str, paths[1:4])):
                 assert isinstance(made, Label)
-                self._labels.setdefault(made.outline.network, []).append(made)
+                self._labels.setdefault(made.calls.network, []).append(made)
         self._hook_on = False
         self._caught: list[str] = []
 
@@ -250,7 +250,7 @@ def use_pilot(path: Path, examples: Sequence[Example], folder: Path) -> None:
         raise Malformed("a pilot that predicts otherwise once it is saved")
 
 
-def _predict(pilot: Pilot, sample: Sample) -> list[int]:
+def _predict(pilot: Pilot, sample: InputFeatures) -> list[int]:
     pilot.unlike(sample)
     prediction = pilot.predict(sample)
     _check_blocks(prediction.blocks, len(pilot.vocabulary))
@@ -265,15 +265,15 @@ def _predict(pilot: Pilot, sample: Sample) -> list[int]:
 
 def _follow(pilot: Pilot, example: Example) -> None:
     size = len(pilot.vocabulary)
-    step = Following(pilot, example.sample)
+    step = StepTracker(pilot, example.sample)
     order = [*example.blocks[:MAX_TOLD], -1, *pilot.predict(example.sample).blocks[:MAX_TOLD]]
     for place, block in enumerate(order):
         if place % 8 == 0:
-            _check_blocks(step.rest(), size)
+            _check_blocks(step.remaining(), size)
             hinted = list(range(min(size, 8)))
             step.hint(hinted, [0.5] * len(hinted))
-        step.tell(block if block < size else -1)
-    _check_blocks(step.rest(), size)
+        step.observe(block if block < size else -1)
+    _check_blocks(step.remaining(), size)
     if not np.isfinite(step.chances).all():
         raise Malformed("chances that are none, within a step")
 
@@ -292,7 +292,7 @@ def use_trace(path: Path, good: dict[str, list[Label]], folder: Path, *, learn: 
     if not isinstance(label, Label):
         raise Malformed(f"a trace that loads, and gives no label: {label}")
     labels = [*good.get(trace.network, []), label]
-    vocabulary = build_vocabulary([one.outline for one in labels], budget=1 << 20)
+    vocabulary = build_vocabulary([one.calls for one in labels], budget=1 << 20)
     example = encode_example(vocabulary, label)
     _check_blocks([b for b in example.blocks if b != -1], len(vocabulary))
     if Vocabulary.from_json(vocabulary.to_json()) != vocabulary:

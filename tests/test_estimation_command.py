@@ -17,7 +17,7 @@ from dynoffload.cli.estimate import _bar
 from dynoffload.errors import ConfigError
 from dynoffload.estimation import Estimate
 from dynoffload.estimation.factory import job_of
-from dynoffload.simulation.own_work import COSTS
+from dynoffload.simulation.overhead import COSTS
 
 FACTORY = """
 import torch

@@ -21,10 +21,10 @@ from dynoffload.pilot.features import MAX_SITES, Example
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.pilot import MAX_ORDER, MAX_SLOTS, Pilot
-from dynoffload.pilot.skeleton import MAX_SLOTS as MAX_PLACES
-from dynoffload.pilot.skeleton import learn_skeleton
+from dynoffload.pilot.template import MAX_SLOTS as MAX_PLACES
+from dynoffload.pilot.template import learn_template
 from dynoffload.planning.footprint import footprint
-from dynoffload.profiler import ModuleCall, Sample, Trace, load_trace, save_trace, storage
+from dynoffload.profiler import InputFeatures, ModuleCall, Trace, load_trace, save_trace, storage
 from dynoffload.profiler.safefile import read_file
 from dynoffload.profiler.storage import MAX_ROWS, most_nesting
 
@@ -92,7 +92,7 @@ HOSTILE: dict[str, tuple[str, Change]] = {
         _put("card", value={"x": float("inf")}),
     ),
     "half of a surrogate pair": ("lightgbm", _put("card", value={"x": "\ud800"})),
-    "a segment as sure as infinity": ("rule", _put("segments", 0, "fidelity", value=7.0)),
+    "a loop as sure as infinity": ("rule", _put("loops", 0, "fidelity", value=7.0)),
     "a correction of no model": ("rule", _put("corrects", value=True)),
     "a correction that is neither": ("lightgbm", _put("corrects", value=1)),
     "families that share blocks": ("rule", _put("families", value=[[2, 3], [3]])),
@@ -122,7 +122,7 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "a leaf that is not there": ("lightgbm", _tree("right", 0, -(2**62))),
     "a slot outside the vocabulary": ("lightgbm", _put("slots", value=[[99, 0]])),
     "a family outside the vocabulary": ("rule", _put("families", value=[[1, 99]])),
-    "segments without models": ("rule", _put("segments", value=[])),
+    "loops without models": ("rule", _put("loops", value=[])),
     "an unknown kind": ("lightgbm", _put("kind", value="oracle")),
     "optional blocks without a model": ("lightgbm", _put("kind", value="rule")),
     "a threshold of nothing": ("lightgbm", _put("threshold", value=0)),
@@ -192,17 +192,17 @@ def test_a_sequence_of_too_many_sites_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_foretells_without_end_is_cut(pilots: dict[str, Path], tmp_path: Path) -> None:
-    """A few bytes of rule for each of the most elements a sample has; then two such segments."""
+    """A few bytes of rule for each of the most elements a sample has; then two such loops."""
 
     def change(document: dict[str, Any], arrays: dict[str, Any]) -> None:
-        segment = document["segments"][0]
-        for entry in segment["table"]:
+        loop = document["loops"][0]
+        for entry in loop["table"]:
             entry[1] = [2] * 500
-        document["segments"] = [segment] * 3
+        document["loops"] = [loop] * 3
         document["slots"] += [[-2, 1], [-2, 2]]
 
     path = _rewrite(pilots["rule"], change, PILOT, tmp_path / "long.pilot")
-    sample = Sample({"nodes": 1.0}, np.zeros((65_536, 3), np.int64))
+    sample = InputFeatures({"nodes": 1.0}, np.zeros((65_536, 3), np.int64))
     prediction = Pilot.load(path).predict(sample)
     assert prediction.confidence is not None
     assert len(prediction.blocks) == len(prediction.confidence) == MAX_ORDER
@@ -211,7 +211,7 @@ def test_a_rule_that_foretells_without_end_is_cut(pilots: dict[str, Path], tmp_p
 def test_a_pilot_trained_without_elements_takes_samples_that_have_some(tmp_path: Path) -> None:
     vocabulary, examples = routed(40, experts=4, codes=9)
     bare = [
-        Example(Sample({"x": float(step % 3)}), example.blocks, example.source)
+        Example(InputFeatures({"x": float(step % 3)}), example.blocks, example.source)
         for step, example in enumerate(examples)
     ]
     pilot = fit_pilot(vocabulary, bare, model="lightgbm")
@@ -391,7 +391,7 @@ def test_more_places_for_blocks_than_a_pilot_takes_are_refused() -> None:
     """One cell that a trace calls again and again: the table of who runs before whom is square."""
     orders = [[0] * (MAX_PLACES + 1)] * 2
     with pytest.raises(PilotError, match=f"have {MAX_PLACES + 1} places"):
-        learn_skeleton(orders, trees(2)[0].blocks)
+        learn_template(orders, trees(2)[0].blocks)
 
 
 OURS = ("dynoffload", "torch.")

@@ -27,7 +27,7 @@ def test_a_pilot_predicts_the_same_after_the_file(kind: str, tmp_path: Path) -> 
     again = Pilot.load(path)
     assert again.kind == kind
     assert again.vocabulary == vocabulary
-    assert (again.skeleton, again.threshold) == (pilot.skeleton, pilot.threshold)
+    assert (again.template, again.threshold) == (pilot.template, pilot.threshold)
     assert (again.varying, again.most_frequent) == (pilot.varying, pilot.most_frequent)
     for example in examples:
         np.testing.assert_array_equal(pilot.chances(example.sample), again.chances(example.sample))

@@ -67,8 +67,8 @@ def test_labels_are_what_traces_give_in_order_of_step(traces: Path, budget: int 
     programs = [resolve(load_trace(path)) for path in trace_files(traces)]
     read = [label_of(program) for program in sorted(programs, key=lambda program: program.step)]
     made = label_traces(traces, 1, silent)
-    vocabulary = build_vocabulary([label.outline for label in made], budget)
-    assert vocabulary == build_vocabulary([label.outline for label in read], budget)
+    vocabulary = build_vocabulary([label.calls for label in made], budget)
+    assert vocabulary == build_vocabulary([label.calls for label in read], budget)
     for direct, label in zip(read, made, strict=True):
         one, other = (encode_example(vocabulary, each) for each in (direct, label))
         assert one.sample == other.sample

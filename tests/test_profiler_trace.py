@@ -16,11 +16,11 @@ from synthetic_pilot import recorded_step
 from dynoffload.errors import TraceError
 from dynoffload.profiler import (
     Idioms,
+    InputFeatures,
     ModuleCall,
     Operator,
     Phase,
     RegionInfo,
-    Sample,
     Trace,
     load_trace,
     save_trace,
@@ -110,7 +110,7 @@ def _traces(draw: st.DrawFn) -> Trace:
     values = draw(st.dictionaries(_names, st.floats(allow_nan=False), max_size=4))
     return Trace(
         draw(_names), draw(_names), draw(st.integers(0, 1 << 40)), draw(_names),
-        Sample(values, elements), regions, calls, operators,
+        InputFeatures(values, elements), regions, calls, operators,
     )  # fmt: skip
 
 

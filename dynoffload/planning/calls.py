@@ -1,4 +1,4 @@
-"""The outline of a program: its calls, what each left alive, and the regions of each module.
+"""The summary of a program: its calls, what each left alive, and the regions of each module.
 
 Cutting a program into blocks, and reading it as blocks, need no more. Outlines are arrays:
 thousands fit where dozens of programs do.
@@ -25,7 +25,7 @@ Small = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
-class Outline:
+class CallSummary:
     """What a program ran, as arrays; C calls, R regions, P pairs of a module and a region.
 
     Attributes:
@@ -94,8 +94,8 @@ class Outline:
 _LARGEST = 2**62
 
 
-def outline_of(program: Program) -> Outline:
-    """Return the outline of a program.
+def summarize_calls(program: Program) -> CallSummary:
+    """Return the summary of a program.
 
     A visit of forward belongs to the last call of its module that began before the visit ended.
     """
@@ -132,7 +132,7 @@ def outline_of(program: Program) -> Outline:
     def small(values: Iterable[int]) -> Small:
         return np.fromiter(values, dtype=np.int32)
 
-    return Outline(
+    return CallSummary(
         network=program.network,
         source=program.source,
         step=program.step,

@@ -1,11 +1,11 @@
 """Segments: stretches of blocks that follow the sample's elements, one after the other.
 
-`SegmentModel` learns how a loop's blocks come from the elements that drive it: how many blocks an
+`LoopModel` learns how a loop's blocks come from the elements that drive it: how many blocks an
 element makes (solved exactly, as whole numbers, from the lengths of the recorded stretches), which
 of the element's codes decide them, and what each value of those codes makes. A Tree-LSTM's cells by
 arity, a cell per token, a loop that skips some kinds of node: all are small tables. Where no rule
 explains the records, the stretch of the nearest recorded sample is repeated. There is one model per
-segment slot of the `Skeleton`.
+loop slot of the `OrderTemplate`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dynoffload.errors import PilotError
 from dynoffload.pilot.codes import columns_of
 from dynoffload.pilot.features import CLIP, MAX_SCALE, Floats, Scaler, learn_scaler
 from dynoffload.planning.blocks import Block
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 Codes = npt.NDArray[np.int64]
 Run = tuple[int, ...]
@@ -90,7 +90,7 @@ class Neighbours:
     points: Floats
     runs: tuple[Run, ...]
 
-    def apply(self, sample: Sample, ran: Run = ()) -> list[int]:
+    def apply(self, sample: InputFeatures, ran: Run = ()) -> list[int]:
         """Return the stretch of the record nearest to a sample; the earliest of equals.
 
         Args:
@@ -105,8 +105,8 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class SegmentModel:
-    """What stands in one segment of the skeleton.
+class LoopModel:
+    """What stands in one loop of the template.
 
     Attributes:
         how: the rule found, or the records to repeat.
@@ -116,14 +116,14 @@ class SegmentModel:
     how: Rule | Neighbours
     fidelity: float
 
-    def predict(self, sample: Sample) -> list[int]:
-        """Return the blocks of this segment for a sample, in order."""
+    def predict(self, sample: InputFeatures) -> list[int]:
+        """Return the blocks of this loop for a sample, in order."""
         if isinstance(self.how, Rule):
             return self.how.apply(columns_of(sample.elements))
         return self.how.apply(sample)
 
-    def rest(self, sample: Sample, ran: Sequence[int]) -> list[int]:
-        """Return the blocks still to come in this segment once its first ones ran, in order."""
+    def rest(self, sample: InputFeatures, ran: Sequence[int]) -> list[int]:
+        """Return the blocks still to come in this loop once its first ones ran, in order."""
         if isinstance(self.how, Rule):
             return self.predict(sample)[len(ran) :]
         return self.how.apply(sample, tuple(ran))[len(ran) :]
@@ -144,7 +144,7 @@ class SegmentModel:
         return {"fidelity": self.fidelity, **how}
 
     @classmethod
-    def from_json(cls, data: Any, blocks: int) -> SegmentModel:
+    def from_json(cls, data: Any, blocks: int) -> LoopModel:
         """Read a model back.
 
         Args:
@@ -177,18 +177,18 @@ class SegmentModel:
                     raise ValueError("records out of range")
                 how = Neighbours(scaler, points, runs)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise PilotError(f"a segment's model is damaged: {error}") from error
+            raise PilotError(f"a loop's model is damaged: {error}") from error
         return cls(how, fidelity)
 
 
-def learn_segment(
-    samples: Sequence[Sample], runs: Sequence[Run], blocks: Sequence[Block] = ()
-) -> SegmentModel:
-    """Learn one segment from recorded samples.
+def learn_loop(
+    samples: Sequence[InputFeatures], runs: Sequence[Run], blocks: Sequence[Block] = ()
+) -> LoopModel:
+    """Learn one loop from recorded samples.
 
     Args:
         samples: one per record.
-        runs: the blocks that stood in the segment; an empty tuple where there was none.
+        runs: the blocks that stood in the loop; an empty tuple where there was none.
         blocks: the vocabulary's, by whose paths and variants a rule is completed.
     """
     codes = [columns_of(sample.elements) for sample in samples]
@@ -197,8 +197,8 @@ def learn_segment(
         if lengths is not None:
             rule = _completed(_learn_rule(codes, runs, lengths), blocks)
             right = sum(rule.apply(c) == list(r) for c, r in zip(codes, runs, strict=True))
-            return SegmentModel(rule, right / len(runs))
-    return SegmentModel(_remember(samples, runs), 1.0)
+            return LoopModel(rule, right / len(runs))
+    return LoopModel(_remember(samples, runs), 1.0)
 
 
 def _element_lengths(codes: list[Codes], lengths: Codes) -> list[Codes] | None:
@@ -314,7 +314,7 @@ def _rule(columns: tuple[int, ...], table: dict[tuple[int, ...], Run]) -> Rule:
     return Rule(columns, table, nearest)
 
 
-def _remember(samples: Sequence[Sample], runs: Sequence[Run]) -> Neighbours:
+def _remember(samples: Sequence[InputFeatures], runs: Sequence[Run]) -> Neighbours:
     """Keep the latest records and the scales of their numbers."""
     samples, runs = samples[-MAX_NEIGHBOURS:], runs[-MAX_NEIGHBOURS:]
     scaler = learn_scaler(samples)
