@@ -1,10 +1,7 @@
-"""Images with their classes: scikit-learn's handwritten digits, or a folder of one's own.
+"""Images with their classes: an endless, seeded stream of scikit-learn's handwritten digits.
 
-What it is: endless, seeded streams of batches: `digits`, of the 1,797 digits of 8 by 8 pixels of
-the UCI Optical Recognition of Handwritten Digits data set (Alpaydin and Kaynak, 1998), and
-`folder`, of images in one folder for each class. What it is not: augmented.
-
-How it fits: each batch names its images, so that whoever records or scores steps can hold some out.
+They are the 1,797 digits of 8 by 8 pixels of the UCI Optical Recognition of Handwritten Digits data
+set (Alpaydin and Kaynak, 1998). Each batch names its images, so that some can be held out.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +17,7 @@ import torch
 from torch import Tensor
 
 from dynoffload.datasets.sources import HELD_OUT_OF_TEN, DataError, Split
-from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-"""Files that a folder of images is made of."""
+from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 
 _LEVELS = 16  # of a pixel, as a feature
 
@@ -43,7 +36,7 @@ class ImageBatch:
     labels: Tensor
     source: str
 
-    def described(self) -> Sample:
+    def described(self) -> InputFeatures:
         """Describe the images by their number, and how bright they are, and by their pixels.
 
         Returns:
@@ -62,7 +55,7 @@ class ImageBatch:
             "mean": float(grey.mean()),
             "deviation": float(grey.std()),
         }
-        return Sample(values=values, elements=codes.cpu().numpy())
+        return InputFeatures(values=values, elements=codes.cpu().numpy())
 
 
 def digits(
@@ -118,79 +111,4 @@ def _draw(
             torch.from_numpy(images[picks]),
             torch.from_numpy(labels[picks]),
             "+".join(f"digit {n}" for n in dict.fromkeys(picks.tolist())),
-        )
-
-
-def folder(
-    root: str | Path,
-    split: Split | str = Split.TRAIN,
-    *,
-    rows: int = 1,
-    side: int = 32,
-    seed: int = 0,
-) -> Iterator[ImageBatch]:
-    """Yield images of a folder that has one folder for each class, for ever.
-
-    Args:
-        root: its folders' names, in order, are the classes.
-        split: training or held-out images, by the hash of their paths.
-        rows: images per batch.
-        side: to which each is scaled.
-        seed: of the draws.
-
-    Raises:
-        DataError: there is no such folder, it has no images of that split, or a file is none.
-        ValueError: rows or side is not positive.
-    """
-    if rows < 1 or side < 1:
-        raise ValueError(f"a batch has images with pixels, not {rows} of {side}")
-    top, wanted = Path(root), Split(split)
-    if not top.is_dir():
-        raise DataError(f"the folder of images {top} does not exist; point root at one")
-    classes = sorted(one for one in top.iterdir() if one.is_dir())
-    files = [
-        (path, label)
-        for label, one in enumerate(classes)
-        for path in sorted(one.rglob("*"))
-        if path.suffix.lower() in SUFFIXES and _split_of(path.relative_to(top).as_posix()) is wanted
-    ]
-    if not files:
-        raise DataError(
-            f"no {wanted.value} image below the {len(classes)} folders of {top}: it needs a folder "
-            f"for each class with files that end in {', '.join(SUFFIXES)}"
-        )
-    return _read(top, files, rows, side, seed)
-
-
-def _read(
-    top: Path, files: Sequence[tuple[Path, int]], rows: int, side: int, seed: int
-) -> Iterator[ImageBatch]:
-    generator = np.random.default_rng(seed)
-
-    @lru_cache(maxsize=1024)
-    def image(pick: int) -> npt.NDArray[np.float32]:
-        try:
-            from PIL import Image, UnidentifiedImageError
-        except ImportError as error:
-            raise DataError(
-                "images of a folder need Pillow, which is not installed: pip install pillow"
-            ) from error
-
-        path = files[pick][0]
-        try:
-            with Image.open(path) as opened:
-                scaled = opened.convert("RGB").resize((side, side))
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise DataError(
-                f"{path} cannot be read as an image ({why}); take it out of the folder"
-            ) from error
-        return np.asarray(np.asarray(scaled).transpose(2, 0, 1) / 255, dtype=np.float32)
-
-    while True:
-        picks = generator.integers(len(files), size=rows)
-        yield ImageBatch(
-            torch.from_numpy(np.stack([image(int(pick)) for pick in picks])),
-            torch.tensor([files[pick][1] for pick in picks]),
-            "+".join(dict.fromkeys(files[pick][0].relative_to(top).as_posix() for pick in picks)),
         )

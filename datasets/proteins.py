@@ -1,10 +1,9 @@
 """Protein families by a generative model: alignments whose columns covary where the fold touches.
 
-What it is: an endless, seeded stream of batches for a network of AlphaFold's kind: a multiple
-sequence alignment with masked entries, the distances of the fold behind it, and how often the
-network is to recycle. What it is not: real proteins; no alignment comes with Python, so families
-are drawn from the model below. A family is the same for ever, by its number; samples differ by
-which of its sequences, which window and which mask they show.
+An endless, seeded stream of batches for a network of AlphaFold's kind: a multiple sequence
+alignment with masked entries, the distances of the fold behind it, and how often the network is to
+recycle. Families are not real proteins; they are drawn from the model below, each by its number.
+Samples differ by which of its sequences, which window and which mask they show.
 
 [Note: the model]
 *Fold.* Residues lie 3.8 angstrom apart on a walk whose direction persists and is drawn back to

@@ -1,18 +1,17 @@
 """The source text of the Python standard library: real data that every machine already has.
 
-What it is: a list of source files in a fixed order, split into training and held-out files. What it
-is not: a dataset; `dynoffload.datasets.text` makes byte sequences of it and
-`dynoffload.datasets.trees` makes syntax trees.
-
-How it fits: the split is by file and by the hash of the file's name, so it does not move when a
-file is added, and no held-out file shares a line with what was trained on by mere position.
+A list of source files in a fixed order, split by the hash of their names: the split of a file does
+not change when others are added. `text` makes byte sequences of them, `trees` syntax trees and
+`statements` single statements.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import sysconfig
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -72,6 +71,23 @@ class SourceFile:
             raise DataError(
                 f"cannot read the source file {self.path}: {error.strerror or error}; "
                 "point root at a folder of readable Python files"
+            ) from error
+
+    def parse(self, text: bytes | str) -> ast.Module:
+        """Return the syntax tree of ``text``, the file's.
+
+        Raises:
+            DataError: if it is no Python source.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return ast.parse(text, filename=str(self.path))
+        except (SyntaxError, ValueError) as error:
+            raise DataError(
+                f"the file {self.path} is no Python source that this Python can parse: {error}; "
+                "take it out of the folder"
             ) from error
 
 

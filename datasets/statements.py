@@ -1,11 +1,7 @@
 """Statements of Python source with their kinds, for networks that read until they know.
 
-What it is: an endless, seeded stream of simple statements, each as its bytes and the kind that
-Python's own grammar gives it. What it is not: compound statements (a loop's body is not part of
-what a loop is).
-
-How it fits: each statement knows its file, so that whoever records or scores steps can split by
-file.
+An endless, seeded stream of simple statements (no loops or definitions), each as its bytes and the
+kind that Python's grammar gives it. Each knows its file, so that samples can be split by file.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -113,19 +108,9 @@ def parse(source: SourceFile) -> list[tuple[bytes, int]]:
         DataError: the file cannot be read or is no Python source.
     """
     text = source.read()
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(text).readline)
-        decoded = text.decode(encoding)
-        text = decoded.encode()  # what the parser counts columns in
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            module = ast.parse(decoded, filename=str(source.path))
-    except (SyntaxError, ValueError) as error:
-        raise DataError(
-            f"the file {source.path} is no Python source that this Python can parse: {error}; "
-            "take it out of the folder"
-        ) from error
+    module = source.parse(text)
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(text).readline)
+    text = text.decode(encoding).encode()  # the parser counts columns in UTF-8
     lines = text.splitlines(keepends=True)
     found = []
     for node in ast.walk(module):

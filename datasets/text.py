@@ -1,10 +1,7 @@
 """Byte sequences of Python source, for language models.
 
-What it is: an endless, seeded stream of batches of bytes with the bytes that follow them. What it
-is not: a tokenizer or a loader with workers; a byte is a token and a file is small.
-
-How it fits: each batch knows the files it was cut from, so that whoever records or scores steps can
-split by file.
+An endless, seeded stream of batches of bytes with the bytes that follow them. Each batch knows the
+files it was cut from, so that samples can be split by file.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
 """Syntax trees of Python source, for networks whose shape follows the sample.
 
-What it is: an endless, seeded stream of trees, one per function or class definition, in post-order
-with a label for every node. What it is not: a parser; Python's own `ast` is.
-
-The task is the tree's counterpart of predicting the next word: from a node and what is below it,
-say what kind of node it is part of. Labels are therefore dense, real and hidden from a network that
-computes from the leaves up. Names and values are not part of a tree; only its shape and kinds are.
-
-How it fits: each tree knows its file, so that whoever records or scores steps can split by file.
+An endless, seeded stream of trees, one per function or class definition, in post-order with a label
+for every node: the kind of the node that it is part of. Names and values are not part of a tree.
+Each tree knows its file, so that samples can be split by file.
 """
 
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -133,17 +127,7 @@ def parse(source: SourceFile) -> list[Tree]:
     Raises:
         DataError: if the file cannot be read or is no Python source.
     """
-    text = source.read()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            module = ast.parse(text, filename=str(source.path))
-    except (SyntaxError, ValueError) as error:
-        raise DataError(
-            f"the file {source.path} is no Python source that this Python can parse: {error}; "
-            "take it out of the folder"
-        ) from error
+    module = source.parse(source.read())
     found: list[Tree] = []
     open_scopes: list[tuple[ast.AST, str, ast.AST]] = [(module, "", module)]
     while open_scopes:

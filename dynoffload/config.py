@@ -92,9 +92,9 @@ class OffloadConfig:
             the time of the block. A process whose wait no timeout ends, ends itself with code 70.
             ``None``: as long as the groups allow, 30 minutes by default; a longer wait is warned
             of. Set it where a hung run costs more than one that is ended.
-        features: called with the root module's inputs, returns a `Sample` or a mapping of floats;
-            ``None``: the model's ``sample_features`` if it has one, else shapes and tokens. Pass
-            what a pilot's traces were recorded with.
+        features: called with the root module's inputs, returns `InputFeatures` or a mapping of
+            floats; ``None``: the model's ``sample_features`` if it has one, else shapes and tokens.
+            Pass what a pilot's traces were recorded with.
         debug: checksum all bytes of a region on its way out of fast memory and compare them on its
             way in (the pager always does so with a word of each 512 bytes; on the mapped file what
             was touched meanwhile is not compared), and, on the pager, fill the free pages of its

@@ -20,7 +20,7 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint
 
 if TYPE_CHECKING:
-    from dynoffload.profiler.sample import Sample
+    from dynoffload.profiler.input_features import InputFeatures
 
 _NOTHING = Idioms(0, 0, 0, 0, 0, 0)
 
@@ -66,7 +66,7 @@ class Clairvoyant:
         """The next step will visit the modules of these paths, in this order."""
         self._orders.append([self.vocabulary.index_of(path) for path in order])
 
-    def predict(self, sample: Sample) -> Any:
+    def predict(self, sample: InputFeatures) -> Any:
         """Return what was told of the next step."""
         return SimpleNamespace(blocks=self._orders.popleft())
 

@@ -36,12 +36,6 @@ NETWORK = "moe"
 SHARE = 8
 """The budget is one part in so many of the footprint."""
 _WARMUP = 2  # as the report page leaves out
-_HOW = (
-    "The same network, weights and samples each time: plain PyTorch with all the memory "
-    "it takes, the others under the budget. They ran one after another, and a machine's speed "
-    "drifts meanwhile: small differences mean little. The rest of this page is about the run that "
-    "the pilot steered."
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class Demo(Experiment[Params]):
 def demonstrate(params: Params, report: Report) -> Row:
     """Run the demonstration."""
     from dynoffload.experiments import make_room
-    from dynoffload.reporting import Comparison, ComparisonRow, comparison_table, write_run
+    from dynoffload.reporting import ComparisonRow, comparison_table, write_run
 
     preset, tokens, steps, lr = params.preset, params.tokens, params.steps, params.lr
     out, spill_dir = params.out, params.spill_dir
@@ -118,9 +112,8 @@ def demonstrate(params: Params, report: Report) -> Row:
             rows.append(ComparisonRow.of(name, log, losses_equal=equal[name], warmup=_WARMUP))
         _say("6/6 writing the report")
         title = f"MoE {preset}, {tokens} tokens a step"
-        compared = Comparison(f"Four ways to train: {title}", tuple(rows), budget, _HOW)
-        files = write_run(logs["pilot"], out, comparison=compared)
-    _print(comparison_table(rows, title=title, budget=budget, upright=True))
+        files = write_run(logs["pilot"], out)
+    _print(comparison_table(rows, title=title, budget=budget))
     took = time.perf_counter() - begin
     for line in _told(rows, logs["pilot"], budget, steps):
         _say(line)

@@ -13,8 +13,8 @@ from torch import nn
 from dynoffload.pilot.pilot import Prediction
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.network import fingerprint
-from dynoffload.profiler.sample import Sample
 
 
 class LyingPilot:
@@ -41,7 +41,7 @@ class LyingPilot:
     def check(self, network: str) -> None:
         """Accept any network."""
 
-    def predict(self, sample: Sample) -> Prediction:
+    def predict(self, sample: InputFeatures) -> Prediction:
         """Return the next order."""
         order = self._orders[self.asked % len(self._orders)] if self._orders else []
         self.asked += 1

@@ -25,13 +25,12 @@ import numpy as np
 
 from dynoffload.experiments.pilot_cases import Case
 from dynoffload.pilot.features import BlockHint, Example
-from dynoffload.pilot.labelling import label_traces
-from dynoffload.pilot.labels import Label
+from dynoffload.pilot.labels import Label, encode_example, label_traces
 from dynoffload.pilot.sources import split_by_source
-from dynoffload.pilot.train import HOLDOUT, encode_example
+from dynoffload.pilot.train import HOLDOUT
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +133,7 @@ def record(case: Case, samples: int, seed: int) -> Recording:
         traces = Path(folder)
         moments = _train(model, optimizer, drawn, aside, traces)
         labels = _labels(traces / "steps")
-        vocabulary = build_vocabulary([labels[i].outline for i in inside])
+        vocabulary = build_vocabulary([labels[i].calls for i in inside])
         examples = [encode_example(vocabulary, label) for label in labels]
         del labels
         again = [
@@ -146,7 +145,7 @@ def record(case: Case, samples: int, seed: int) -> Recording:
 
 
 def _labels(traces: Path) -> list[Label]:
-    return label_traces(traces, 1, lambda *_: None).labels
+    return label_traces(traces, 1, lambda *_: None)
 
 
 def _train(
@@ -192,7 +191,7 @@ def _plain(example: Example) -> dict[str, Any]:
 
 def _example(plain: dict[str, Any]) -> Example:
     return Example(
-        Sample(plain["values"], np.array(plain["elements"], dtype=np.int64)),
+        InputFeatures(plain["values"], np.array(plain["elements"], dtype=np.int64)),
         plain["blocks"],
         plain["source"],
         [BlockHint(place, tuple(blocks), tuple(told)) for place, blocks, told in plain["hints"]],

@@ -134,7 +134,7 @@ def scores(recording: Recording, seed: int, kinds: Sequence[str] = KINDS) -> dic
         seconds = perf_counter() - begin
         found["kinds"][pilot.kind] = {**_scores(pilot, recording), "training_s": seconds}
         if pilot.kind == RULE:
-            break  # the skeleton says it all, whichever kind is asked for
+            break  # the template says it all, whichever kind is asked for
     found["chosen"] = chosen = chosen_kind(found["kinds"])
     kind = kinds[0] if chosen == RULE else chosen
     found["curve"] = [

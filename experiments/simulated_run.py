@@ -127,11 +127,11 @@ def plain(task: Task) -> dict[str, Any]:
 
 def timed(task: Task) -> dict[str, Any]:
     """Train plainly, for its times only; and measure the runtime's pace."""
-    from dynoffload.estimation.pace import measure_pace
+    from dynoffload.estimation.overhead_probe import probe_overhead
     from dynoffload.memory.spill import default_spill_dir
 
     found = _timed(task.kind(), task.steps)
-    pace = measure_pace(task.spill_dir or default_spill_dir())
+    pace = probe_overhead(task.spill_dir or default_spill_dir())
     return {"times": found, "pace_s": pace.seconds}
 
 

@@ -11,8 +11,8 @@ seconds of work beside transfers. Forward, backward and the optimizer's step tel
 as often in a step as another but not in the same phase. Part of all this hides behind transfers,
 and the other way round, so the simulation is made anew with what was found, and half of the way
 gone, several times. What the kernel takes to move pages is not fitted, but measured before each
-setting; and the runtime's own work in each is that of the same minute (`measure_pace`), carried to
-one pace for all. Before all that a transfer's latency is taken from fetches that somebody waited
+setting; and the runtime's own work in each is that of the same minute (`probe_overhead`), carried
+to one pace for all. Before all that a transfer's latency is taken from fetches that somebody waited
 for, as what they took beyond their bytes.
 """
 
@@ -29,7 +29,7 @@ from dynoffload.config import OffloadConfig
 from dynoffload.runtime.opening import IO_THREADS
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.execution import StepResult
-from dynoffload.simulation.own_work import COSTS, Division, Phase, Work
+from dynoffload.simulation.overhead import COSTS, Division, Phase, RuntimeOverhead
 from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training
 
@@ -77,7 +77,7 @@ class Real:
         link: as measured before.
         plain: the seconds of forward, backward and optimizer of plain steps, each run's before it:
             how fast the machine is, and its link, changes from minute to minute.
-        pace_s: of the runtime's own work, as measured before; see `measure_pace`.
+        pace_s: of the runtime's own work, as measured before; see `probe_overhead`.
         moves: seconds in which the kernel moved a page then, by its bytes.
     """
 
@@ -110,11 +110,11 @@ class Fit:
     Attributes:
         machine: with its link.
         work: what the runtime itself takes, and the kernel to move pages, ...
-        pace_s: ... where `measure_pace` says so much.
+        pace_s: ... where `probe_overhead` says so much.
     """
 
     machine: Machine
-    work: Work
+    work: RuntimeOverhead
     pace_s: float
 
     def on(self, link: Link) -> Machine:
@@ -123,13 +123,17 @@ class Fit:
         link = replace(link, latency_s=own.latency_s, fault_s=own.fault_s)
         return replace(self.machine, link=link)
 
-    def at(self, pace_s: float, moves: Mapping[int, float]) -> Work:
+    def at(self, pace_s: float, moves: Mapping[int, float]) -> RuntimeOverhead:
         """Return the runtime's own work in another hour."""
         return replace(self.work.times(pace_s / self.pace_s), moves=moves)
 
 
 def simulated(
-    material: Material, sizing: Mapping[str, int], policy: str, machine: Machine, work: Work
+    material: Material,
+    sizing: Mapping[str, int],
+    policy: str,
+    machine: Machine,
+    work: RuntimeOverhead,
 ) -> Simulated:
     """Simulate the steps of ``material`` under a divided budget."""
     keys = [key for key in Division.__dataclass_fields__ if key in sizing]
@@ -200,5 +204,5 @@ def _fit_of(costs: np.ndarray, link: Link, pace_s: float) -> Fit:
     machine = Machine(
         replace(link, fault_s=fault), fast_bytes=1, interference=beside / (1 + beside)
     )
-    work = Work(**dict(zip(COSTS.values(), own, strict=True)), moves={})
+    work = RuntimeOverhead(**dict(zip(COSTS.values(), own, strict=True)), moves={})
     return Fit(machine, work, pace_s)

@@ -1,6 +1,6 @@
 """The pilot: which blocks a sample will run, and in which order.
 
-What a model sees: `features`, `codes`. What all orders have in common: `skeleton`, `segments`.
+What a model sees: `features`, `codes`. What all orders have in common: `template`, `loops`.
 What each sample decides: `boosting` (with `association` and `trees`), `sequence`, `markov`, behind
 `models`; corrected within the step by `correction` and `following`. `pilot` is the predictor and
 `artifact` its file. Training: `labels` and `labelling` of traces, `fit` and `trials`, `train`;

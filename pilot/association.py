@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.pilot.codes import CodeBook, Codes, columns_of, hash_prefixes, learn_code_book
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -52,7 +52,7 @@ class Association:
     books: tuple[CodeBook, ...]
     table: Floats
 
-    def rows(self, sample: Sample) -> Codes:
+    def rows(self, sample: InputFeatures) -> Codes:
         """Return the table row of each of a sample's elements; none where no codes were learned."""
         if not len(sample.elements) or not self.books:
             return np.zeros(0, dtype=np.int64)
@@ -65,7 +65,7 @@ class Association:
             offset += len(book) - 1
         return rows
 
-    def evidence(self, sample: Sample) -> tuple[Floats, Floats]:
+    def evidence(self, sample: InputFeatures) -> tuple[Floats, Floats]:
         """Return ``log P(no element runs it)`` and the surest single element's, each
         ``[blocks]``."""
         rows = self.rows(sample)
@@ -76,7 +76,7 @@ class Association:
         return found.sum(axis=0), found.min(axis=0)
 
 
-def learn_association(samples: Sequence[Sample], present: Bools) -> Association:
+def learn_association(samples: Sequence[InputFeatures], present: Bools) -> Association:
     """Fit the tables.
 
     Args:

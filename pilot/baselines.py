@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import Example
-from dynoffload.pilot.skeleton import learn_skeleton, tokens
+from dynoffload.pilot.template import learn_template, tokens
 from dynoffload.planning.blocks import Block
 
 TUNING_SAMPLES = 200
@@ -43,12 +43,12 @@ def most_frequent_order(orders: Sequence[Sequence[int]], blocks: Sequence[Block]
     """
     known = [tuple(b for b in order if b >= 0) for order in orders]
     candidates: list[list[int]] = [list(Counter(known).most_common(1)[0][0])]
-    skeleton = learn_skeleton(known, blocks)
-    filled = [tokens(order, skeleton.families) for order in known]
-    runs = {slot: Counter(f[slot] for f in filled if slot in f) for slot in skeleton.slots}
+    template = learn_template(known, blocks)
+    filled = [tokens(order, template.families) for order in known]
+    runs = {slot: Counter(f[slot] for f in filled if slot in f) for slot in template.slots}
     shares = {slot: sum(count.values()) / len(known) for slot, count in runs.items()}
     for percent in range(10, 80, 5):
-        chosen = [slot for slot in skeleton.slots if shares[slot] >= percent / 100]
+        chosen = [slot for slot in template.slots if shares[slot] >= percent / 100]
         order = [b for slot in chosen for b in runs[slot].most_common(1)[0][0]]
         if order not in candidates:
             candidates.append(order)

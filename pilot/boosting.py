@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.artifact import checked_integers, checked_weights
 from dynoffload.pilot.association import ORDERS, Association, learn_association
 from dynoffload.pilot.codes import load_books, stored_books
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler
 from dynoffload.pilot.sources import source_folds
 from dynoffload.pilot.trees import Masks, Trees
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.safefile import checked_integers, checked_weights
 
 Bools = npt.NDArray[np.bool_]
 
@@ -77,7 +77,7 @@ class BoostedTables:
                 masks &= self.trees.leaves(number, column)
         object.__setattr__(self, "_by_block", masks)
 
-    def probabilities(self, sample: Sample) -> Floats:
+    def probabilities(self, sample: InputFeatures) -> Floats:
         """Return P(the block runs) for each optional block, ``[blocks]``."""
         trees = self.trees
         masks = self._by_block.copy()
@@ -93,7 +93,7 @@ class BoostedTables:
         odds = trees.score(masks)
         return np.asarray(1 / (1 + np.exp(-np.clip(odds, -30, 30))), dtype=np.float32)
 
-    def rest(self, sample: Sample) -> None:
+    def rest(self, sample: InputFeatures) -> None:
         """Return None: what has run tells this model nothing."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -144,7 +144,7 @@ class BoostedTables:
 
 
 def evidence(
-    association: Association, prior: Floats, sites: npt.NDArray[np.int64], sample: Sample
+    association: Association, prior: Floats, sites: npt.NDArray[np.int64], sample: InputFeatures
 ) -> Floats:
     """Return what the tables say of a sample's blocks, ``[EVIDENCE, blocks]``.
 
@@ -165,7 +165,7 @@ def evidence(
 
 
 def train_tables(
-    samples: Sequence[Sample],
+    samples: Sequence[InputFeatures],
     present: Bools,
     described: Floats,
     sites: npt.NDArray[np.int64],

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 Codes = npt.NDArray[np.int64]
 
@@ -142,7 +142,7 @@ class Fields:
         """Rows of the embedding that these fields need."""
         return sum(map(len, self.columns))
 
-    def look_up(self, sample: Sample) -> Codes:
+    def look_up(self, sample: InputFeatures) -> Codes:
         """Return embedding rows ``[elements, fields]``."""
         count = len(sample.elements)
         codes = columns_of(sample.elements)
@@ -171,7 +171,7 @@ class Fields:
         return cls(load_books(arrays, count), grams)
 
 
-def learn_fields(samples: Sequence[Sample]) -> Fields:
+def learn_fields(samples: Sequence[InputFeatures]) -> Fields:
     """Number the codes and n-grams of the samples' elements."""
     codes = [columns_of(sample.elements) for sample in samples if len(sample.elements)]
     if not codes:

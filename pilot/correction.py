@@ -1,11 +1,11 @@
 """Correction within the step: the rest predicted anew from what has run so far.
 
 `Correction` is learned from what a model predicted of steps it had not seen and what they ran;
-`Course` is one step's chances as they change. Two things are learned. How surprises go together: a
-block that ran against expectation makes others likelier, by the covariance of what was wrong. The
+`Posterior` is one step's chances as they change. Two things are learned. How residuals go together:
+a block that ran against expectation makes others likelier, by the covariance of what was wrong. The
 expectation of the rest follows from its Cholesky factor, one column per observed block. And how far
 to trust each source: for each site a logistic regression blends the model's log-odds with the
-surprises, and two more blend these with a hint, one given ahead (other decisions were open before
+residuals, and two more blend these with a hint, one given ahead (other decisions were open before
 it) or one at hand. That also calibrates the chances.
 
 Sources: Schäfer and Strimmer, "A shrinkage approach to large-scale covariance matrix estimation",
@@ -22,23 +22,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_integers, checked_weights
 from dynoffload.pilot.features import Floats, sigmoid, site_stops
+from dynoffload.profiler.safefile import checked_integers, checked_weights
 
 Bools = npt.NDArray[np.bool_]
 
 COLUMNS = 5
-"""What is blended: a constant, log-odds, the surprises' share, the hint, and its side."""
+"""What is blended: a constant, log-odds, the residuals' share, the hint, and its side."""
 SOURCES = 3
 """What a blend can rest on: no hint, one given ahead, one at hand."""
-MAX_SURPRISE = 5.0
-"""Surprises are brought back to so many deviations."""
+MAX_RESIDUAL = 5.0
+"""Residuals are brought back to so many deviations."""
 RIDGE = 1.0
 """Imagined evidence, per number, that a site blends as all sites do."""
 MAX_STEPS = 512
-"""Steps that are followed to learn how far to believe surprises."""
+"""Steps that are followed to learn how far to believe residuals."""
 _NEWTON = 12
-_LEAST = 0.02  # the deviation that surprises are measured in, at least
+_LEAST = 0.02  # the deviation that residuals are measured in, at least
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Correction:
 
     Attributes:
         sites: the number of each block's site, ``[blocks]``.
-        factor: the Cholesky factor of the covariance of surprises, transposed (row i holds what
+        factor: the Cholesky factor of the covariance of residuals, transposed (row i holds what
             block i tells of those after it), float32 ``[blocks, blocks]``.
         blend: for each site the weights of `COLUMNS` without a hint, with one given ahead and with
             one at hand, ``[sites, SOURCES, COLUMNS]``.
@@ -62,9 +62,9 @@ class Correction:
         """Where each site ends among the blocks."""
         return site_stops(self.sites)
 
-    def start(self, chances: Floats) -> Course:
+    def start(self, chances: Floats) -> Posterior:
         """Begin a step of which a model foretold ``chances``, ``[blocks]``."""
-        return Course(self, chances)
+        return Posterior(self, chances)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return what is stored."""
@@ -95,7 +95,7 @@ class Correction:
         return cls(sites, factor, blend)
 
 
-class Course:
+class Posterior:
     """One step: what was foretold, what ran, and what to expect of the rest.
 
     Attributes:
@@ -112,12 +112,12 @@ class Course:
         self._sources = np.zeros(len(chances), dtype=np.int64)
         self._ran = np.zeros(len(chances), dtype=np.bool_)
 
-    def tell(self, ran: bool) -> None:
+    def observe(self, ran: bool) -> None:
         """The next block, in canonical order, ran or did not."""
         i, factor = self.known, self._correction.factor
-        surprise = (float(ran) - self._chances[i]) / self._deviation[i]
-        surprise = min(max(surprise, -MAX_SURPRISE), MAX_SURPRISE)
-        weight = (surprise - self._mean[i]) / factor[i, i]
+        residual = (float(ran) - self._chances[i]) / self._deviation[i]
+        residual = min(max(residual, -MAX_RESIDUAL), MAX_RESIDUAL)
+        weight = (residual - self._mean[i]) / factor[i, i]
         self._mean[i + 1 :] += weight * factor[i, i + 1 :]
         self._ran[i] = ran
         self.known += 1
@@ -204,10 +204,10 @@ def learn_correction(
     rows = np.empty((len(followed), ran.shape[1], COLUMNS), dtype=np.float32)
     for part in parts:
         inside = folds != part if len(parts) > 1 else folds == part
-        factor = surprise_factor(chances[inside], ran[inside])
+        factor = residual_factor(chances[inside], ran[inside])
         mine = np.flatnonzero(folds[followed] == part)
         steps = followed[mine]
-        rows[mine] = _course_rows(factor, steps, chances, ran, sites, again)
+        rows[mine] = _posterior_rows(factor, steps, chances, ran, sites, again)
     unsure = np.full(chances.shape, np.nan, dtype=np.float32)
     start = blend_rows(chances, np.zeros_like(chances), unsure)
     calibrated = np.empty_like(chances)
@@ -218,11 +218,11 @@ def learn_correction(
         calibrated[mine] = sigmoid((start[mine] * blend[sites, 0]).sum(axis=2))
     every = np.ones(len(followed), dtype=np.bool_)
     blend = _learn_blend(start, rows, followed, every, ran, sites, hints, count)
-    stored = np.asarray(surprise_factor(chances, ran).astype(np.float16), dtype=np.float32)
+    stored = np.asarray(residual_factor(chances, ran).astype(np.float16), dtype=np.float32)
     return Correction(sites, stored, blend), calibrated
 
 
-def _course_rows(
+def _posterior_rows(
     factor: Floats,
     steps: npt.NDArray[np.int64],
     chances: Floats,
@@ -247,25 +247,25 @@ def _course_rows(
         shift = mean[:, here] * deviation[:, here]
         rows[:, here] = blend_rows(now[:, here], shift, nothing[:, here])
         for block in range(begin, stop):
-            surprise = (truth[:, block] - now[:, block]) / deviation[:, block]
-            surprise = np.clip(surprise, -MAX_SURPRISE, MAX_SURPRISE)
-            weight = (surprise - mean[:, block]) / factor[block, block]
+            residual = (truth[:, block] - now[:, block]) / deviation[:, block]
+            residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL)
+            weight = (residual - mean[:, block]) / factor[block, block]
             mean[:, block + 1 :] += weight[:, None] * factor[block, block + 1 :]
         begin = stop
     return rows
 
 
-def surprise_factor(chances: Floats, ran: Bools) -> Floats:
-    """Return the transposed Cholesky factor of the covariance of surprises, shrunk to its
+def residual_factor(chances: Floats, ran: Bools) -> Floats:
+    """Return the transposed Cholesky factor of the covariance of residuals, shrunk to its
     diagonal."""
-    surprise = (ran - chances) / _deviation(chances)
-    surprise = np.clip(surprise, -MAX_SURPRISE, MAX_SURPRISE).astype(np.float64)
-    steps, blocks = surprise.shape
-    covariance = surprise.T @ surprise / max(steps, 1)
+    residual = (ran - chances) / _deviation(chances)
+    residual = np.clip(residual, -MAX_RESIDUAL, MAX_RESIDUAL).astype(np.float64)
+    steps, blocks = residual.shape
+    covariance = residual.T @ residual / max(steps, 1)
     variances = np.diag(covariance)
     apart = float((covariance**2).sum() - (variances**2).sum())
     # How far single steps' products lie from their mean, off the diagonal, without forming them.
-    squares = surprise**2
+    squares = residual**2
     products = float((squares.sum(axis=1) ** 2).sum() - (squares**2).sum())
     spread = (products / max(steps, 1) - apart) / max(steps, 1)
     shrink = min(1.0, max(spread, 0.0) / apart) if apart > 1e-12 else 1.0

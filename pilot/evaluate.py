@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rapidfuzz.distance import Levenshtein
 
 from dynoffload.pilot.features import Example, site_name
-from dynoffload.pilot.following import Following
+from dynoffload.pilot.tracking import StepTracker
 from dynoffload.planning.blocks import Block
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ def score(
 
 def one_ahead(pilot: Pilot, example: Example) -> float:
     """Return the share of a step's blocks that were foretold when the block before them ran."""
-    step = Following(pilot, example.sample)
-    expected = step.rest()
+    step = StepTracker(pilot, example.sample)
+    expected = step.remaining()
     hints = list(example.hints)
     right = 0
     for place, block in enumerate(example.blocks):
@@ -216,8 +216,8 @@ def one_ahead(pilot: Pilot, example: Example) -> float:
             hint = hints.pop(0)
             step.hint(hint.blocks, hint.values)
         if step.decided:
-            expected = step.rest()
+            expected = step.remaining()
         right += expected[:1] == [block]
-        step.tell(block)
-        expected = expected[1:] if expected[:1] == [block] else step.rest()
+        step.observe(block)
+        expected = expected[1:] if expected[:1] == [block] else step.remaining()
     return right / max(len(example.blocks), 1)

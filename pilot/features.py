@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.planning.blocks import Block
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 Floats = npt.NDArray[np.float32]
 
@@ -39,7 +39,7 @@ class Example:
         hints: what the network foretold of its decisions while it ran, in order.
     """
 
-    sample: Sample
+    sample: InputFeatures
     blocks: Sequence[int]
     source: str = ""
     hints: Sequence[BlockHint] = ()
@@ -74,7 +74,7 @@ class Scaler:
     centre: Floats
     scale: Floats
 
-    def __call__(self, sample: Sample) -> Floats:
+    def __call__(self, sample: InputFeatures) -> Floats:
         """Return a sample's numbers, scaled, ``[1 + names]``."""
         scaled = (_numbers(sample, self.names) - self.centre) / self.scale
         return np.asarray(np.clip(scaled, -CLIP, CLIP), dtype=np.float32)
@@ -109,7 +109,7 @@ class Scaler:
         return cls(names, centre, scale)
 
 
-def learn_scaler(samples: Sequence[Sample]) -> Scaler:
+def learn_scaler(samples: Sequence[InputFeatures]) -> Scaler:
     """Choose the numbers that vary between samples and scale them to mean 0, deviation 1."""
     names = sorted({name for sample in samples for name in sample.values})
     varying = [n for n in names if len({sample.values.get(n, 0.0) for sample in samples}) > 1]
@@ -120,7 +120,7 @@ def learn_scaler(samples: Sequence[Sample]) -> Scaler:
     return Scaler(kept, points.mean(axis=0), scale)
 
 
-def _numbers(sample: Sample, names: Sequence[str]) -> Floats:
+def _numbers(sample: InputFeatures, names: Sequence[str]) -> Floats:
     """Return the size of a sample and its values, on a signed logarithmic scale."""
     values = [float(len(sample.elements)), *(sample.values.get(name, 0.0) for name in names)]
     numbers = np.nan_to_num(np.array(values, dtype=np.float64), nan=0.0, posinf=1e30, neginf=-1e30)

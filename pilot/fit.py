@@ -1,14 +1,13 @@
 """Fitting a pilot from samples and the orders they ran.
 
 Cross-validation over whole sources chooses the length of training, the threshold and, for
-``"auto"``, the kind of model; the final model then learns from all of them. A kind that is far
-behind the best where one part is left out is not tried on the others.
+``"auto"``, the kind of model; the final model then learns from all of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,26 +18,24 @@ from dynoffload.errors import PilotError
 from dynoffload.pilot.baselines import most_frequent_order
 from dynoffload.pilot.evaluate import varying_blocks
 from dynoffload.pilot.features import Example, Floats, block_features, sites_of
-from dynoffload.pilot.models import KINDS, Lesson, PresenceModel
+from dynoffload.pilot.loops import LoopModel, Rule, learn_loop
+from dynoffload.pilot.models import AUTO_KINDS, KINDS, TrainingSet
 from dynoffload.pilot.pilot import Pilot, shown_by
-from dynoffload.pilot.segments import Rule, SegmentModel, learn_segment
-from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot, learn_skeleton, tokens
 from dynoffload.pilot.sources import source_folds
-from dynoffload.pilot.trials import (
-    LeftOut,
-    Taught,
-    at_first,
-    is_behind,
-    judge,
-    learn_or_teach,
-    teach,
+from dynoffload.pilot.template import LOOP, OrderTemplate, Slot, learn_template, tokens
+from dynoffload.pilot.validation import (
+    FoldResult,
+    Validation,
+    cross_validate,
+    fit_all,
+    fit_fold,
 )
 from dynoffload.pilot.workers import run_tasks
 from dynoffload.planning.blocks import Vocabulary
 
 AUTO = "auto"
 FOLDS = 3
-"""Parts of the samples, each foretold by what the others teach."""
+"""Parts of the samples, each predicted by what is learned from the others."""
 MAX_CHOOSING = 512
 """Samples that kinds are tried on at most, spread evenly; the chosen kind learns from all."""
 MAX_VALIDATION = 256
@@ -78,10 +75,10 @@ def fit_pilot(
         PilotError: if there are too few samples, an order names a block that the vocabulary does
             not have, or the model is unknown.
     """
-    kinds = KINDS if model == AUTO else (model,)
+    kinds = AUTO_KINDS if model == AUTO else (model,)
     _validate(vocabulary, examples, kinds)
     orders = [example.blocks for example in examples]
-    skeleton, filled, segments = _learn_shape(vocabulary, examples)
+    template, filled, loops = _learn_shape(vocabulary, examples)
     card: dict[str, Any] = {
         "samples": len(examples),
         "sources": len({example.source for example in examples}),
@@ -90,22 +87,22 @@ def fit_pilot(
     }
     bare = Pilot(
         vocabulary,
-        skeleton,
+        template,
         None,
-        segments,
+        loops,
         0.5,
         varying_blocks(orders, len(vocabulary)),
         tuple(most_frequent_order(orders, vocabulary.blocks)),
         card,
     )
-    optional = [skeleton.slots[index] for index in skeleton.optional]
+    optional = [template.slots[index] for index in template.optional]
     if not optional:
         return bare
     present = np.array([[slot in slots for slot in optional] for slots in filled], dtype=np.bool_)
     bundles = bundled(present)
     firsts = np.unique(bundles, return_index=True)[1]
     chosen = [optional[first][0] for first in firsts.tolist()]
-    lesson = Lesson(
+    data = TrainingSet(
         [example.sample for example in examples],
         present[:, firsts],
         [example.source for example in examples],
@@ -114,12 +111,12 @@ def fit_pilot(
         np.fmax.reduceat(placed_hints(bare, examples), firsts, axis=1),
     )
     bare = replace(bare, bundles=tuple(bundles.tolist()))
-    return _fit_models(bare, lesson, examples, kinds, seed, on_progress or (lambda _: None), jobs)
+    return _fit_models(bare, data, examples, kinds, seed, on_progress or (lambda _: None), jobs)
 
 
 def _fit_models(
     bare: Pilot,
-    lesson: Lesson,
+    data: TrainingSet,
     examples: Sequence[Example],
     kinds: Sequence[str],
     seed: int,
@@ -128,104 +125,53 @@ def _fit_models(
 ) -> Pilot:
     """Choose kind, length of training and threshold by cross-validation; then learn from all.
 
-    What is foretold of steps that were left out also tells how the chosen kind errs.
+    What is predicted of steps that were left out also tells how the chosen kind errs.
     """
     chosen = np.linspace(0, len(examples) - 1, min(len(examples), MAX_CHOOSING)).astype(int)
-    some = lesson.part(chosen)
-    folds = source_folds(some.groups, FOLDS, seed)
-    parts = [int(part) for part in np.unique(folds)]
-    shown = np.linspace(0, len(chosen) - 1, min(len(chosen), MAX_VALIDATION)).astype(int)
-    taught: dict[tuple[str, int], Taught] = {}
-
-    def try_on(parts: Sequence[int]) -> None:
-        questions = [(kind, part) for kind in reversed(kinds) for part in parts]  # longest first
-        tasks = [(kind, some, folds, part, seed) for kind, part in questions]
-        expected = len(taught) + len(tasks)
-        for number, made in run_tasks(teach, tasks, jobs):
-            taught[questions[number]] = made
-            on_progress(f"choosing a model: {len(taught)} of {expected} trial fits")
-
-    try_on(parts[:1])
-    behind: dict[str, float] = {}
-    if len(kinds) > 1:
-        steps = shown[folds[shown] == parts[0]]
-        seen = [examples[i] for i in chosen[steps]]
-        behind = _behind(bare, seen, steps, {k: taught[k, parts[0]] for k in kinds}, jobs)
-        kinds = [kind for kind in kinds if kind not in behind]
-    try_on(parts[1:])
-    trials = [(kind, some, folds, [taught[kind, part] for part in parts]) for kind in kinds]
-    judged = [(bare, [examples[i] for i in chosen[shown]], shown, *trial) for trial in trials]
-    tried: dict[str, LeftOut] = {}
-    for number, left_out in run_tasks(judge, judged, jobs):
-        tried[kinds[number]] = left_out
-        on_progress(f"choosing a model: {len(tried)} of {len(kinds)} kinds judged")
-    told = max((tried[kind] for kind in kinds), key=lambda left_out: left_out.accuracy)
-    model, told = _train(bare, lesson, examples, told, seed, on_progress, jobs)
+    tried = _validations(bare, data, examples, chosen, kinds, seed, on_progress, jobs)
+    best = max((tried[kind] for kind in kinds), key=lambda one: one.accuracy)
+    if len(examples) > MAX_CHOOSING:  # models of fewer samples err otherwise
+        every = np.arange(len(examples))
+        found = _validations(bare, data, examples, every, [best.kind], seed, on_progress, jobs)
+        best = replace(found[best.kind], share=best.share)
+    on_progress(f"training: {best.kind}")
+    ((_, model),) = run_tasks(fit_all, [(best.kind, data, best.share, seed)], jobs)
     card = {
         **bare.card,
         "validation_accuracy": {kind: round(tried[kind].accuracy, 4) for kind in kinds},
         "validation_samples": len(chosen),
-        "folds": len(parts),
-        "behind": {kind: round(gap, 4) for kind, gap in behind.items()},
+        "folds": FOLDS,
     }
     return replace(
-        bare, model=model, threshold=told.threshold, card=card, correction=told.correction
+        bare, model=model, threshold=best.threshold, card=card, correction=best.correction
     )
 
 
-def _behind(
+def _validations(
     bare: Pilot,
+    data: TrainingSet,
     examples: Sequence[Example],
-    steps: npt.NDArray[np.int64],
-    told: Mapping[str, Taught],
-    jobs: int | None,
-) -> dict[str, float]:
-    """Return the kinds that do worse than the best on the first part, each with how much less of
-    the order they have right."""
-    kinds = list(told)
-    found: dict[str, npt.NDArray[np.float64]] = {}
-    tasks = [(bare, examples, steps, told[kind]) for kind in kinds]
-    for number, accuracies in run_tasks(at_first, tasks, jobs):
-        found[kinds[number]] = accuracies
-    best = found[max(kinds, key=lambda kind: found[kind].mean())]
-    return {
-        kind: float((best - found[kind]).mean()) for kind in kinds if is_behind(found[kind], best)
-    }
-
-
-def _train(
-    bare: Pilot,
-    lesson: Lesson,
-    examples: Sequence[Example],
-    told: LeftOut,
+    chosen: npt.NDArray[np.int64],
+    kinds: Sequence[str],
     seed: int,
     on_progress: Progress,
     jobs: int | None,
-) -> tuple[PresenceModel, LeftOut]:
-    """Train the chosen kind on all samples; return the model, and how it errs.
-
-    Models of fewer samples err otherwise: where a part alone was tried, how the kind errs is
-    learned anew from all samples, each left out once.
-    """
-    doing = f"training: {told.kind}"
-    on_progress(doing)
-    tasks: list[tuple[Any, ...]] = [(told.kind, lesson, seed, told.share)]
-    folds = source_folds(lesson.groups, FOLDS, seed)
-    if len(examples) > MAX_CHOOSING:
-        parts = [int(part) for part in np.unique(folds)]
-        tasks += [(told.kind, lesson, seed, None, folds, part) for part in parts]
-    made: dict[int, PresenceModel | Taught] = {}
-    for number, each in run_tasks(learn_or_teach, tasks, jobs):
-        made[number] = each
-        on_progress(f"{doing} ({len(made)} of {len(tasks)} fits)")
-    model = made.pop(0)
-    assert not isinstance(model, Taught)
-    taught = [part for _, part in sorted(made.items()) if isinstance(part, Taught)]
-    if taught:
-        shown = np.linspace(0, len(examples) - 1, MAX_VALIDATION).astype(int)
-        seen = [examples[i] for i in shown]
-        told = judge(bare, seen, shown, told.kind, lesson, folds, taught)
-    return model, told
+) -> dict[str, Validation]:
+    """Return what cross-validation over the ``chosen`` examples tells of each kind."""
+    some = data.part(chosen)
+    folds = source_folds(some.groups, FOLDS, seed)
+    parts = [int(part) for part in np.unique(folds)]
+    questions = [(kind, part) for kind in reversed(kinds) for part in parts]  # longest first
+    results: dict[tuple[str, int], FoldResult] = {}
+    tasks = [(kind, some, folds, part, seed) for kind, part in questions]
+    for number, made in run_tasks(fit_fold, tasks, jobs):
+        results[questions[number]] = made
+        on_progress(f"choosing a model: {len(results)} of {len(tasks)} trial fits")
+    shown = np.linspace(0, len(chosen) - 1, min(len(chosen), MAX_VALIDATION)).astype(int)
+    scored = [examples[i] for i in chosen[shown]]
+    of_kind = {kind: [results[kind, part] for part in parts] for kind in kinds}
+    trials = [(bare, scored, shown, kind, some, folds, of_kind[kind]) for kind in kinds]
+    return {kinds[number]: found for number, found in run_tasks(cross_validate, trials, jobs)}
 
 
 def bundled(present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -271,31 +217,31 @@ def placed_hints(pilot: Pilot, examples: Sequence[Example]) -> Floats:
 
 def _learn_shape(
     vocabulary: Vocabulary, examples: Sequence[Example]
-) -> tuple[Skeleton, list[Filled], tuple[SegmentModel, ...]]:
-    """Learn the skeleton and its segments.
+) -> tuple[OrderTemplate, list[Filled], tuple[LoopModel, ...]]:
+    """Learn the template and its loops.
 
     A loop whose length no rule tells, and whose shorter runs are the longest with parts left out
     (its end, or of its last round the middle), is unrolled: what runs is asked of the models, round
     by round.
     """
     orders = [example.blocks for example in examples]
-    skeleton = learn_skeleton(orders, vocabulary.blocks)
-    filled = [tokens(order, skeleton.families) for order in orders]
-    segments = _learn_segments(skeleton, examples, filled, vocabulary)
+    template = learn_template(orders, vocabulary.blocks)
+    filled = [tokens(order, template.families) for order in orders]
+    loops = _learn_loops(template, examples, filled, vocabulary)
     unrolled: set[int] = set()
-    for place, segment in zip(skeleton.segments, segments, strict=True):
-        slot = skeleton.slots[place]
+    for place, loop in zip(template.loops, loops, strict=True):
+        slot = template.slots[place]
         runs = {f.get(slot, ()) for f in filled}
         longest = max(runs, key=len)
         nested = all(_is_part(run, longest) for run in runs)
-        nested = nested and sum(skeleton.slots[p][0] == slot[0] for p in skeleton.segments) == 1
-        if not isinstance(segment.how, Rule) and nested and len(longest) <= MAX_UNROLLED:
-            unrolled |= skeleton.families[SEGMENT - slot[0]]
+        nested = nested and sum(template.slots[p][0] == slot[0] for p in template.loops) == 1
+        if not isinstance(loop.how, Rule) and nested and len(longest) <= MAX_UNROLLED:
+            unrolled |= template.families[LOOP - slot[0]]
     if not unrolled:
-        return skeleton, filled, segments
-    skeleton = learn_skeleton(orders, vocabulary.blocks, frozenset(unrolled))
-    filled = [tokens(order, skeleton.families) for order in orders]
-    return skeleton, filled, _learn_segments(skeleton, examples, filled, vocabulary)
+        return template, filled, loops
+    template = learn_template(orders, vocabulary.blocks, frozenset(unrolled))
+    filled = [tokens(order, template.families) for order in orders]
+    return template, filled, _learn_loops(template, examples, filled, vocabulary)
 
 
 def _is_part(run: Sequence[int], longest: Sequence[int]) -> bool:
@@ -316,18 +262,16 @@ def _calls(run: Sequence[int]) -> list[tuple[int, int]]:
     return calls
 
 
-def _learn_segments(
-    skeleton: Skeleton,
+def _learn_loops(
+    template: OrderTemplate,
     examples: Sequence[Example],
     filled: Sequence[Filled],
     vocabulary: Vocabulary,
-) -> tuple[SegmentModel, ...]:
+) -> tuple[LoopModel, ...]:
     samples = [example.sample for example in examples]
-    slots = [skeleton.slots[index] for index in skeleton.segments]
+    slots = [template.slots[index] for index in template.loops]
     blocks = vocabulary.blocks
-    return tuple(
-        learn_segment(samples, [f.get(slot, ()) for f in filled], blocks) for slot in slots
-    )
+    return tuple(learn_loop(samples, [f.get(slot, ()) for f in filled], blocks) for slot in slots)
 
 
 def _validate(vocabulary: Vocabulary, examples: Sequence[Example], kinds: Sequence[str]) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.features import Floats
 from dynoffload.pilot.sources import source_folds
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.safefile import checked_weights
 
 MAX_ORDER = 6
 """The most slots that are looked back at."""
@@ -50,7 +50,7 @@ class Markov:
         start[0] = 1.0
         object.__setattr__(self, "_before", self._carry(start, 0, len(self.table)))
 
-    def probabilities(self, sample: Sample) -> Floats:
+    def probabilities(self, sample: InputFeatures) -> Floats:
         """Return P(the block runs) for each optional block, float32 ``[blocks]``."""
         return self._before.copy()
 
@@ -84,7 +84,7 @@ class Markov:
                 history[1::2] = runs[:half] + runs[half:]
         return chances
 
-    def rest(self, sample: Sample) -> Callable[[Sequence[bool]], Floats]:
+    def rest(self, sample: InputFeatures) -> Callable[[Sequence[bool]], Floats]:
         """Return how the rest of a step is foretold: `given`."""
         return self.given
 

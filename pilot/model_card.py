@@ -1,20 +1,17 @@
 """The model card: what a pilot was made of, how good it is and where it is not.
 
-`model_card` returns Markdown with YAML front matter, as model hubs show it, for people; a run reads
-only the pilot's own file. The same traces, seed and versions give the same card, but for its one
-line of times. Source: Mitchell et al., "Model Cards for Model Reporting", 2019, arXiv 1810.03993.
+`model_card` returns Markdown for people; a run reads only the pilot's own file. The same traces,
+seed and versions give the same card, but for its one line of times.
+Source: Mitchell et al., "Model Cards for Model Reporting", 2019, arXiv 1810.03993.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import numpy as np
 
 from dynoffload.pilot.evaluate import COLUMNS, LEGEND, PREDICTORS, Scores
 from dynoffload.pilot.pilot import RULE
@@ -22,10 +19,8 @@ from dynoffload.pilot.train import TrainResult
 from dynoffload.units import format_bytes, format_seconds
 from dynoffload.version import __version__
 
-PACKAGES = ("torch", "numpy", "lightgbm", "scikit-learn", "safetensors")
+PACKAGES = ("torch", "numpy", "lightgbm", "safetensors")
 """What results may depend on besides the code itself."""
-MOST_SOURCES = 50
-"""Sources that a card names."""
 SMALL = 200
 """Samples below which a card warns that scores are uncertain."""
 
@@ -35,22 +30,16 @@ def card_path(pilot: Path) -> Path:
     return pilot.with_name(f"{pilot.name}.card.md")
 
 
-def model_card(
-    result: TrainResult, *, traces: Path, command: str, seed: int, budget: int | None, nbytes: int
-) -> str:
+def model_card(result: TrainResult, *, command: str, nbytes: int) -> str:
     """Return the card of a pilot.
 
     Args:
         result: of the training.
-        traces: the directory it learned from.
         command: what makes this pilot again.
-        seed: of the training.
-        budget: bytes that blocks were cut for; None if there was none.
         nbytes: size of the pilot's file.
     """
+    held_out = "samples of other sources" if len(result.sources) > 1 else "last samples"
     lines = [
-        *_front_matter(result, seed, budget),
-        "",
         f"# A pilot for network {result.pilot.vocabulary.network[:12]}",
         "",
         "It says, before a training step, in which order the network will run its blocks. It is "
@@ -58,10 +47,11 @@ def model_card(
         "",
         "    " + command,
         "",
-        *_data(result, traces),
-        "",
-        *_plans(result, budget),
-        *_features(result),
+        f"- {result.traces} traces of {len(result.sources)} sources, SHA-256 of the set "
+        f"{result.digest}",
+        f"- {result.train_samples} samples to learn from, {result.evaluation.pilot.samples} "
+        f"{held_out} to score on",
+        f"- {len(result.pilot.vocabulary)} blocks",
         "",
         *_choice(result),
         "",
@@ -82,92 +72,6 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def _front_matter(result: TrainResult, seed: int, budget: int | None) -> Iterator[str]:
-    """Yield YAML; JSON's texts and numbers are YAML's."""
-    scores = result.evaluation.pilot
-    facts = {
-        "library_name": "dynoffload",
-        "tags": ["dynoffload", "block-order-prediction"],
-        "network": result.pilot.vocabulary.network,
-        "model": result.pilot.kind,
-        "traces_sha256": result.data.digest,
-        "traces": result.data.traces,
-        "train_samples": result.train_samples,
-        "held_out_samples": scores.samples,
-        "block_order_accuracy": round(scores.block_order_accuracy, 4),
-        "seed": seed,
-        "budget_bytes": budget,
-    }
-    yield "---"
-    for name, value in facts.items():
-        yield f"{name}: {json.dumps(value)}"
-    yield "---"
-
-
-def _data(result: TrainResult, traces: Path) -> Iterator[str]:
-    data = result.data
-    yield "## Data"
-    yield ""
-    named = "of one source" if data.sources[0] else "that name no source"
-    yield (
-        f"{data.traces} traces of {len(data.sources)} sources in `{traces}` (SHA-256 of the set "
-        f"{data.digest}): {result.train_samples} to learn from, "
-        f"{result.evaluation.pilot.samples} of {len(result.evaluation.sources)} other sources to "
-        "score on."
-        if len(data.sources) > 1
-        else f"{data.traces} traces {named} in `{traces}` (SHA-256 of the set "
-        f"{data.digest}): the first {result.train_samples} to learn from, the last "
-        f"{result.evaluation.pilot.samples} to score on."
-    )
-    yield ""
-    if data.sources == ("",):
-        return
-    shown = ", ".join(f"`{name}`" for name in data.sources[:MOST_SOURCES])
-    more = len(data.sources) - MOST_SOURCES
-    yield f"Sources: {shown}" + (f" and {more} more." if more > 0 else ".")
-
-
-def _plans(result: TrainResult, budget: int | None) -> Iterator[str]:
-    """Yield what the steps ask of memory, where they were planned."""
-    plans = result.data.plans
-    if budget is None or not plans:
-        return
-    moved = [plan.moved_in for plan in plans if plan.moved_in is not None]
-    yield "## Under the budget"
-    yield ""
-    yield (
-        f"Blocks are cut for {format_bytes(budget)}. A step keeps "
-        f"{format_bytes(int(np.median([plan.total for plan in plans])))} in the median; the least "
-        f"budget that fits every step is {format_bytes(max(plan.need for plan in plans))} and the "
-        "runtime's reserve. "
-        + (
-            "A plan that knows the whole step beforehand, with nothing resident at first, reads "
-            f"{format_bytes(int(np.median(moved)))} in the median: what a prediction without an "
-            "error would get."
-            if moved
-            else ""
-        )
-    )
-    if len(moved) < len(plans):
-        yield ""
-        yield f"**{len(plans) - len(moved)} of {len(plans)} steps do not fit in this budget.**"
-    yield ""
-
-
-def _features(result: TrainResult) -> Iterator[str]:
-    data = result.data
-    yield "## Features"
-    yield ""
-    scaler = getattr(result.pilot.model, "scaler", None)
-    looked = "" if scaler is None else f" (the model looks at {len(scaler.names)} of them)"
-    names = ", ".join(f"`{name}`" for name in data.values) or "none"
-    yield f"- numbers of a sample: its count of codes, and {names}{looked}"
-    codes = f"{data.columns} to each element" if data.columns else "none"
-    yield f"- discrete codes: {codes}"
-    yield f"- hints of the network within the step: {'yes' if data.hinted else 'none'}"
-    yield f"- blocks: {len(result.pilot.vocabulary)}, each by its idiom vector, bytes and place"
-
-
 def _choice(result: TrainResult) -> Iterator[str]:
     card = result.pilot.card
     yield "## Model"
@@ -184,8 +88,6 @@ def _choice(result: TrainResult) -> Iterator[str]:
     yield "| --- | ---: |"
     for kind, accuracy in card["validation_accuracy"].items():
         yield f"| {kind} | {accuracy:.1%} |"
-    for kind, gap in card["behind"].items():
-        yield f"| {kind} | {100 * gap:.1f} points behind on the first part, not tried further |"
 
 
 def _scores(result: TrainResult) -> Iterator[str]:
@@ -218,7 +120,7 @@ def _limits(result: TrainResult) -> Iterator[str]:
         yield "**It is no better than always naming the most frequent order.**"
     if evaluation.pilot.samples < SMALL:
         yield f"Scores of {evaluation.pilot.samples} samples are uncertain."
-    if len(result.data.sources) == 1:
+    if len(result.sources) == 1:
         yield "All samples are of one source: what it does on others was not seen."
     yield "It knows this network alone: another fingerprint is refused."
     yield (

@@ -1,7 +1,7 @@
 """The kinds of model that say which optional blocks a sample will run.
 
 `PresenceModel` is their one interface; `learn_model` trains one and `load_model` reads one back.
-The order of the blocks is `dynoffload.pilot.skeleton`'s, and what is made of a model's errors
+The order of the blocks is `dynoffload.pilot.template`'s, and what is made of a model's errors
 within a step `dynoffload.pilot.correction`'s.
 """
 
@@ -20,7 +20,7 @@ from dynoffload.pilot.features import Floats
 from dynoffload.pilot.markov import Markov, learn_markov
 from dynoffload.pilot.sequence import SiteSequence
 from dynoffload.pilot.sequence_training import train_sequence
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 Bools = npt.NDArray[np.bool_]
 Rest = Callable[[Sequence[bool]], Floats]
@@ -32,7 +32,9 @@ _LOADERS: dict[str, Callable[..., PresenceModel]] = {
     "sequence": SiteSequence.load,
 }
 KINDS = tuple(_LOADERS)
-"""The kinds of model there are; ``markov`` is a baseline that knows nothing of the sample."""
+"""The kinds of model there are."""
+AUTO_KINDS = ("lightgbm", "sequence")
+"""Those that ``"auto"`` chooses from: ``markov``, a baseline, knows nothing of the sample."""
 
 
 class PresenceModel(Protocol):
@@ -43,11 +45,11 @@ class PresenceModel(Protocol):
         """One of `KINDS`."""
         ...
 
-    def probabilities(self, sample: Sample) -> Floats:
+    def probabilities(self, sample: InputFeatures) -> Floats:
         """Return P(the block runs) for each optional block, float32 ``[blocks]``."""
         ...
 
-    def rest(self, sample: Sample) -> Rest | None:
+    def rest(self, sample: InputFeatures) -> Rest | None:
         """Return how the model itself predicts the rest of a step; None where it does not."""
         ...
 
@@ -61,7 +63,7 @@ class PresenceModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingSet:
     """What a model learns from.
 
     Attributes:
@@ -74,16 +76,16 @@ class Lesson:
             none, ``[steps, blocks, 2]``; see `dynoffload.pilot.correction`.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[InputFeatures]
     present: Bools
     groups: Sequence[str]
     described: Floats
     sites: npt.NDArray[np.int64]
     hints: Floats
 
-    def part(self, steps: npt.NDArray[np.int64]) -> Lesson:
-        """Return the lesson of some of the steps."""
-        return Lesson(
+    def part(self, steps: npt.NDArray[np.int64]) -> TrainingSet:
+        """Return the training set of some of the steps."""
+        return TrainingSet(
             [self.samples[i] for i in steps],
             self.present[steps],
             [self.groups[i] for i in steps],
@@ -95,17 +97,17 @@ class Lesson:
 
 def learn_model(
     kind: str,
-    lesson: Lesson,
+    data: TrainingSet,
     *,
     seed: int,
-    held_out: Lesson | None = None,
+    held_out: TrainingSet | None = None,
     epochs: int | None = None,
 ) -> tuple[PresenceModel, int | None]:
     """Train a model.
 
     Args:
         kind: one of `KINDS`.
-        lesson: what to learn from.
+        data: what to learn from.
         seed: for everything that is drawn.
         held_out: what to choose the length of training by, where the kind needs that.
         epochs: the length of training, where it is known.
@@ -115,20 +117,20 @@ def learn_model(
     """
     if kind == "lightgbm":
         return train_tables(
-            lesson.samples,
-            lesson.present,
-            lesson.described,
-            lesson.sites,
-            lesson.groups,
+            data.samples,
+            data.present,
+            data.described,
+            data.sites,
+            data.groups,
             seed=seed,
         ), None
     if kind == "markov":
-        return learn_markov(lesson.present, lesson.groups), None
+        return learn_markov(data.present, data.groups), None
     return train_sequence(
-        lesson.samples,
-        lesson.present,
-        lesson.described,
-        lesson.sites,
+        data.samples,
+        data.present,
+        data.described,
+        data.sites,
         seed=seed,
         validation=(held_out.samples, held_out.present) if held_out else None,
         epochs=epochs,

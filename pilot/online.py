@@ -29,18 +29,18 @@ import numpy.typing as npt
 from dynoffload.pilot.evaluate import block_order_accuracy
 from dynoffload.pilot.features import BlockHint, Example
 from dynoffload.pilot.fit import fit_pilot
-from dynoffload.pilot.following import Following
 from dynoffload.pilot.pilot import Floats, Pilot, Prediction
-from dynoffload.pilot.skeleton import tokens
+from dynoffload.pilot.template import tokens
+from dynoffload.pilot.tracking import StepTracker
 from dynoffload.planning.blocks import Vocabulary
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 logger = logging.getLogger(__name__)
 
 RATE = 0.8
-"""How far one step moves a block's log-odds, times its surprise."""
+"""How far one step moves a block's log-odds, times its residual."""
 HABIT_RATE = 0.05
-"""How far one step moves what the step before adds to a block's log-odds, times its surprise."""
+"""How far one step moves what the step before adds to a block's log-odds, times its residual."""
 FORGET = 0.02
 """How much of the correction each step forgets."""
 MAX_HABIT = 4.0
@@ -80,7 +80,7 @@ class _Correction:
 
     def __init__(self, pilot: Pilot) -> None:
         self.pilot = pilot
-        self.slots = [pilot.skeleton.slots[index] for index in pilot.skeleton.optional]
+        self.slots = [pilot.template.slots[index] for index in pilot.template.optional]
         self.bias = np.zeros(len(self.slots), dtype=np.float32)
         self.habit = np.zeros(len(self.slots), dtype=np.float32)
         self.last = np.zeros(len(self.slots), dtype=np.float32)  # 1 ran, -1 did not, 0 not known
@@ -93,11 +93,11 @@ class _Correction:
 
     def follow(self, corrected: Floats, blocks: Sequence[int]) -> None:
         """Move the correction towards what ran."""
-        filled = tokens(blocks, self.pilot.skeleton.families)
+        filled = tokens(blocks, self.pilot.template.families)
         ran: npt.NDArray[np.float32] = np.array([slot in filled for slot in self.slots], np.float32)
-        surprise = ran - corrected
-        self.bias = np.asarray((1 - FORGET) * (self.bias + RATE * surprise), np.float32)
-        habit = self.habit + HABIT_RATE * surprise * self.last
+        residual = ran - corrected
+        self.bias = np.asarray((1 - FORGET) * (self.bias + RATE * residual), np.float32)
+        habit = self.habit + HABIT_RATE * residual * self.last
         self.habit = np.asarray(np.clip(habit, -MAX_HABIT, MAX_HABIT), np.float32)
         self.last = 2 * ran - 1
 
@@ -105,11 +105,11 @@ class _Correction:
 class _Asked(NamedTuple):
     """What was predicted last."""
 
-    sample: Sample
+    sample: InputFeatures
     current: _Correction
     chances: Floats
     predicted: list[int]
-    step: Following
+    step: StepTracker
 
 
 class OnlineLearner:
@@ -177,27 +177,27 @@ class OnlineLearner:
         """Whether enough was seen since the last `learn` for it to pay."""
         return self._grow and self._seen >= self._next
 
-    def predict(self, sample: Sample) -> Prediction | None:
+    def predict(self, sample: InputFeatures) -> Prediction | None:
         """Return the order a sample will run, or None as long as there is no pilot."""
         current = self._current
         if current is None:
             self._asked = None
             return None
         start = perf_counter()
-        step = Following(current.pilot, sample, current.corrected)
+        step = StepTracker(current.pilot, sample, current.corrected)
         chances = step.chances
         blocks, confidence = current.pilot.decode(sample, chances, current.pilot.threshold)
         self._asked = _Asked(sample, current, chances, blocks, step)
         return Prediction(blocks, perf_counter() - start, confidence)
 
     @property
-    def following(self) -> Following | None:
+    def tracker(self) -> StepTracker | None:
         """The step that was predicted last, to be followed until it is observed."""
         return None if self._asked is None else self._asked.step
 
     def observe(
         self,
-        sample: Sample,
+        sample: InputFeatures,
         blocks: Sequence[int],
         source: str = "",
         hints: Sequence[BlockHint] = (),

@@ -1,7 +1,7 @@
 """The pilot: from what a sample shows before its step, the order in which it will run the blocks.
 
-`Pilot` lays out the skeleton of its network, asks its model which optional blocks the sample runs,
-fills the segments from the sample's elements, and reads off the list. The session asks
+`Pilot` lays out the template of its network, asks its model which optional blocks the sample runs,
+fills the loops from the sample's elements, and reads off the list. The session asks
 `Pilot.check` once whether the pilot knows its network, and `predict` before each step; a prediction
 takes well under a millisecond on one core.
 """
@@ -21,22 +21,22 @@ import numpy.typing as npt
 from dynoffload.errors import PilotError
 from dynoffload.pilot.artifact import read_artifact, refusal, write_artifact
 from dynoffload.pilot.correction import Correction
+from dynoffload.pilot.loops import LoopModel
 from dynoffload.pilot.models import PresenceModel, load_model
-from dynoffload.pilot.segments import SegmentModel
-from dynoffload.pilot.skeleton import SEGMENT, Skeleton, Slot
+from dynoffload.pilot.template import LOOP, OrderTemplate, Slot
 from dynoffload.planning.blocks import Vocabulary
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 Floats = npt.NDArray[np.float32]
 
 MAX_SLOTS = 1 << 16
-"""The most slots of a pilot's skeleton."""
+"""The most slots of a pilot's template."""
 MAX_ORDER = 1 << 20
 """The most blocks that one prediction lists: of a longer order it gives the beginning."""
 MAX_NAMED = 64
 """The most names of numbers that a card tells."""
 RULE = "rule"
-"""The kind of a pilot whose network has no optional blocks: its skeleton says it all."""
+"""The kind of a pilot whose network has no optional blocks: its template says it all."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Pilot:
 
     Attributes:
         vocabulary: the network's blocks.
-        skeleton: what all orders have in common.
+        template: what all orders have in common.
         model: says which optional blocks run; None where there are none.
-        segments: a model for each of the skeleton's segments, in its order.
+        loops: a model for each of the template's loops, in its order.
         threshold: the estimated chance from which an optional block is predicted.
         varying: the blocks whose presence or place varied in training, which scores weigh.
         most_frequent: the one order that fits the training samples best, a baseline for scores.
@@ -70,13 +70,13 @@ class Pilot:
         correction: what was learned of the model's errors; None: nothing is corrected.
         bundles: the number of each optional slot's bundle, ascending from 0: slots that always run
             together are one question to the model.
-        layout: the skeleton as arrays.
+        layout: the template as arrays.
     """
 
     vocabulary: Vocabulary
-    skeleton: Skeleton
+    template: OrderTemplate
     model: PresenceModel | None
-    segments: tuple[SegmentModel, ...]
+    loops: tuple[LoopModel, ...]
     threshold: float
     varying: frozenset[int] = frozenset()
     most_frequent: tuple[int, ...] = ()
@@ -87,25 +87,25 @@ class Pilot:
 
     def __post_init__(self) -> None:
         """Lay the slots out as arrays, once."""
-        object.__setattr__(self, "layout", Layout.of(self.skeleton, self.bundles))
+        object.__setattr__(self, "layout", Layout.of(self.template, self.bundles))
 
     @property
     def kind(self) -> str:
         """The kind of its model, one of `KINDS`, or ``"rule"`` where none is needed."""
         return self.model.kind if self.model is not None else RULE
 
-    def predict(self, sample: Sample) -> Prediction:
+    def predict(self, sample: InputFeatures) -> Prediction:
         """Return the order of blocks that a sample will run.
 
         Args:
-            sample: what `dynoffload.profiler.sample.describe_sample` read off the forward call.
+            sample: what `describe_input` read off the forward call.
         """
         start = time.perf_counter()
         chances = self.chances(sample)
         blocks, confidence = self.decode(sample, chances, self.threshold)
         return Prediction(blocks, time.perf_counter() - start, confidence)
 
-    def chances(self, sample: Sample) -> Floats:
+    def chances(self, sample: InputFeatures) -> Floats:
         """Return P(runs) for each optional slot, calibrated where that was learned."""
         if self.model is None:
             return np.zeros(0, dtype=np.float32)
@@ -115,7 +115,7 @@ class Pilot:
         return chances[self.layout.bundles]
 
     def decode(
-        self, sample: Sample, chances: Floats, threshold: float, start: int = 0
+        self, sample: InputFeatures, chances: Floats, threshold: float, start: int = 0
     ) -> tuple[list[int], Floats]:
         """Return the order that chances make at a threshold, and the confidence in its blocks.
 
@@ -130,12 +130,12 @@ class Pilot:
         surety[layout.optional] = chances
         taken = surety >= threshold
         taken[:start] = False
-        if not self.segments:
+        if not self.loops:
             return layout.blocks[taken].tolist(), surety[taken]
         blocks: list[int] = []
         confidence: list[Floats] = []
         at = start
-        for place, segment in zip(layout.segments, self.segments, strict=True):
+        for place, loop in zip(layout.loops, self.loops, strict=True):
             if place < start:
                 continue
             if len(blocks) >= MAX_ORDER:
@@ -143,9 +143,9 @@ class Pilot:
             part = taken[at:place]
             blocks += layout.blocks[at:place][part].tolist()
             confidence.append(surety[at:place][part])
-            run = segment.predict(sample)
+            run = loop.predict(sample)
             blocks += run
-            confidence.append(np.full(len(run), segment.fidelity, dtype=np.float32))
+            confidence.append(np.full(len(run), loop.fidelity, dtype=np.float32))
             at = place + 1
         blocks += layout.blocks[at:][taken[at:]].tolist()
         confidence.append(surety[at:][taken[at:]])
@@ -167,7 +167,7 @@ class Pilot:
                 "or dtypes differ. Train a pilot on traces of this network, or use pilot='auto'"
             )
 
-    def unlike(self, sample: Sample) -> str:
+    def unlike(self, sample: InputFeatures) -> str:
         """Return how a sample differs in kind from those that this was trained on; "" if it does
         not, or that is not known. Not every sample need show all numbers."""
         known, found = self.card.get("seen"), shown_by([sample])
@@ -193,10 +193,10 @@ class Pilot:
         """
         document = {
             "vocabulary": self.vocabulary.to_json(),
-            "slots": [list(slot) for slot in self.skeleton.slots],
-            "always": sorted(self.skeleton.always),
-            "families": [sorted(family) for family in self.skeleton.families],
-            "segments": [segment.to_json() for segment in self.segments],
+            "slots": [list(slot) for slot in self.template.slots],
+            "always": sorted(self.template.always),
+            "families": [sorted(family) for family in self.template.families],
+            "loops": [loop.to_json() for loop in self.loops],
             "kind": self.kind,
             "model": self.model.document() if self.model is not None else None,
             "threshold": self.threshold,
@@ -223,8 +223,8 @@ class Pilot:
         try:
             vocabulary = Vocabulary.from_json(document["vocabulary"])
             size = len(vocabulary.blocks)
-            skeleton = _load_skeleton(document, size)
-            optional = len(skeleton.optional)
+            template = _load_template(document, size)
+            optional = len(template.optional)
             bundles = _load_bundles(document["bundles"], optional)
             questions = bundles[-1] + 1 if bundles else 0
             model = None
@@ -234,9 +234,9 @@ class Pilot:
                 model = load_model(str(document["kind"]), document["model"], arrays, questions)
             elif optional:
                 raise ValueError("optional blocks without a model")
-            segments = tuple(SegmentModel.from_json(s, size) for s in document["segments"])
-            if len(segments) != len(skeleton.segments):
-                raise ValueError("another number of segments than models for them")
+            loops = tuple(LoopModel.from_json(s, size) for s in document["loops"])
+            if len(loops) != len(template.loops):
+                raise ValueError("another number of loops than models for them")
             threshold = float(document["threshold"])
             if not 0 < threshold <= 1 or not isinstance(document["card"], dict):
                 raise ValueError("an impossible threshold or card")
@@ -250,9 +250,9 @@ class Pilot:
             correction = Correction.load(arrays, questions) if corrects else None
             return cls(
                 vocabulary,
-                skeleton,
+                template,
                 model,
-                segments,
+                loops,
                 threshold,
                 varying,
                 most_frequent,
@@ -266,12 +266,12 @@ class Pilot:
 
 @dataclass(frozen=True)
 class Layout:
-    """A skeleton as arrays and tables.
+    """A template as arrays and tables.
 
     Attributes:
         blocks: the block of each slot, or a family's code, ``[slots]``.
         optional: which slots are optional, ascending.
-        segments: which slots are segments, ascending.
+        loops: which slots are loops, ascending.
         place_of: the place of each slot.
         optional_number: the number of a place among the optional ones.
         family_of: the family of each looping block.
@@ -280,27 +280,27 @@ class Layout:
 
     blocks: npt.NDArray[np.int64]
     optional: npt.NDArray[np.int64]
-    segments: tuple[int, ...]
+    loops: tuple[int, ...]
     place_of: Mapping[Slot, int]
     optional_number: Mapping[int, int]
     family_of: Mapping[int, int]
     bundles: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, skeleton: Skeleton, bundles: Sequence[int]) -> Layout:
-        """Lay a skeleton out; without ``bundles`` each optional slot is its own."""
+    def of(cls, template: OrderTemplate, bundles: Sequence[int]) -> Layout:
+        """Lay a template out; without ``bundles`` each optional slot is its own."""
         return cls(
-            np.array([slot[0] for slot in skeleton.slots], dtype=np.int64),
-            np.array(skeleton.optional, dtype=np.int64),
-            skeleton.segments,
-            {slot: place for place, slot in enumerate(skeleton.slots)},
-            {place: number for number, place in enumerate(skeleton.optional)},
-            {b: number for number, members in enumerate(skeleton.families) for b in members},
-            np.array(bundles or range(len(skeleton.optional)), dtype=np.int64),
+            np.array([slot[0] for slot in template.slots], dtype=np.int64),
+            np.array(template.optional, dtype=np.int64),
+            template.loops,
+            {slot: place for place, slot in enumerate(template.slots)},
+            {place: number for number, place in enumerate(template.optional)},
+            {b: number for number, members in enumerate(template.families) for b in members},
+            np.array(bundles or range(len(template.optional)), dtype=np.int64),
         )
 
 
-def shown_by(samples: Sequence[Sample]) -> dict[str, Any]:
+def shown_by(samples: Sequence[InputFeatures]) -> dict[str, Any]:
     """Return what some samples show: how many codes to an element (0: no elements), each number of
     them that occurs, and the names of their numbers."""
     shapes = [sample.elements.shape for sample in samples]
@@ -320,12 +320,12 @@ def _load_bundles(document: Any, optional: int) -> tuple[int, ...]:
     return bundles
 
 
-def _load_skeleton(document: Any, blocks: int) -> Skeleton:
-    """Build a skeleton from its stored form; ValueError if it is not one."""
+def _load_template(document: Any, blocks: int) -> OrderTemplate:
+    """Build a template from its stored form; ValueError if it is not one."""
     slots = tuple((int(block), int(occurrence)) for block, occurrence in document["slots"])
     families = tuple(frozenset(map(int, family)) for family in document["families"])
     always = frozenset(map(int, document["always"]))
-    first = SEGMENT - len(families) + 1
+    first = LOOP - len(families) + 1
     if len(slots) > MAX_SLOTS:
         raise ValueError(f"more slots than {MAX_SLOTS}")
     if sum(map(len, families)) != len(frozenset().union(*families)) or not all(families):
@@ -338,4 +338,4 @@ def _load_skeleton(document: Any, blocks: int) -> Skeleton:
         raise ValueError("looping blocks that are not of this vocabulary")
     if not all(0 <= slot < len(slots) for slot in always):
         raise ValueError("a slot that is not there")
-    return Skeleton(slots, always, families)
+    return OrderTemplate(slots, always, families)

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dynoffload.pilot.artifact import checked_weights
 from dynoffload.pilot.codes import Fields, stored_books
 from dynoffload.pilot.features import MAX_SITES, Floats, Scaler
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.safefile import checked_weights
 
 WEIGHTS = (
     "embedding",
@@ -101,11 +101,11 @@ class SiteSequence:
             sites.append(_Site(begin, stop, of_site, odds[begin:stop], entering))
         object.__setattr__(self, "_sites", tuple(sites))
 
-    def probabilities(self, sample: Sample) -> Floats:
+    def probabilities(self, sample: InputFeatures) -> Floats:
         """Return P(the block runs) for each optional block, float32 ``[blocks]``."""
         return self.given(self.start(sample), ())
 
-    def start(self, sample: Sample) -> Floats:
+    def start(self, sample: InputFeatures) -> Floats:
         """Return the state before the first site, ``[D]``."""
         w = self.weights
         state = self.scaler(sample) @ w["value_weight"] + w["start_bias"]
@@ -141,7 +141,7 @@ class SiteSequence:
             state = new + gates[width:] * (state - new)
         return chances
 
-    def rest(self, sample: Sample) -> Callable[[Sequence[bool]], Floats]:
+    def rest(self, sample: InputFeatures) -> Callable[[Sequence[bool]], Floats]:
         """Return how the rest of a step is foretold: `given`, from the sample's state."""
         return partial(self.given, self.start(sample))
 

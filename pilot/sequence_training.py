@@ -18,7 +18,7 @@ import torch
 from dynoffload.pilot.codes import Fields, learn_fields
 from dynoffload.pilot.features import Floats, Scaler, learn_scaler, site_stops
 from dynoffload.pilot.sequence import WEIGHTS, SiteSequence, shapes_of
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 WIDTH = 48
 BATCH = 16
@@ -30,13 +30,13 @@ MIN_EPOCHS, MAX_EPOCHS, EPOCH_SAMPLES = 8, 30, 15_000
 
 
 def train_sequence(
-    samples: Sequence[Sample],
+    samples: Sequence[InputFeatures],
     present: npt.NDArray[np.bool_],
     described: Floats,
     sites: npt.NDArray[np.int64],
     *,
     seed: int,
-    validation: tuple[Sequence[Sample], npt.NDArray[np.bool_]] | None = None,
+    validation: tuple[Sequence[InputFeatures], npt.NDArray[np.bool_]] | None = None,
     epochs: int | None = None,
 ) -> tuple[SiteSequence, int]:
     """Fit a net.
@@ -89,7 +89,7 @@ def planned_epochs(samples: int) -> int:
 class Inputs:
     """The samples as tensors, looked up once."""
 
-    def __init__(self, fields: Fields, scaler: Scaler, samples: Sequence[Sample]) -> None:
+    def __init__(self, fields: Fields, scaler: Scaler, samples: Sequence[InputFeatures]) -> None:
         self._values = torch.from_numpy(np.stack([scaler(sample) for sample in samples]))
         coded = bool(fields.columns)
         self._rows = [
@@ -207,7 +207,9 @@ class Trainee:
         return update * state + (1 - update) * new
 
 
-def _loss(net: SiteSequence, samples: Sequence[Sample], present: npt.NDArray[np.bool_]) -> float:
+def _loss(
+    net: SiteSequence, samples: Sequence[InputFeatures], present: npt.NDArray[np.bool_]
+) -> float:
     """Return the mean negative log likelihood per block, with nothing known."""
     chance = np.stack([net.probabilities(sample) for sample in samples])
     chance = np.clip(chance, 1e-6, 1 - 1e-6)

@@ -6,9 +6,7 @@ baselines it must beat on the same samples.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,19 +17,15 @@ import numpy as np
 from dynoffload.errors import PilotError
 from dynoffload.pilot.baselines import LastOrder
 from dynoffload.pilot.evaluate import Scores, one_ahead, score
-from dynoffload.pilot.features import BlockHint, Example
+from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import AUTO, fit_pilot
-from dynoffload.pilot.labelling import Labelled, label_traces
-from dynoffload.pilot.labels import Label
+from dynoffload.pilot.labels import Label, digest_of_set, encode_example, label_traces
 from dynoffload.pilot.online import OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.progress import progress_bar
 from dynoffload.pilot.sources import split_by_source
 from dynoffload.pilot.workers import one_thread, run_tasks
-from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.planning.footprint import Footprint
-from dynoffload.profiler.sample import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -90,56 +84,18 @@ class TrainResult:
         evaluation: scores on the sources held out.
         train_samples: how many samples the pilot learned from.
         seconds: how long the job took, reading included.
-        data: what it was made of.
+        traces: how many there were.
+        sources: of the traces, sorted.
+        digest: SHA-256 over the digests of all traces, whatever the files are called.
     """
 
     pilot: Pilot
     evaluation: Evaluation
     train_samples: int
     seconds: float
-    data: TraceSet
-
-
-@dataclass(frozen=True)
-class TraceSet:
-    """The traces that a pilot was made of and scored on.
-
-    Attributes:
-        digest: SHA-256 over the digests of all traces, sorted: the same for the same files,
-            whatever they are called.
-        traces: how many.
-        sources: the sources, sorted.
-        labels_there: how many labels an earlier run had made.
-        plans: what each step asks of memory under the budget; empty without one.
-        values: the names of the samples' numbers, sorted.
-        columns: codes that an element of a sample has; 0 if samples have none.
-        hinted: whether the network gave hints.
-    """
-
-    digest: str
     traces: int
     sources: tuple[str, ...]
-    labels_there: int
-    plans: tuple[Footprint, ...]
-    values: tuple[str, ...]
-    columns: int
-    hinted: bool
-
-    @classmethod
-    def of(cls, labelled: Labelled) -> TraceSet:
-        """Describe what was labelled."""
-        labels = labelled.labels
-        digests = sorted(label.digest for label in labels)
-        return cls(
-            hashlib.sha256("\n".join(digests).encode()).hexdigest(),
-            len(labels),
-            tuple(sorted({label.source for label in labels})),
-            labelled.there,
-            tuple(label.plan for label in labels if label.plan is not None),
-            tuple(sorted({name for label in labels for name in label.sample.values})),
-            max(_columns(label.sample) for label in labels),
-            any(label.hints for label in labels),
-        )
+    digest: str
 
 
 def train_pilot(
@@ -151,7 +107,6 @@ def train_pilot(
     seed: int = 0,
     progress: bool = True,
     jobs: int | None = None,
-    keep: Path | None = None,
 ) -> TrainResult:
     """Train a pilot on a directory of traces and score it on sources it has not seen.
 
@@ -167,8 +122,6 @@ def train_pilot(
         jobs: processes that label the traces and fit the models, as
             `dynoffload.pilot.workers.run_tasks` takes them; None for those of
             `joblib.parallel_config`, which may be a cluster's.
-        keep: directory in which labels are kept as they are made, so that a job that was killed
-            goes on there (see `dynoffload.pilot.labelling`); None to keep none.
 
     Raises:
         TraceError: if there is no trace, some cannot be read, or they are of several networks.
@@ -178,8 +131,7 @@ def train_pilot(
         raise PilotError(f"holdout is a share between 0 and 1, not {holdout}")
     start = perf_counter()
     with progress_bar(progress) as report, one_thread():
-        labelled = label_traces(traces, jobs, report, budget=budget, keep=keep)
-        labels = labelled.labels
+        labels = label_traces(traces, jobs, report)
         if len(labels) < 4:
             raise PilotError(
                 f"{traces}: {len(labels)} traces are too few to learn from and to score on; "
@@ -188,11 +140,12 @@ def train_pilot(
         inside, aside = split_by_source([label.source for label in labels], holdout, seed)
         learned = sorted(_mark(labels[i]) for i in inside)
         report("cutting blocks")
-        vocabulary = build_vocabulary([labels[i].outline for i in inside], budget)
+        vocabulary = build_vocabulary([labels[i].calls for i in inside], budget)
         examples = [encode_example(vocabulary, labels[i]) for i in inside]
         held_out = [encode_example(vocabulary, labels[i]) for i in aside]
-        data = TraceSet.of(labelled)
-        del labels, labelled
+        count, digest = len(labels), digest_of_set(labels)
+        sources = tuple(sorted({label.source for label in labels}))
+        del labels
         pilot = fit_pilot(
             vocabulary, examples, model=model, seed=seed, on_progress=report, jobs=jobs
         )
@@ -208,7 +161,7 @@ def train_pilot(
         evaluation.pilot.block_order_accuracy,
         len(aside),
     )
-    return TrainResult(pilot, evaluation, len(inside), seconds, data)
+    return TrainResult(pilot, evaluation, len(inside), seconds, count, sources, digest)
 
 
 def evaluate_pilot(
@@ -221,8 +174,8 @@ def evaluate_pilot(
         PilotError: if the traces are of another network than the pilot's.
     """
     with progress_bar(progress) as report, one_thread():
-        labels = label_traces(traces, jobs, report).labels
-        pilot.check(labels[0].outline.network)
+        labels = label_traces(traces, jobs, report)
+        pilot.check(labels[0].calls.network)
         report("scoring")
         examples = [encode_example(pilot.vocabulary, label) for label in labels]
         known = pilot.card.get("traces")
@@ -267,13 +220,6 @@ def evaluate(pilot: Pilot, examples: Sequence[Example], jobs: int | None = 1) ->
     )
 
 
-def _columns(sample: Sample) -> int:
-    """Return how many codes each element of a sample has; 0 if it has no elements."""
-    if not len(sample.elements):
-        return 0
-    return 1 if sample.elements.ndim == 1 else int(sample.elements.shape[1])
-
-
 def _ahead(pilot: Pilot, examples: Sequence[Example], jobs: int | None) -> list[float]:
     """Return `one_ahead` of each example."""
     if len(examples) < FOLLOWED_BY_ONE:
@@ -287,16 +233,3 @@ def _ahead(pilot: Pilot, examples: Sequence[Example], jobs: int | None) -> list[
 
 def _ahead_of(pilot: Pilot, examples: Sequence[Example]) -> list[float]:
     return [one_ahead(pilot, example) for example in examples]
-
-
-def encode_example(vocabulary: Vocabulary, label: Label) -> Example:
-    """Return a label as the pilot learns from it."""
-    order = vocabulary.encode(label.outline)
-    calls = [call for call, _ in order]
-    hints: list[BlockHint] = []
-    for hint in label.hints:
-        known = [(vocabulary.index_of(p), v) for p, v in zip(hint.blocks, hint.values, strict=True)]
-        told = [(block, value) for block, value in known if block >= 0]
-        place = bisect_right(calls, hint.call)
-        hints.append(BlockHint(place, tuple(b for b, _ in told), tuple(v for _, v in told)))
-    return Example(label.sample, [block for _, block in order], label.source, hints)

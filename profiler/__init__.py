@@ -7,23 +7,22 @@ a `Program` of a trace, and a `CostModel` tells what a trace takes on a machine.
 from __future__ import annotations
 
 from dynoffload.profiler.costs import CostModel, Timing
-from dynoffload.profiler.hints import Decider, Hint
 from dynoffload.profiler.idioms import Idioms, idioms_of, is_known, rule_of
+from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.profiling import profile
 from dynoffload.profiler.program import Program, Visit, resolve
 from dynoffload.profiler.recorder import Recorder
-from dynoffload.profiler.sample import Features, Sample, describe_sample
+from dynoffload.profiler.routing import RoutingHint, RoutingProbe
 from dynoffload.profiler.storage import load_trace, load_traces, save_trace, trace_files
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace
 from dynoffload.profiler.work import Kind, Work
 
 __all__ = [
     "CostModel",
-    "Decider",
     "Features",
-    "Hint",
     "Idioms",
+    "InputFeatures",
     "Kind",
     "ModuleCall",
     "Operator",
@@ -31,12 +30,13 @@ __all__ = [
     "Program",
     "Recorder",
     "RegionInfo",
-    "Sample",
+    "RoutingHint",
+    "RoutingProbe",
     "Timing",
     "Trace",
     "Visit",
     "Work",
-    "describe_sample",
+    "describe_input",
     "fingerprint",
     "idioms_of",
     "is_known",

@@ -1,4 +1,4 @@
-"""Runs featurizers and deciders, code of the user's that only advises.
+"""Runs featurizers and probes, code of the user's that only advises.
 
 It runs without gradients, random numbers that it draws are drawn again, and writes into its
 arguments are detected. Writes into weights, buffers, or the generators of Python and numpy are not.

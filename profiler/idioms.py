@@ -24,7 +24,10 @@ row is covered by the first rule of [Note: rules] that applies.
 9. ``fill``: draws random numbers into one tensor, or one for each of its elements. One stream.
 10. ``backward:<rule>``: where ``x`` is one stream by row or tag, and neither says anything of
     ``x_backward``, that is one stream too, as the gradient of what works element by element does.
-11. ``unknown``: counts nothing; `is_known` is false.
+11. ``variant:<row>``: the kernel of a library, an internal helper, or one more number of dimensions
+   (``cudnn_grid_sampler`` of ``grid_sampler``, ``_lu_with_info``, ``x3d`` of ``x2d``) counts as the
+   operator that it computes.
+12. ``unknown``: counts nothing; `is_known` is false.
 
 Rows, synonyms and tags of a name hold in torch's own namespaces for dense work (`NAMESPACES`). Of
 an operator of another namespace only its own schema and tags are believed.
@@ -32,6 +35,7 @@ an operator of another namespace only its own schema and tags are believed.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import NamedTuple
 
@@ -55,6 +59,11 @@ NAMESPACES = frozenset(("aten", "prims", "mkldnn", "profiler"))
 
 _TRANSPOSING = frozenset(("transpose_copy", "t_copy", "permute_copy"))
 _ROW = "row:"
+_LIBRARY = re.compile(
+    "^_*(?:(?:cudnn|miopen|mkldnn|mps|quantized|native|slow|linalg|fft|sparse|nested|fused)_)*_*"
+    "|_(?:ex|impl|legit|functional|overrideable|for_cpu|helper|forward)(?=_backward$|_out$|$)"
+)
+_DIMENSIONS = re.compile("[13]d")
 
 
 class Idioms(NamedTuple):
@@ -145,6 +154,9 @@ def _by_rules(name: str, func: torch._ops.OpOverload) -> tuple[str, Row]:
     forward = name.removesuffix("_backward")
     if forward != name and (found := _by_name(forward)) is not None and found[1] == STREAM:
         return f"backward:{found[0]}", found[1]
+    variant = _DIMENSIONS.sub("2d", _LIBRARY.sub("", name))
+    if variant in ROWS:
+        return f"variant:{variant}", ROWS[variant]
     return "unknown", NOTHING
 
 

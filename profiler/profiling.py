@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from dynoffload.errors import TraceError
+from dynoffload.profiler.input_features import Features
 from dynoffload.profiler.network import fingerprint
 from dynoffload.profiler.recorder import Recorder
-from dynoffload.profiler.sample import Features
 from dynoffload.profiler.storage import SUFFIX, load_trace, save_trace
 from dynoffload.profiler.trace import Trace
 
@@ -50,7 +50,7 @@ def profile(
         optimizer: the optimizer to step.
         loss: makes a scalar from (output, batch). By default the output itself if it is a scalar,
             its ``loss`` attribute or item, or the first item of a tuple.
-        features: featurizer for samples, as in `describe_sample`.
+        features: featurizer for samples, as in `describe_input`.
         source: names the file or document a batch is from, so that a pilot can be scored on
             sources it has not seen. By default the batch's own ``source``, if it has one.
         progress: show a progress bar on stderr, if that is a terminal.

@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.profiler.columns import PHASES, Columns
-from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.routing import RoutingHint
 from dynoffload.profiler.trace import ModuleCall, Phase, RegionInfo, Trace, owner_of
 
 
@@ -76,10 +76,10 @@ class Program:
     visits: tuple[Visit, ...]
     regions: Mapping[str, RegionInfo]
     calls: tuple[ModuleCall, ...]
-    sample: Sample
+    sample: InputFeatures
     source: str
     step: int
-    hints: tuple[Hint, ...] = ()
+    hints: tuple[RoutingHint, ...] = ()
 
 
 def resolve(trace: Trace) -> Program:

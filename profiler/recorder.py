@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dynoffload.around import Handle, after_call, before_call, choosing
 from dynoffload.below_modes import call_below
 from dynoffload.errors import TraceError
-from dynoffload.profiler.hints import Decider, deciders_of, hinted
+from dynoffload.profiler.input_features import Features, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
-from dynoffload.profiler.sample import Features, describe_sample
+from dynoffload.profiler.routing import RoutingProbe, hinted, probes_of
 from dynoffload.profiler.signatures import signature_of
 from dynoffload.profiler.steps import StepLog
 from dynoffload.profiler.trace import Phase, Trace
@@ -75,7 +75,7 @@ class Recorder:
     Args:
         model: the network; its root call marks a sample.
         optimizer: the optimizer whose ``step()`` ends a step; see [Note: what a step is].
-        features: featurizer for samples, as in `describe_sample`.
+        features: featurizer for samples, as in `describe_input`.
         on_step: called with the trace of each step, after it.
         source: called at the start of each step; names the file or document its sample is from.
         clock: tells seconds. By default those that pass; `time.thread_time` tells those in which
@@ -108,7 +108,7 @@ class Recorder:
         self._mode = _Mode(self._dispatch)
         self._handles: list[Handle] = []
         self._paths: dict[int, str] = {}  # id of a module -> its path
-        self._deciders: dict[str, tuple[Decider, ...]] = {}
+        self._probes: dict[str, tuple[RoutingProbe, ...]] = {}
         self._parameters: dict[int, str] = {}  # id of a parameter -> its name
         self._network = ""
         self._thread = 0
@@ -140,7 +140,7 @@ class Recorder:
         self._entered = True
         self._thread = threading.get_ident()
         self._network = fingerprint(self.model)
-        self._deciders = deciders_of(self.model)
+        self._probes = probes_of(self.model)
         unseen = choosing(self.model)
         for path, module in self.model.named_modules():
             self._paths[id(module)] = path
@@ -269,7 +269,7 @@ class Recorder:
                     log.cut(call)
                 else:
                     call = log.enter(path, shape_key(args, kwargs), outer)
-                    if path in self._deciders:
+                    if path in self._probes:
                         self._take_hints(log, path, args, call)
         self._stack.append(_Frame(id(module), call, in_backward))
 
@@ -293,7 +293,7 @@ class Recorder:
     def _take_hints(self, log: StepLog, path: str, args: tuple[Any, ...], call: int) -> None:
         self._paused = True
         try:
-            log.hints += hinted(self._deciders, path, args, call)
+            log.hints += hinted(self._probes, path, args, call)
         finally:
             self._paused = False
 
@@ -324,7 +324,7 @@ class Recorder:
             self._paused = True
             try:
                 with torch.no_grad():
-                    sample = describe_sample(module, args, kwargs, features)
+                    sample = describe_input(module, args, kwargs, features)
             finally:
                 self._paused = False
             self._log.samples.append(sample)

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dynoffload.profiler.hints import Hint
+from dynoffload.profiler.input_features import InputFeatures, merge_inputs
 from dynoffload.profiler.regions import RegionTable
-from dynoffload.profiler.sample import Sample, merge_samples
+from dynoffload.profiler.routing import RoutingHint
 from dynoffload.profiler.signatures import Signature, dtype_of, traffic
 from dynoffload.profiler.trace import ModuleCall, Operator, Phase, RegionInfo, Trace, owner_of
 
@@ -29,9 +29,9 @@ class StepLog:
 
     def __init__(self) -> None:
         self.regions = RegionTable()
-        self.samples: list[Sample] = []
+        self.samples: list[InputFeatures] = []
         self.source = ""
-        self.hints: list[Hint] = []
+        self.hints: list[RoutingHint] = []
         self._operators: list[Operator] = []
         self._paths: list[str] = []
         self._keys: list[str] = []
@@ -180,7 +180,7 @@ class StepLog:
             else op
             for op in self._operators
         ]
-        sample = merge_samples(self.samples) if self.samples else Sample({})
+        sample = merge_inputs(self.samples) if self.samples else InputFeatures({})
         source, hints = self.source, self.hints
         return Trace(network, model, step, source, sample, regions, calls, operators, hints)
 

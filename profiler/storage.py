@@ -1,22 +1,13 @@
-"""Trace files: one safetensors file each, columns as arrays and the rest as one JSON document.
+"""Trace files: columns as arrays, the rest as one JSON document (`dynoffload.profiler.safefile`).
 
 `save_trace` and `load_trace` write and read one file, `trace_files` and `load_traces` a directory.
-docs/traces.md describes the format.
-
-[Note: what a file can claim]
-A file may come from a stranger, so nothing in it is executed and every value is checked: sizes and
-counts against limits, indices against their tables, numbers against their range. The digest detects
-damage only, as anybody can compute one. Each row takes bytes in every column of its table, so what
-a file makes of memory is in proportion to its size; module calls are limited in depth as well,
-because readers climb from each call to the root.
+docs/traces.md describes the format. Besides what [Note: what a file can claim] says, module calls
+are limited in depth, because readers climb from each call to the root.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, starmap
 from pathlib import Path
@@ -26,39 +17,33 @@ import numpy as np
 import numpy.typing as npt
 
 from dynoffload.errors import TraceError
-from dynoffload.profiler.columns import PHASES, Columns, Operators
-from dynoffload.profiler.hints import MAX_HINTED, Hint
+from dynoffload.profiler.columns import PHASES, Columns
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
+from dynoffload.profiler.routing import MAX_HINTED, RoutingHint
+from dynoffload.profiler.safefile import BadFileError, pack, read_file, write_whole
 from dynoffload.profiler.trace import ModuleCall, Operator, RegionInfo, Trace
 
 FORMAT = "dynoffload.trace"
-"""Key of the document in the metadata of the safetensors header."""
-SCHEMA_VERSION = 4
-"""Version of the layout; any other is refused. Versions 1 to 3 were Parquet files."""
+"""Key of the metadata of the safetensors header."""
+SCHEMA_VERSION = 5
+"""Version of the layout; any other is refused."""
 SUFFIX = ".trace"
 """Suffix of trace files."""
-MAX_FILE_BYTES = 128 * 1024**2
-"""The largest file that is read."""
-MAX_HEADER_BYTES = 64 * 1024**2
-"""The largest safetensors header, which holds the document."""
 MAX_ROWS = 1_000_000
 """The most operators, regions or module calls of a trace."""
 MAX_USES = 16 * MAX_ROWS
 """How often all operators together may use a region."""
 
 _AGAIN = "record it again with `dynoffload profile`"
-_BLANK = "0" * 64  # what stands in for the digest while it is computed
 _LARGEST = 2**62  # counts and sizes stay below
 _LONGEST_S = 1e9  # of one operator
-_MAX_CONTAINERS = 200_000  # lists and objects in the header
 _MAX_VALUES = 100_000
 _MAX_WIDTH = 1024  # of a sample's elements
 _UNKNOWN = -1  # FLOPs
 _KINDS = ("parameter", "gradient", "state", "activation", "buffer", "input")
 _SIZES = ("bytes_read", "bytes_written", "memory", "flops")
 _TABLES = {"operators": "phase", "calls": "path", "regions": "name"}  # with a column of each
-_DTYPES = {"I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
 
 _Ints = npt.NDArray[np.int64]
 
@@ -80,16 +65,12 @@ def save_trace(trace: Trace, path: str | Path) -> None:
     _limit(path, "operators, regions or calls", MAX_ROWS, operators, regions, calls)
     _limit(path, "uses of regions", MAX_USES, uses)
     _limit(path, "depths of calls together", most_nesting(calls), _nesting(trace.calls))
-    data = _file_of(trace)
-    _limit(path, "bytes", MAX_FILE_BYTES, len(data))
-    _limit(path, "bytes of header", MAX_HEADER_BYTES, int.from_bytes(data[:8], "little"))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    document, arrays = _parts_of(trace)
     try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
+        write_whole(path, pack(document, arrays, FORMAT, SCHEMA_VERSION))
+    except BadFileError as error:
+        raise TraceError(f"{path}: {error}: record a smaller batch") from error
     except OSError as error:
-        if path.parent.is_dir():
-            partial.unlink(missing_ok=True)
         raise TraceError(
             f"{path}: the trace cannot be written ({error.strerror or error}); make the directory"
             " or choose another"
@@ -103,31 +84,18 @@ def load_trace(path: str | Path) -> Trace:
         TraceError: if the file is missing, truncated, foreign, of another version, larger than a
             trace can be, or inconsistent in itself.
     """
-    from safetensors import SafetensorError
-
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path}: is not a file; name one trace in it")
     try:
-        size = path.stat().st_size
+        return _trace(path, *read_file(path, FORMAT, SCHEMA_VERSION))
     except OSError as error:
         raise TraceError(f"{path}: no trace can be read there ({error.strerror})") from error
-    if not path.is_file():
-        raise TraceError(f"{path}: is not a file; name one trace in it")
-    if size > MAX_FILE_BYTES:
-        raise TraceError(f"{path}: {size} bytes is larger than any trace ({MAX_FILE_BYTES})")
-    try:
-        return _read(path, path.read_bytes())
-    except (
-        SafetensorError,
-        ValueError,
-        TypeError,
-        LookupError,
-        OverflowError,
-        AttributeError,
-        RecursionError,
-        OSError,
-    ) as error:
+    except BadFileError as error:
+        raise TraceError(f"{path}: is no trace of this release: {error}; {_AGAIN}") from error
+    except (ValueError, TypeError, LookupError, OverflowError, AttributeError) as error:
         what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise TraceError(f"{path} is truncated or damaged ({what}); {_AGAIN}") from error
+        raise TraceError(f"{path} is damaged ({what}); {_AGAIN}") from error
 
 
 def trace_files(folder: str | Path) -> list[Path]:
@@ -140,8 +108,6 @@ def trace_files(folder: str | Path) -> list[Path]:
     paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
     if not paths:
         what = f"holds no trace (*{SUFFIX})" if folder.is_dir() else "is not a directory"
-        if any(folder.glob("*.parquet")):
-            what += ", and the Parquet files of older releases cannot be read"
         raise TraceError(f"{folder}: {what}; record some with 'dynoffload profile -o {folder}'")
     return paths
 
@@ -164,13 +130,6 @@ def load_traces(paths: Sequence[Path]) -> Iterator[Trace]:
         yield trace
 
 
-def seal(data: bytes, found: str = _BLANK) -> bytes:
-    """Return a file's bytes with their digest in place of ``found``, the one that stands there."""
-    blank = data.replace(found.encode(), _BLANK.encode(), 1)
-    digest = hashlib.sha256(blank).hexdigest()
-    return blank.replace(_BLANK.encode(), digest.encode(), 1)
-
-
 def _limit(path: Path, what: str, most: int, *found: int) -> None:
     if max(found) > most:
         raise TraceError(
@@ -179,10 +138,8 @@ def _limit(path: Path, what: str, most: int, *found: int) -> None:
         )
 
 
-def _file_of(trace: Trace) -> bytes:
-    """Return the bytes of a trace's file."""
-    from safetensors.numpy import save
-
+def _parts_of(trace: Trace) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Return the document and the arrays of a trace's file."""
     texts: dict[str, int] = {}
 
     def coded(words: Iterable[str]) -> list[int]:
@@ -226,9 +183,10 @@ def _file_of(trace: Trace) -> bytes:
     hinted: dict[tuple[str, ...], int] = {}
     for hint in trace.hints:
         hinted.setdefault(hint.blocks, len(hinted))
+    hints = [(hint.call, hinted[hint.blocks]) for hint in trace.hints]
+    stored["hints"] = _smallest(np.array(hints, np.int64).reshape(-1, 2))
+    stored["hint_values"] = np.array([v for h in trace.hints for v in h.values], np.float64)
     document = {
-        "version": SCHEMA_VERSION,
-        "sha256": _BLANK,
         "network": trace.network,
         "model": trace.model,
         "step": trace.step,
@@ -237,9 +195,8 @@ def _file_of(trace: Trace) -> bytes:
         "values": {k: v if math.isfinite(v) else str(v) for k, v in values.items()},
         "texts": list(texts),
         "hinted": [list(blocks) for blocks in hinted],
-        "hints": [[h.call, hinted[h.blocks], list(h.values)] for h in trace.hints],
     }
-    return seal(save(stored, {FORMAT: json.dumps(document, separators=(",", ":"))}))
+    return document, stored
 
 
 def _smallest(numbers: Any) -> npt.NDArray[Any]:
@@ -253,33 +210,10 @@ def _smallest(numbers: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _read(path: Path, data: bytes) -> Trace:
-    from safetensors import deserialize
-
-    if data[:4] == b"PAR1":
-        raise TraceError(f"{path}: is a Parquet file, as older releases wrote traces; {_AGAIN}")
-    header = memoryview(data)[8 : 8 + int.from_bytes(data[:8], "little")].tobytes()
-    _require(len(header) <= MAX_HEADER_BYTES, "its header is too long")
-    _require(header.count(b"[") + header.count(b"{") <= _MAX_CONTAINERS, "it is too intricate")
-    arrays = {
-        name: np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in deserialize(data)  # type: ignore[no-untyped-call]
-    }
-    metadata = json.loads(header).get("__metadata__") or {}
-    if FORMAT not in metadata:
-        raise TraceError(f"{path}: is not a dynoffload trace; {_AGAIN}")
-    document = json.loads(metadata[FORMAT])
-    if document["version"] != SCHEMA_VERSION:
-        raise TraceError(
-            f"{path}: is a trace of version {str(document['version'])[:16]}; this release reads"
-            f" version {SCHEMA_VERSION}: {_AGAIN}, or install the release that wrote it"
-        )
-    found = _text(document["sha256"])
-    _require(len(found) == len(_BLANK), "it has no digest")
-    _require(seal(data, found) == data, "its bytes are not those that were written")
+def _trace(path: Path, document: Any, arrays: dict[str, npt.NDArray[Any]]) -> Trace:
+    """Return the trace of a file's parts; ValueError and the like where they contradict."""
     texts = document["texts"]
     _require(isinstance(texts, list) and set(map(type, texts)) <= {str}, "a name is not text")
-    _text("".join(texts))
     columns = _checked(path, arrays, len(texts))
     sizes = columns["sizes"]
 
@@ -314,7 +248,7 @@ def _read(path: Path, data: bytes) -> Trace:
         regions=regions,
         calls=calls,
         operators=_operators(columns, arrays["operators.seconds"], arrays["idioms"], named),
-        hints=_hints(document, len(calls)),
+        hints=_hints(document, arrays, len(calls)),
     )
 
 
@@ -343,7 +277,7 @@ def _checked(path: Path, arrays: Mapping[str, npt.NDArray[Any]], texts: int) -> 
         "regions.nbytes": wide,
         **dict.fromkeys(("regions.born", "regions.died"), place),
     }
-    others = {"idioms", "elements", "operators.seconds"}
+    others = {"idioms", "elements", "operators.seconds", "hints", "hint_values"}
     _require(arrays.keys() == bounds.keys() | others, "its arrays are not those of a trace")
     columns = {}
     for name, (low, stop) in bounds.items():
@@ -364,8 +298,8 @@ def _operators(
     seconds: npt.NDArray[Any],
     idioms: npt.NDArray[Any],
     named: Callable[[str], list[str]],
-) -> Operators:
-    """Return the operators: checked now, made when they are asked for."""
+) -> list[Operator]:
+    """Return the operators."""
     phase, call, idiom, reads, writes, used = (
         columns[f"operators.{name}"]
         for name in ("phase", "call", "idiom", "reads", "writes", "used")
@@ -378,42 +312,36 @@ def _operators(
     _require(idioms.dtype.kind == "i" and len(idioms) <= MAX_ROWS, "its idioms are no counts")
     good = not len(idioms) or (idioms.min() >= 0 and idioms.max() < 2**15)
     _require(bool(good), "an idiom is counted below zero or too often")
-    vectors = idioms.astype(np.int64)
-    stops = np.concatenate((np.zeros(1, np.int64), np.cumsum(reads + writes)))
-    _require(len(used) == stops[-1], "operators use another number of regions")
+    _require(len(used) == int((reads + writes).sum()), "operators use another number of regions")
     read, written, memory, flops = (
         columns["sizes"][columns[f"operators.{name}"]] for name in _SIZES
     )
     below = any(column.min(initial=0) < 0 for column in (read, written, memory))
     _require(not below, "an operator moves less than nothing")
-
-    def make() -> list[Operator]:
-        shared = [Idioms(*row) for row in vectors.tolist()]
-        flat = iter(used.tolist())
-        both = zip(reads.tolist(), writes.tolist(), strict=True)
-        uses = [(tuple(islice(flat, first)), tuple(islice(flat, then))) for first, then in both]
-        rows = zip(
-            named("operators.name"),
-            [PHASES[code] for code in phase.tolist()],
-            named("operators.site"),
-            call.tolist(),
-            [shared[code] for code in idiom.tolist()],
-            read.tolist(),
-            written.tolist(),
-            seconds.tolist(),
-            [first for first, _ in uses],
-            [then for _, then in uses],
-            memory.tolist(),
-            [None if number == _UNKNOWN else number for number in flops.tolist()],
-            named("operators.dtype"),
-            strict=True,
-        )
-        return list(starmap(Operator, rows))
-
-    return Operators(Columns(phase, call, seconds, vectors[idiom], used, stops), make)
+    shared = [Idioms(*row) for row in idioms.tolist()]
+    flat = iter(used.tolist())
+    both = zip(reads.tolist(), writes.tolist(), strict=True)
+    uses = [(tuple(islice(flat, first)), tuple(islice(flat, then))) for first, then in both]
+    rows = zip(
+        named("operators.name"),
+        [PHASES[code] for code in phase.tolist()],
+        named("operators.site"),
+        call.tolist(),
+        [shared[code] for code in idiom.tolist()],
+        read.tolist(),
+        written.tolist(),
+        seconds.tolist(),
+        [first for first, _ in uses],
+        [then for _, then in uses],
+        memory.tolist(),
+        [None if number == _UNKNOWN else number for number in flops.tolist()],
+        named("operators.dtype"),
+        strict=True,
+    )
+    return list(starmap(Operator, rows))
 
 
-def _sample(values: Any, elements: npt.NDArray[Any]) -> Sample:
+def _sample(values: Any, elements: npt.NDArray[Any]) -> InputFeatures:
     """Return what the sample showed."""
     _require(isinstance(values, dict) and len(values) <= _MAX_VALUES, "the sample has no values")
     _require(elements.dtype.kind == "i" and elements.ndim in (1, 2), "elements are no codes")
@@ -421,20 +349,26 @@ def _sample(values: Any, elements: npt.NDArray[Any]) -> Sample:
     _require(0 < width <= _MAX_WIDTH, "the sample's elements have an impossible width")
     _require(len(elements) <= MAX_ELEMENTS, "the sample has too many elements")
     numbers = {_text(name): float(value) for name, value in values.items()}
-    return Sample(numbers, elements.astype(np.int64))
+    return InputFeatures(numbers, elements.astype(np.int64))
 
 
-def _hints(document: dict[str, Any], calls: int) -> list[Hint]:
+def _hints(document: Any, arrays: Mapping[str, npt.NDArray[Any]], calls: int) -> list[RoutingHint]:
     """Return the hints, each at one of so many module calls."""
     sets = [tuple(map(_text, blocks)) for blocks in document["hinted"]]
-    hints: list[Hint] = []
-    for call, number, values in document["hints"]:
-        _require(0 <= _integer(call) < calls, "a hint belongs to no module call")
-        _require(0 <= _integer(number) < len(sets), "a hint is about nothing")
-        told = tuple(float(value) for value in values)
-        _require(len(told) == len(sets[number]) <= MAX_HINTED, "a hint is of the wrong length")
-        _require(all(0 <= value <= 1 for value in told), "a hint is no chance")
-        hints.append(Hint(call, sets[number], told))
+    rows, values = arrays["hints"], arrays["hint_values"]
+    _require(rows.dtype.kind == "i" and rows.ndim == 2 and rows.shape[1] == 2, "hints are no rows")
+    _require(len(rows) <= MAX_ROWS, "it has too many hints")
+    good = values.dtype.kind == "f" and values.ndim == 1 and ((values >= 0) & (values <= 1)).all()
+    _require(bool(good), "a hint is no chance")
+    told = iter(values.tolist())
+    hints: list[RoutingHint] = []
+    for call, number in rows.tolist():
+        _require(0 <= call < calls, "a hint belongs to no module call")
+        _require(0 <= number < len(sets), "a hint is about nothing")
+        _require(len(sets[number]) <= MAX_HINTED, "a hint is about too many blocks")
+        hints.append(RoutingHint(call, sets[number], tuple(islice(told, len(sets[number])))))
+    _require(sum(len(hint.values) for hint in hints) == len(values), "hints of the wrong length")
+    _require(all(len(h.values) == len(h.blocks) for h in hints), "a hint is of the wrong length")
     return hints
 
 
@@ -447,11 +381,9 @@ def _nesting(calls: Sequence[ModuleCall]) -> int:
 
 
 def _text(value: object) -> str:
-    """Return a text that can be written as UTF-8: half of a surrogate pair cannot."""
+    """Return a text."""
     _require(isinstance(value, str), "a name is not text")
-    text = str(value)
-    text.encode()
-    return text
+    return str(value)
 
 
 def _integer(value: object) -> int:

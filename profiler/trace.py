@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from dynoffload.profiler.hints import Hint
 from dynoffload.profiler.idioms import Idioms
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.routing import RoutingHint
 
 
 class Phase(str, Enum):
@@ -134,8 +134,8 @@ class Trace:
     model: str
     step: int
     source: str
-    sample: Sample
+    sample: InputFeatures
     regions: list[RegionInfo] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     operators: Sequence[Operator] = field(default_factory=list)
-    hints: list[Hint] = field(default_factory=list)
+    hints: list[RoutingHint] = field(default_factory=list)

@@ -1,8 +1,4 @@
-"""The real files that are mutated: traces of small networks, and pilots of every kind from them.
-
-What it is: `make_seeds`, which records steps of real networks and trains pilots on them by the
-code that users run. What it is not: a mutation of anything; see `fuzz_pilots` and `fuzz_traces`.
-"""
+"""The real files that are mutated: traces of small networks, and pilots of every kind from them."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ from dynoffload.datasets.trees import trees
 from dynoffload.experiments.zoo import moe_lm, tree_lstm
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
-from dynoffload.pilot.labelling import label_traces
+from dynoffload.pilot.labels import encode_example, label_traces
 from dynoffload.pilot.models import KINDS
-from dynoffload.pilot.train import encode_example
 from dynoffload.planning.cutting import build_vocabulary
 from dynoffload.profiler.profiling import profile
 
@@ -96,8 +91,8 @@ def make_seeds(folder: Path) -> Seeds:
     pilots = {}
     chosen = {"moe": ("lightgbm", "sequence"), "exits": KINDS, "tree": ("markov",)}
     for network, kinds in chosen.items():
-        labels = label_traces(folder / network, 1, lambda *_: None).labels
-        vocabulary = build_vocabulary([label.outline for label in labels])
+        labels = label_traces(folder / network, 1, lambda *_: None)
+        vocabulary = build_vocabulary([label.calls for label in labels])
         examples = [encode_example(vocabulary, label) for label in labels]
         for kind in kinds:
             path = folder / f"{network}-{kind}.pilot"

@@ -1,11 +1,10 @@
 """Mutated pilots and traces, loaded and used in children that may not do what data never needs.
 
-What it is: `fuzz`, and the command of `make fuzz`. Each file is made from a real one by a seeded
-mutation, loaded, and used if it loads. It may work, or be refused by an error that names the file.
-Anything else is a failure: another error, a warning, an answer that is not well-formed, too much
-processor time or memory, the end of the process, a file opened for writing, code that is compiled
-or executed, a module that is imported, a process or a socket. What it is not: a search guided by
-coverage.
+`fuzz` is the command of `make fuzz`. Each file is made from a real one by a seeded mutation,
+loaded, and used as users' commands do if it loads. It may work, or be refused by an error that
+names the file. Anything else is a failure: another error, a warning, an answer that is not
+well-formed, too much processor time or memory, the end of the process, a file opened for writing,
+code that is compiled or executed, a module that is imported, a process or a socket.
 
 python tests/fuzzing.py --count 100000 --json docs/results/fuzz.json    # both kinds in turn
 python tests/fuzzing.py --seed 0 --case 1234                           # one of them again
@@ -29,19 +28,27 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, process_time
+from time import process_time
 from typing import Any
 
-from fuzz_pilots import PilotMutator
+import numpy as np
+from fuzz_files import Mutator
 from fuzz_seeds import Seeds, make_seeds
-from fuzz_traces import TraceMutator
-from fuzz_uses import Good, Malformed, Unnamed, use_pilot, use_trace
-from synthetic_pilot import label_of
 
-from dynoffload.errors import DynOffloadError
-from dynoffload.pilot.labels import Label
-from dynoffload.profiler.program import resolve
-from dynoffload.profiler.storage import load_trace
+from dynoffload.errors import DynOffloadError, PilotError
+from dynoffload.pilot import artifact
+from dynoffload.pilot.features import Example
+from dynoffload.pilot.fit import fit_pilot
+from dynoffload.pilot.labels import Label, encode_example, make_label
+from dynoffload.pilot.online import OnlineLearner
+from dynoffload.pilot.pilot import Pilot
+from dynoffload.pilot.tracking import StepTracker
+from dynoffload.planning.blocks import Vocabulary
+from dynoffload.planning.cutting import build_vocabulary
+from dynoffload.planning.footprint import footprint, temporaries
+from dynoffload.profiler import storage
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.storage import load_trace, save_trace
 from dynoffload.units import MiB
 
 BATCH = 500
@@ -51,7 +58,15 @@ CPU_S = 5
 MEMORY = 512 * MiB
 """Bytes that a file may take beyond what the process has."""
 LEARNED = 6
-"""Of so many traces, one is merged, teaches a pilot, and is saved again."""
+"""Of so many traces, one teaches a pilot, and is saved again."""
+MAX_TOLD = 60
+"""Blocks of a step that is followed that a pilot is told."""
+STRANGE = (
+    InputFeatures({}),
+    InputFeatures({"a": float("nan"), "nodes": 1e308}, np.array([[2**62, -(2**62)], [0, 1]])),
+    InputFeatures({"x": float("-inf")}, np.arange(3000) % 50),
+)
+"""Samples that no recorded network shows."""
 
 _FORBIDDEN = frozenset(
     "exec compile import subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork"
@@ -60,69 +75,50 @@ _FORBIDDEN = frozenset(
 )
 
 
+class Malformed(Exception):
+    """A file was taken for good, and what came of it is not; or a refusal does not name it."""
+
+
 @dataclass
 class Tally:
     """What came of the files.
 
     Attributes:
         outcomes: by kind of mutation and outcome.
-        slowest: processor seconds of the slowest file of each kind.
-        largest: bytes of memory that a file of each kind took at most.
-        failures: the number, kind and outcome of each failure.
-        seconds: how long it all took.
+        slowest: processor seconds of the slowest file.
+        largest: bytes of memory that a file took at most.
+        failures: the number, kind, outcome and stack of each failure.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    slowest: Counter[str] = field(default_factory=Counter)
-    largest: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+    largest: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
 
     def add(self, row: dict[str, Any]) -> None:
         """Count one file."""
-        kind, outcome = row["kind"], row["outcome"]
-        self.outcomes[kind, outcome] += 1
-        self.slowest[kind] = max(self.slowest[kind], row["seconds"])
-        self.largest[kind] = max(self.largest[kind], row["bytes"])
-        if outcome not in ("works", "refused"):
+        self.outcomes[row["kind"], row["outcome"]] += 1
+        self.slowest = max(self.slowest, row["seconds"])
+        self.largest = max(self.largest, row["bytes"])
+        if row["outcome"] not in ("works", "refused"):
             self.failures.append(row)
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the failures' stacks as plain data."""
-        rows = {
-            kind: {
-                **{o: n for (k, o), n in sorted(self.outcomes.items()) if k == kind},
-                "slowest_s": round(self.slowest[kind], 3),
-                "largest_bytes": self.largest[kind],
-            }
-            for kind in sorted({kind for kind, _ in self.outcomes})
-        }
         totals: Counter[str] = Counter()
-        for (_, outcome), count in self.outcomes.items():
+        mutations: dict[str, dict[str, int]] = {}
+        for (kind, outcome), count in sorted(self.outcomes.items()):
             totals[outcome] += count
+            mutations.setdefault(kind, {})[outcome] = count
         return {
             "files": totals.total(),
             "outcomes": dict(sorted(totals.items())),
             "failures": [{k: v for k, v in f.items() if k != "stack"} for f in self.failures],
-            "slowest_s": round(max(self.slowest.values(), default=0.0), 3),
-            "largest_bytes": max(self.largest.values(), default=0),
+            "slowest_s": round(self.slowest, 3),
+            "largest_bytes": self.largest,
             "limits": {"cpu_s": CPU_S, "bytes": MEMORY},
-            "files_per_second": round(totals.total() / max(self.seconds, 1e-9), 1),
-            "mutations": rows,
+            "mutations": mutations,
         }
-
-    def table(self) -> str:
-        """Return the counts as text."""
-        head = ("mutation", "works", "refused", "failed", "slowest", "memory")
-        lines = ["{:28} {:>7} {:>8} {:>7} {:>9} {:>10}".format(*head)]
-        for kind in sorted({kind for kind, _ in self.outcomes}):
-            counts = {o: n for (k, o), n in self.outcomes.items() if k == kind}
-            good = counts.pop("works", 0), counts.pop("refused", 0)
-            lines.append(
-                f"{kind:28} {good[0]:7} {good[1]:8} {sum(counts.values()):7} "
-                f"{self.slowest[kind]:8.2f}s {self.largest[kind] / MiB:6.1f} MiB"
-            )
-        return "\n".join(lines)
 
 
 class Fuzzer:
@@ -136,21 +132,27 @@ class Fuzzer:
 
     def __init__(self, seeds: Seeds, seed: int, folder: Path) -> None:
         self._seeds, self._seed, self._folder = seeds, seed, folder
-        self._pilots = PilotMutator({name: path for name, (path, _) in seeds.pilots.items()})
-        self._traces = TraceMutator({name: paths[0] for name, paths in seeds.traces.items()})
-        labels: dict[str, list[Label]] = {}
+        self._pilots = Mutator(
+            {name: path for name, (path, _) in seeds.pilots.items()},
+            (artifact.FORMAT, artifact.VERSION),
+        )
+        self._traces = Mutator(
+            {name: paths[0] for name, paths in seeds.traces.items()},
+            (storage.FORMAT, storage.SCHEMA_VERSION),
+        )
+        self._labels: dict[str, list[Label]] = {}
         for paths in seeds.traces.values():
-            for path in paths[1:4]:
-                trace = load_trace(path)
-                labels.setdefault(trace.network, []).append(label_of(resolve(trace)))
-        self._good = Good(labels)
+            for made in map(make_label, map(str, paths[1:4])):
+                assert isinstance(made, Label)
+                self._labels.setdefault(made.calls.network, []).append(made)
         self._hook_on = False
         self._caught: list[str] = []
 
     def file(self, case: int) -> tuple[str, str, bytes]:
         """Return the name, the kind of mutation and the bytes of a case: even ones are pilots."""
         chance = random.Random(f"{self._seed}:{case}")
-        return (self._traces if case % 2 else self._pilots).make(chance)
+        name, kind, data = (self._traces if case % 2 else self._pilots).make(chance)
+        return name, f"{'trace' if case % 2 else 'pilot'} {kind}", data
 
     def warm(self) -> None:
         """Use each undamaged file: what is imported when it is first needed is there then."""
@@ -174,8 +176,8 @@ class Fuzzer:
             self._hook_on = True
             try:
                 self._use(case, name, path)
-            except (Malformed, Unnamed) as error:
-                outcome, stack = type(error).__name__.lower(), str(error)
+            except Malformed as error:
+                outcome, stack = "malformed", str(error)
             except DynOffloadError:
                 outcome = "refused"
             except MemoryError:
@@ -198,7 +200,7 @@ class Fuzzer:
 
     def _use(self, case: int, name: str, path: Path) -> None:
         if case % 2:
-            use_trace(path, self._good, self._folder, learn=case // 2 % LEARNED == LEARNED - 1)
+            use_trace(path, self._labels, self._folder, learn=case // 2 % LEARNED == LEARNED - 1)
         else:
             use_pilot(path, self._seeds.pilots[name][1], self._folder)
 
@@ -223,6 +225,115 @@ class Fuzzer:
             self._caught.append(f"{event} {str(args)[:200]}")
 
 
+def use_pilot(path: Path, examples: Sequence[Example], folder: Path) -> None:
+    """Load a pilot, predict, follow steps, learn on, and save it again."""
+    pilot = _named(path, lambda: Pilot.load(path))
+    try:
+        pilot.check("0" * 64 + pilot.vocabulary.network)
+    except PilotError:
+        pass
+    else:
+        raise Malformed("a pilot that knows every network")
+    samples = [*(example.sample for example in examples), *STRANGE]
+    for sample in samples:
+        _predict(pilot, sample)
+    for example in examples[:2]:
+        _follow(pilot, example)
+    learner = OnlineLearner(pilot.vocabulary, pilot=pilot, grow=False)
+    size = len(pilot.vocabulary)
+    for example in examples[:1]:
+        learner.predict(example.sample)
+        learner.observe(example.sample, [b if b < size else -1 for b in example.blocks])
+    again = folder / "again.pilot"
+    pilot.save(again)
+    if _predict(Pilot.load(again), samples[0]) != _predict(pilot, samples[0]):
+        raise Malformed("a pilot that predicts otherwise once it is saved")
+
+
+def _predict(pilot: Pilot, sample: InputFeatures) -> list[int]:
+    pilot.unlike(sample)
+    prediction = pilot.predict(sample)
+    _check_blocks(prediction.blocks, len(pilot.vocabulary))
+    surety = prediction.confidence
+    if surety is None or surety.shape != (len(prediction.blocks),):
+        raise Malformed("confidence of another length than the blocks")
+    for told in (surety, pilot.chances(sample)):
+        if not (np.isfinite(told) & (told >= 0) & (told <= 1)).all():
+            raise Malformed("chances that are none")
+    return prediction.blocks
+
+
+def _follow(pilot: Pilot, example: Example) -> None:
+    size = len(pilot.vocabulary)
+    step = StepTracker(pilot, example.sample)
+    order = [*example.blocks[:MAX_TOLD], -1, *pilot.predict(example.sample).blocks[:MAX_TOLD]]
+    for place, block in enumerate(order):
+        if place % 8 == 0:
+            _check_blocks(step.remaining(), size)
+            hinted = list(range(min(size, 8)))
+            step.hint(hinted, [0.5] * len(hinted))
+        step.observe(block if block < size else -1)
+    _check_blocks(step.remaining(), size)
+    if not np.isfinite(step.chances).all():
+        raise Malformed("chances that are none, within a step")
+
+
+def use_trace(path: Path, good: dict[str, list[Label]], folder: Path, *, learn: bool) -> None:
+    """Load a trace, resolve and cut it, encode it, measure it, and save it again.
+
+    Args:
+        path: of the trace.
+        good: labels of undamaged traces by their networks, that it is learned with.
+        folder: to write into.
+        learn: whether a pilot is trained on it.
+    """
+    trace = _named(path, lambda: load_trace(path))
+    label = make_label(str(path))
+    if not isinstance(label, Label):
+        raise Malformed(f"a trace that loads, and gives no label: {label}")
+    labels = [*good.get(trace.network, []), label]
+    vocabulary = build_vocabulary([one.calls for one in labels], budget=1 << 20)
+    example = encode_example(vocabulary, label)
+    _check_blocks([b for b in example.blocks if b != -1], len(vocabulary))
+    if Vocabulary.from_json(vocabulary.to_json()) != vocabulary:
+        raise Malformed("a vocabulary that does not come back")
+    sizes = _tried(lambda: footprint(trace))
+    if sizes is not None and min(sizes.total, sizes.need, temporaries(trace)) < 0:
+        raise Malformed("a footprint below zero")
+    if learn:
+        examples = [encode_example(vocabulary, one) for one in labels]
+        pilot = _tried(lambda: fit_pilot(vocabulary, examples, model="markov"))
+        if pilot is not None:
+            _predict(pilot, label.sample)
+        again = folder / "again.trace"
+        save_trace(trace, again)
+        if load_trace(again).operators != trace.operators:
+            raise Malformed("a trace that does not come back")
+
+
+def _tried(make):  # type: ignore[no-untyped-def]
+    """Return what is made, or None where it is refused in words."""
+    try:
+        return make()
+    except DynOffloadError:
+        return None
+
+
+def _named(path, load):  # type: ignore[no-untyped-def]
+    """Return what is loaded; a refusal must name the file."""
+    try:
+        return load()
+    except DynOffloadError as error:
+        if path.name not in str(error):
+            raise Malformed(f"a refusal that does not name its file: {error}") from error
+        raise
+
+
+def _check_blocks(blocks: Sequence[int], size: int) -> None:
+    if not all(isinstance(block, int) and 0 <= block < size for block in blocks):
+        raise Malformed("a block outside the vocabulary")
+
+
 def fuzz(seeds: Seeds, count: int, *, seed: int, folder: Path, keep: Path, first: int = 0) -> Tally:
     """Use ``count`` mutated files in children, and return what came of them.
 
@@ -237,13 +348,11 @@ def fuzz(seeds: Seeds, count: int, *, seed: int, folder: Path, keep: Path, first
     fuzzer = Fuzzer(seeds, seed, folder)
     fuzzer.warm()
     tally = Tally()
-    start = monotonic()
     case, stop = first, first + count
     while case < stop:
         case = _batch(fuzzer, case, min(case + BATCH, stop), tally, keep)
         if sys.stderr.isatty() or case % 10_000 == 0:
             sys.stderr.write(f"{case - first} of {count}, {len(tally.failures)} failures\n")
-    tally.seconds = monotonic() - start
     return tally
 
 
@@ -337,10 +446,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tally = fuzz(seeds, options.count, seed=options.seed, first=options.first, **where)
     finally:
         shutil.rmtree(folder)
-    sys.stdout.write(tally.table() + "\n")
     made = {"command": f"make fuzz  # seed {options.seed}", **tally.to_json()}
-    short = {name: value for name, value in made.items() if name not in ("mutations", "failures")}
-    sys.stdout.write(json.dumps(short) + "\n")
+    sys.stdout.write(json.dumps(made, indent=2) + "\n")
     if options.json:
         options.json.write_text(json.dumps(made, indent=2) + "\n")
     return int(bool(tally.failures))

@@ -1,8 +1,7 @@
-"""Synthetic samples with a known rule from elements to blocks, for the pilot's tests.
+"""Samples with a known rule from elements to blocks, and a small recorded step.
 
-What it is: a network of two routed layers in which each token code has its experts, and a tree
-network with one cell block per arity. What it is not: a stand-in for the recorder; the tests of
-training from traces record real ones.
+The samples are of a network of two routed layers in which each token code has its experts, and of
+a tree network with one cell block per arity.
 """
 
 from __future__ import annotations
@@ -10,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import nn
 
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.labels import Label
 from dynoffload.planning.blocks import Block, Vocabulary
-from dynoffload.planning.outline import outline_of
+from dynoffload.planning.calls import summarize_calls
 from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.input_features import InputFeatures
 from dynoffload.profiler.program import Program
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.recorder import Recorder
+from dynoffload.profiler.trace import Trace
 
 
 def block(index: int, path: str, variant: str = "", nbytes: int = 1024) -> Block:
@@ -28,7 +31,7 @@ def block(index: int, path: str, variant: str = "", nbytes: int = 1024) -> Block
 
 def label_of(program: Program) -> Label:
     """Return what a pilot learns from a program, as of a trace without a file."""
-    return Label(outline_of(program), program.sample, tuple(program.hints), "", None)
+    return Label(summarize_calls(program), program.sample, tuple(program.hints), "")
 
 
 def vocabulary(names: Sequence[tuple[str, str]], network: str = "n" * 64) -> Vocabulary:
@@ -79,7 +82,7 @@ def routed(
             chosen = np.where(by_chance, rng.integers(experts, size=chosen.size), chosen)
             order += [number[f"layers.{layer}.experts.{e}"] for e in np.unique(chosen).tolist()]
         order.append(number["head"])
-        examples.append(Example(Sample({}, elements), order, f"file{step % 10}"))
+        examples.append(Example(InputFeatures({}, elements), order, f"file{step % 10}"))
     return vocabulary(names), examples
 
 
@@ -93,5 +96,18 @@ def trees(count: int, *, seed: int = 0, largest: int = 60) -> tuple[Vocabulary, 
         arity = rng.integers(0, 5, size=nodes)
         elements = np.stack([arity, rng.integers(9, size=nodes), rng.integers(9, size=nodes)], 1)
         order = [0, *(arity + 2).tolist(), 1]
-        examples.append(Example(Sample({"nodes": float(nodes)}, elements), order, f"f{step % 7}"))
+        examples.append(
+            Example(InputFeatures({"nodes": float(nodes)}, elements), order, f"f{step % 7}")
+        )
     return vocabulary(names), examples
+
+
+def recorded_step() -> Trace:
+    """Return the trace of one step of two layers under AdamW."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    traces: list[Trace] = []
+    with Recorder(model, optimizer, on_step=traces.append, source=lambda: "lib/a.py"):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return traces[0]

@@ -24,7 +24,7 @@ from dynoffload.cli.pilot import numbers_of
 from dynoffload.doctor.system import filesystem_of
 from dynoffload.errors import ConfigError
 from dynoffload.pilot.evaluate import Scores
-from dynoffload.pilot.train import Evaluation, TraceSet, TrainResult
+from dynoffload.pilot.train import Evaluation, TrainResult
 from dynoffload.planning.blocks import Vocabulary
 
 synthetic_log = runpy.run_path(str(Path(__file__).with_name("synthetic_runlog.py")))[
@@ -158,7 +158,7 @@ def test_doctor_shows_bandwidth_and_a_verdict(runner: CliRunner, tmp_path: Path)
         pytest.skip("the directory for temporary files is in memory")
     result = runner.invoke(app, ["doctor", "--spill-dir", str(tmp_path), "--seconds", "0.05"])
     assert result.exit_code == 0, result.output
-    for expected in ("GB/s", "O_DIRECT", "cgroup", "userfaultfd", "overcommit", "backend"):
+    for expected in ("GB/s", "O_DIRECT", "this process may take", "userfaultfd", "backend"):
         assert expected in result.stdout
 
 
@@ -360,7 +360,6 @@ def test_training_shows_scores_and_saves_the_pilot(
             "validation_accuracy": {"sequence": 0.8},
             "validation_samples": 30,
             "folds": 3,
-            "behind": {"markov": 0.123},
         }
 
         def save(self, path: Path) -> None:
@@ -368,14 +367,14 @@ def test_training_shows_scores_and_saves_the_pilot(
 
     def train(traces: Path, **options: Any) -> TrainResult:
         asked.update(options, traces=traces)
-        data = TraceSet("d" * 64, 37, ("a", "b", "c"), 5, (), ("rows",), 1, False)
-        return TrainResult(Trained(), evaluation, 30, 1.5, data)  # type: ignore[arg-type]
+        sources = ("a", "b", "c")
+        return TrainResult(Trained(), evaluation, 30, 1.5, 37, sources, "d" * 64)  # type: ignore[arg-type]
 
     monkeypatch.setattr("dynoffload.pilot.train.train_pilot", train)
     out = tmp_path / "deep" / "x.pilot"
     words = ["pilot", "train", str(tmp_path), "-o", str(out), "--model", "sequence", "--seed", "3"]
     more = ["--budget", "1MiB", "--jobs", "2"]
-    result = runner.invoke(app, [*words, *more, "--work", str(tmp_path / "kept")])
+    result = runner.invoke(app, [*words, *more])
     assert result.exit_code == 0, result.output
     assert asked == {
         "traces": tmp_path,
@@ -383,11 +382,9 @@ def test_training_shows_scores_and_saves_the_pilot(
         "seed": 3,
         "budget": 1024**2,
         "jobs": 2,
-        "keep": tmp_path / "kept",
     }
     told = (tmp_path / "deep" / "x.pilot.card.md").read_text()
     assert "| sequence | 80.0% |" in told
-    assert "| markov | 12.3 points behind on the first part" in told
     assert out.read_text() == "pilot"
     for expected in (
         "pilot, online",
@@ -398,8 +395,6 @@ def test_training_shows_scores_and_saves_the_pilot(
         assert expected in result.stdout
     numbers = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
     assert (numbers["model"], numbers["train_samples"], numbers["seconds"]) == ("sequence", 30, 1.5)
-    assert numbers["labels_there"] == 5
-    assert asked["keep"] == out.with_name("x.pilot.labels")
 
 
 def test_a_pilot_is_not_trained_from_nothing(runner: CliRunner, tmp_path: Path) -> None:

@@ -24,12 +24,15 @@ from dynoffload.estimation.estimate import OVER, UNDER, _judged
 from dynoffload.estimation.hollow import hollowed
 from dynoffload.estimation.measuring import _part_of, measure, states_of, update_seconds
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.own_work import Work
+from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.units import MiB
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 CALIBRATION = Calibration(
-    Machine(Link(1e9, 1e9, 1.2e9, latency_s=1e-4), fast_bytes=1), Work(visit_s=1e-4), "round", 1.0
+    Machine(Link(1e9, 1e9, 1.2e9, latency_s=1e-4), fast_bytes=1),
+    RuntimeOverhead(visit_s=1e-4),
+    "round",
+    1.0,
 )
 
 

@@ -14,9 +14,9 @@ from exactness import needs_pager
 import dynoffload
 from dynoffload.config import clear_defaults, defaults, set_defaults
 from dynoffload.errors import BackendError, ConfigError
-from dynoffload.estimation import Calibration, calibration, pace
-from dynoffload.estimation.pace import measure_pace
-from dynoffload.simulation.own_work import COSTS, Counts, Work
+from dynoffload.estimation import Calibration, calibration, overhead_probe
+from dynoffload.estimation.overhead_probe import probe_overhead
+from dynoffload.simulation.overhead import COSTS, Counts, RuntimeOverhead
 from dynoffload.units import KiB, MiB
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 def test_whatever_is_counted_takes_something() -> None:
     """What has no cost would be simulated as if it took no time."""
     assert COSTS.keys() == Counts.__dataclass_fields__.keys()
-    assert set(COSTS.values()) < Work.__dataclass_fields__.keys()
+    assert set(COSTS.values()) < RuntimeOverhead.__dataclass_fields__.keys()
 
 
 def test_a_calibration_is_read_or_refused(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_pace_is_that_of_the_runtime_whoever_asks(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.no_grad(), torch.device("meta"):
-            found = measure_pace(tmp_path)
+            found = probe_overhead(tmp_path)
         assert defaults().policy == "on-demand"
     finally:
         torch.set_default_dtype(torch.float32)
@@ -86,9 +86,9 @@ def test_the_pace_is_that_of_the_runtime_whoever_asks(tmp_path: Path) -> None:
 
 
 def test_a_pace_that_cannot_be_told_is_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_steps", lambda *_: [0.5])
+    monkeypatch.setattr(overhead_probe, "_steps", lambda *_: [0.5])
     with pytest.raises(BackendError, match="overhead cannot be measured"):
-        measure_pace(Path.cwd())
+        probe_overhead(Path.cwd())
 
 
 @needs_pager
@@ -103,7 +103,7 @@ def test_nothing_moves_where_the_pace_is_measured(
             yield session
             seen.extend(session.log.steps[2:])
 
-    monkeypatch.setattr(pace, "offload", watched)
-    measure_pace(tmp_path)
+    monkeypatch.setattr(overhead_probe, "offload", watched)
+    probe_overhead(tmp_path)
     assert len(seen) >= 15
     assert not any(step.bytes_in or step.bytes_out for step in seen)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dynoffload.cli import app
 from dynoffload.errors import ConfigError
 from dynoffload.estimation.factory import job_of
-from dynoffload.simulation.own_work import COSTS
+from dynoffload.simulation.overhead import COSTS
 
 FACTORY = """
 import torch

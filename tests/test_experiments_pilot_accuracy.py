@@ -33,7 +33,7 @@ from dynoffload.experiments.zoo import ALL, FUSED
 from dynoffload.pilot import fit
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 SAMPLES = 24
 DEPTHS = replace(CASES["depths"], before=12)
@@ -49,7 +49,7 @@ def test_every_network_that_is_dynamic_in_blocks_is_a_case() -> None:
 
 def _followed(orders: list[list[int]]) -> list[tuple[list[int], float]]:
     record = RecordedOrder()
-    return [(list(record(Example(Sample({}), one))), record.ahead(one)) for one in orders]
+    return [(list(record(Example(InputFeatures({}), one))), record.ahead(one)) for one in orders]
 
 
 def test_a_recorded_order_is_followed_until_a_step_departs_from_it_and_then_recorded_anew() -> None:

@@ -26,7 +26,7 @@ from dynoffload.experiments.simulation import (
 )
 from dynoffload.experiments.simulation_fit import PHASES, Fit, Material, Real, fitted, simulated
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.own_work import Work
+from dynoffload.simulation.overhead import RuntimeOverhead
 from dynoffload.simulation.recorded import Network, Parameter, Piece, Recorded
 
 SIZING = {
@@ -82,7 +82,7 @@ def test_at_least_twelve_settings_are_validated_and_none_of_them_is_fitted_on() 
 def test_the_fit_finds_what_the_runtime_takes() -> None:
     """Steps made by known costs, of chains of several lengths and in hours in which the runtime is
     quicker or slower, are predicted for another chain and hour."""
-    true = Work(visit_s=4e-3, ask_s=1e-3, update_s=2e-3, settle_s=5e-4)
+    true = RuntimeOverhead(visit_s=4e-3, ask_s=1e-3, update_s=2e-3, settle_s=5e-4)
     machine = Machine(Link(1e8, 1e8, 2e8, latency_s=1e-3), 1, interference=0.2)
     cases = []
     for paths, slower in ((3, 1.0), (5, 1.3), (8, 0.8), (12, 1.2)):
@@ -97,7 +97,7 @@ def test_the_fit_finds_what_the_runtime_takes() -> None:
         simulated(material(9), SIZING, "repeat", of, work).steps[-1].seconds
         for of, work in ((machine, true.times(1.5)), (found.machine, found.at(1.5 * PACE, MOVES)))
     )
-    without = simulated(material(9), SIZING, "repeat", machine, Work()).steps[-1].seconds
+    without = simulated(material(9), SIZING, "repeat", machine, RuntimeOverhead()).steps[-1].seconds
     assert without < 0.9 * theirs
     assert ours == pytest.approx(theirs, rel=0.02)
     for cost in ("visit_s", "ask_s", "settle_s"):  # each in another phase
@@ -138,11 +138,11 @@ def test_bytes_are_compared_over_all_measured_steps() -> None:
         Setting("chain", 0.5, "repeat"),
         material(5),
         real,
-        Fit(Machine(LINK, 1), Work(visit_s=1e-3), PACE),
+        Fit(Machine(LINK, 1), RuntimeOverhead(visit_s=1e-3), PACE),
         2,
     )
     slower = replace(real, pace_s=3 * PACE)
-    fit = Fit(Machine(LINK, 1), Work(visit_s=1e-3), PACE)
+    fit = Fit(Machine(LINK, 1), RuntimeOverhead(visit_s=1e-3), PACE)
     other = compared(Setting("chain", 0.5, "repeat"), material(5), slower, fit, 2)
     visits = 5 * 2e-3  # each two times longer
     assert other["simulated"]["forward_s"] - made["simulated"]["forward_s"] == pytest.approx(

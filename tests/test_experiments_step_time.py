@@ -49,11 +49,11 @@ from dynoffload.experiments.trainer import Spec
 from dynoffload.experiments.workers import WorkerError, worker
 from dynoffload.profiler import Trace, load_trace, profile
 from dynoffload.simulation import Link, Machine, simulate
-from dynoffload.simulation.own_work import Division, Work
+from dynoffload.simulation.overhead import Division, RuntimeOverhead
 from dynoffload.simulation.recorded import network_of, recorded
 
 LINK = Link(1e9, 1e9, 1.5e9, latency_s=1e-4, fault_s=2e-5)
-FIT = Fit(Machine(LINK, 1), Work(visit_s=2e-5), 0.02)
+FIT = Fit(Machine(LINK, 1), RuntimeOverhead(visit_s=2e-5), 0.02)
 ROW = {
     *("network", "policy", "budget_fraction", "budget_bytes", "measured_s", "steps_s"),
     *("simulated_s", "over_plain", "bytes_in", "bytes_out", "infeasible", "losses_equal"),

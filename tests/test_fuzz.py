@@ -29,11 +29,8 @@ def test_mutated_files_work_or_are_refused_in_words(
     tally = fuzz(seeds, share, seed=1, folder=tmp_path, keep=tmp_path / "kept")
     told = "\n".join(f"{row['kind']} {row['case']}: {row['stack']}" for row in tally.failures)
     assert not tally.failures, told
-    kinds = {kind for kind, _ in tally.outcomes}
-    assert {"pilot document", "pilot arrays", "pilot header", "pilot trees"} <= kinds
-    assert {"trace header", "trace document", "trace layout", "trace columns"} <= kinds
     assert tally.outcomes.total() == share
-    for kind in ("pilot document", "trace columns", "trace document"):
+    for kind in ("pilot document", "pilot arrays", "trace document", "trace arrays"):
         assert tally.outcomes[kind, "works"]
         assert tally.outcomes[kind, "refused"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from dynoffload.errors import ConfigError
 from dynoffload.experiments.architectures import ARCHITECTURES, Architecture
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.idioms import Idioms, Params
-
-RESULT = Path(__file__).parents[1] / "docs" / "results" / "idioms.json"
 
 FEW = ("gpt2", "olmoe", "mamba", "t5", "convnext", "wav2vec2")
 """One of each kind of network."""
@@ -49,12 +45,6 @@ def test_each_operator_of_every_architecture_is_known() -> None:
     pytest.importorskip("transformers")
     assert len(ARCHITECTURES) >= 40
     assert len(check(carry_out(Idioms, Params()), list(ARCHITECTURES))) > 150
-
-
-def test_the_published_figures_are_of_forty_architectures_and_name_nothing_unknown() -> None:
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
-    check(result, [row["architecture"] for row in result["rows"]])
-    assert len({row["architecture"] for row in result["rows"]}) >= 40
 
 
 def test_an_unknown_operator_is_told_with_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from dynoffload.pilot.correction import (
     Correction,
     blend_rows,
     learn_correction,
-    surprise_factor,
+    residual_factor,
 )
 
 SITES = np.repeat(np.arange(4), 3)
@@ -37,13 +37,13 @@ def test_what_the_first_site_ran_tells_what_the_others_will() -> None:
     ran = _echo(300)
     correction = _learned(np.full(ran.shape, 0.5, np.float32), ran, SITES)
     for step in _echo(20, seed=1):
-        course = correction.start(np.full(12, 0.5, np.float32))
-        assert course.chances == pytest.approx(0.5, abs=0.15)
+        posterior = correction.start(np.full(12, 0.5, np.float32))
+        assert posterior.chances == pytest.approx(0.5, abs=0.15)
         for block in range(3):
-            course.tell(bool(step[block]))
-        assert course.known == 3
-        assert ((course.chances > 0.5) == step).all()
-        assert np.abs(course.chances - 0.5).min() > 0.4
+            posterior.observe(bool(step[block]))
+        assert posterior.known == 3
+        assert ((posterior.chances > 0.5) == step).all()
+        assert np.abs(posterior.chances - 0.5).min() > 0.4
 
 
 def test_columns_told_one_by_one_are_the_conditional_mean() -> None:
@@ -51,27 +51,27 @@ def test_columns_told_one_by_one_are_the_conditional_mean() -> None:
     mixed = rng.normal(size=(2000, 6)) @ rng.normal(size=(6, 6))
     ran = mixed > 0
     chances = np.full(ran.shape, 0.5, np.float32)
-    factor = surprise_factor(chances, ran)
+    factor = residual_factor(chances, ran)
     covariance = factor.T.astype(np.float64) @ factor
-    course = Correction(np.zeros(6, np.int64), factor, np.zeros((1, 2, COLUMNS), np.float32)).start(
-        chances[0]
-    )
+    posterior = Correction(
+        np.zeros(6, np.int64), factor, np.zeros((1, 2, COLUMNS), np.float32)
+    ).start(chances[0])
     told = np.array([True, False, True])
     for value in told:
-        course.tell(bool(value))
-    surprise = (told - 0.5) / 0.5
-    expected = covariance[3:, :3] @ np.linalg.solve(covariance[:3, :3], surprise)
-    assert course._mean[3:] == pytest.approx(expected, abs=1e-3)
+        posterior.observe(bool(value))
+    residual = (told - 0.5) / 0.5
+    expected = covariance[3:, :3] @ np.linalg.solve(covariance[:3, :3], residual)
+    assert posterior._mean[3:] == pytest.approx(expected, abs=1e-3)
 
 
 def test_independent_blocks_are_left_alone() -> None:
     rng = np.random.default_rng(0)
     ran = rng.random((400, 12)) < 0.3
     correction = _learned(np.full(ran.shape, 0.3, np.float32), ran, SITES)
-    course = correction.start(np.full(12, 0.3, np.float32))
+    posterior = correction.start(np.full(12, 0.3, np.float32))
     for block in range(6):
-        course.tell(block % 2 == 0)
-    assert course.chances[6:] == pytest.approx(0.3, abs=0.1)
+        posterior.observe(block % 2 == 0)
+    assert posterior.chances[6:] == pytest.approx(0.3, abs=0.1)
 
 
 def test_overconfident_chances_are_calibrated() -> None:
@@ -99,13 +99,13 @@ def test_hints_at_hand_are_believed_on_their_own_and_by_their_side() -> None:
     correction = _learned(
         np.full(ran.shape, 0.4, np.float32), ran, SITES, np.stack((ahead, at_hand), axis=2)
     )
-    course = correction.start(np.full(12, 0.4, np.float32))
-    course.hint(np.arange(6), np.array([0.9, 0.1, 0.9, 0.1, 0.9, 0.1], np.float32))
-    assert course.chances[:6] == pytest.approx(0.4, abs=0.15)
-    course.hint(np.arange(3), np.array([0.51, 0.49, 0.49], np.float32), at_hand=True)
-    assert ((course.chances[:3] > 0.5) == [True, False, False]).all()
-    assert np.abs(course.chances[:3] - 0.5).min() > 0.4
-    assert course.chances[3:6] == pytest.approx(0.4, abs=0.15)
+    posterior = correction.start(np.full(12, 0.4, np.float32))
+    posterior.hint(np.arange(6), np.array([0.9, 0.1, 0.9, 0.1, 0.9, 0.1], np.float32))
+    assert posterior.chances[:6] == pytest.approx(0.4, abs=0.15)
+    posterior.hint(np.arange(3), np.array([0.51, 0.49, 0.49], np.float32), at_hand=True)
+    assert ((posterior.chances[:3] > 0.5) == [True, False, False]).all()
+    assert np.abs(posterior.chances[:3] - 0.5).min() > 0.4
+    assert posterior.chances[3:6] == pytest.approx(0.4, abs=0.15)
 
 
 def test_a_hint_is_believed_as_far_as_hints_were_right() -> None:
@@ -115,9 +115,9 @@ def test_a_hint_is_believed_as_far_as_hints_were_right() -> None:
     hints = (ran ^ wrong).astype(np.float32)
     hints[:, :3] = np.nan  # nobody hints at the first site
     correction = _learned(np.full(ran.shape, 0.4, np.float32), ran, SITES, _ahead(hints))
-    course = correction.start(np.full(12, 0.4, np.float32))
-    course.hint(np.array([4, 5]), np.array([1.0, 0.0], np.float32))
-    chances = course.chances
+    posterior = correction.start(np.full(12, 0.4, np.float32))
+    posterior.hint(np.array([4, 5]), np.array([1.0, 0.0], np.float32))
+    chances = posterior.chances
     assert chances[4] > 0.85
     assert chances[5] < 0.15
     assert chances[6] == pytest.approx(0.4, abs=0.15)
@@ -131,11 +131,11 @@ def test_a_model_that_foretells_the_rest_itself_is_heard() -> None:
         return ran[step] * 0.98 + 0.01
 
     correction = _learned(start, ran, SITES, None, again)
-    course = correction.start(start[0])
+    posterior = correction.start(start[0])
     for block in range(3):
-        course.tell(bool(ran[0, block]))
-    course.replace((ran[0] * 0.98 + 0.01).astype(np.float32))
-    assert ((course.chances > 0.5) == ran[0]).all()
+        posterior.observe(bool(ran[0, block]))
+    posterior.replace((ran[0] * 0.98 + 0.01).astype(np.float32))
+    assert ((posterior.chances > 0.5) == ran[0]).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -155,13 +155,13 @@ def test_chances_are_chances_whatever_is_told(
         chances = chances.round()
     sites = np.sort(rng.integers(0, 3, size=blocks))
     correction = _learned(chances, ran, np.unique(sites, return_inverse=True)[1])
-    course = correction.start(chances[0])
+    posterior = correction.start(chances[0])
     for value in rng.random(blocks) < 0.5:
-        told = course.chances
+        told = posterior.chances
         assert np.isfinite(told).all()
         assert ((told >= 0) & (told <= 1)).all()
-        course.tell(bool(value))
-    assert set(course.chances.tolist()) <= {0.0, 1.0}
+        posterior.observe(bool(value))
+    assert set(posterior.chances.tolist()) <= {0.0, 1.0}
 
 
 def test_it_is_stored_and_damage_is_refused() -> None:

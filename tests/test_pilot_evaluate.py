@@ -20,7 +20,7 @@ from dynoffload.pilot.evaluate import (
 )
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.sources import split_by_source
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
 block, routed = _synthetic["block"], _synthetic["routed"]
@@ -72,7 +72,7 @@ def test_site_f1_is_over_the_experts_of_a_layer() -> None:
 
 def test_last_order_repeats_what_came_before() -> None:
     last = LastOrder()
-    examples = [Example(Sample({}), order) for order in ([0, 1], [0, -1], [2])]
+    examples = [Example(InputFeatures({}), order) for order in ([0, 1], [0, -1], [2])]
     assert [list(last(e)) for e in examples] == [[], [0, 1], [0]]
 
 

@@ -9,9 +9,9 @@ from dynoffload.pilot.features import MAX_SITES, site_stops
 from dynoffload.pilot.markov import HORIZON, MAX_ORDER, Markov, learn_markov
 from dynoffload.pilot.sequence import SiteSequence
 from dynoffload.pilot.sequence_training import train_sequence
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
-NOBODY = Sample({})
+NOBODY = InputFeatures({})
 
 
 def _chain(steps: int, slots: int, back: int, seed: int = 0) -> np.ndarray:
@@ -86,7 +86,7 @@ def _echoes(steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_the_sequence_follows_what_ran() -> None:
     present, sites = _echoes(400, 0)
     described = np.zeros((20, 9), np.float32)
-    samples = [Sample({}) for _ in range(400)]
+    samples = [InputFeatures({}) for _ in range(400)]
     net, _ = train_sequence(samples, present, described, sites, seed=0)
     fresh, _ = _echoes(40, 1)
     for step in fresh:
@@ -97,7 +97,7 @@ def test_the_sequence_follows_what_ran() -> None:
 
 def test_the_sequence_is_stored_and_damage_is_refused() -> None:
     present, sites = _echoes(20, 0)
-    samples = [Sample({"x": float(step)}, np.arange(step % 4)) for step in range(20)]
+    samples = [InputFeatures({"x": float(step)}, np.arange(step % 4)) for step in range(20)]
     net, _ = train_sequence(samples, present, np.zeros((20, 9), np.float32), sites, seed=0)
     again = SiteSequence.load(net.document(), net.arrays(), 20)
     assert np.array_equal(again.probabilities(samples[3]), net.probabilities(samples[3]))

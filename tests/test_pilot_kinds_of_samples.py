@@ -18,7 +18,7 @@ import dynoffload
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
 routed = _synthetic["routed"]
@@ -26,22 +26,22 @@ routed = _synthetic["routed"]
 
 def _pilot(values: dict[str, float]) -> Pilot:
     vocabulary, examples = routed(40)
-    told = [replace(one, sample=Sample(values, one.sample.elements)) for one in examples]
+    told = [replace(one, sample=InputFeatures(values, one.sample.elements)) for one in examples]
     return fit_pilot(vocabulary, told, model="markov")
 
 
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
-        (Sample({"rows": 2.0}, np.array([1, 2])), ""),
-        (Sample({"rows": 2.0, "length": 3.0}, np.array([1, 2])), ""),
-        (Sample({"rows": 2.0}, np.array([[1, 2]])), "1 codes to an element, not 2"),
-        (Sample({"rows": 2.0}), "1 codes to an element, not 0"),
-        (Sample({"rows": 2.0, "depth": 1.0}, np.array([1])), "numbers without 'depth'"),
-        (Sample({}, np.array([1])), "numbers, such as 'length'"),
+        (InputFeatures({"rows": 2.0}, np.array([1, 2])), ""),
+        (InputFeatures({"rows": 2.0, "length": 3.0}, np.array([1, 2])), ""),
+        (InputFeatures({"rows": 2.0}, np.array([[1, 2]])), "1 codes to an element, not 2"),
+        (InputFeatures({"rows": 2.0}), "1 codes to an element, not 0"),
+        (InputFeatures({"rows": 2.0, "depth": 1.0}, np.array([1])), "numbers without 'depth'"),
+        (InputFeatures({}, np.array([1])), "numbers, such as 'length'"),
     ],
 )
-def test_what_is_not_as_in_training_is_told(sample: Sample, said: str) -> None:
+def test_what_is_not_as_in_training_is_told(sample: InputFeatures, said: str) -> None:
     assert _pilot({"rows": 1.0, "length": 2.0}).unlike(sample) == said
 
 
@@ -50,20 +50,20 @@ def test_what_occurred_in_training_is_not_strange() -> None:
     vocabulary, examples = routed(40)
     shapes = [(3,), (3, 2), (0,)]
     told = [
-        replace(one, sample=Sample({}, np.ones(shapes[number % 3], dtype=np.int64)))
+        replace(one, sample=InputFeatures({}, np.ones(shapes[number % 3], dtype=np.int64)))
         for number, one in enumerate(examples)
     ]
     pilot = fit_pilot(vocabulary, told, model="markov")
     for shape in shapes:
-        assert pilot.unlike(Sample({}, np.ones(shape, dtype=np.int64))) == ""
-    other = Sample({}, np.ones((2, 5), dtype=np.int64))
+        assert pilot.unlike(InputFeatures({}, np.ones(shape, dtype=np.int64))) == ""
+    other = InputFeatures({}, np.ones((2, 5), dtype=np.int64))
     assert pilot.unlike(other) == "0 or 1 or 2 codes to an element, not 5"
 
 
 @pytest.mark.parametrize("seen", [None, 7, {}, {"values": 3}, {"values": [], "columns": [[1]]}])
 def test_a_card_of_any_kind_is_lived_with(seen: Any) -> None:
     pilot = replace(_pilot({}), card={"seen": seen})
-    assert isinstance(pilot.unlike(Sample({"rows": 1.0})), str)
+    assert isinstance(pilot.unlike(InputFeatures({"rows": 1.0})), str)
 
 
 @needs_pager

@@ -5,23 +5,19 @@ from __future__ import annotations
 import random
 import runpy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot import fit
 from dynoffload.pilot.association import learn_association
 from dynoffload.pilot.baselines import LastOrder
 from dynoffload.pilot.boosting import train_tables
 from dynoffload.pilot.evaluate import score
 from dynoffload.pilot.fit import fit_pilot
 from dynoffload.pilot.models import KINDS
-from dynoffload.pilot.trials import LEAST_COMPARED, is_behind, teach
-from dynoffload.pilot.workers import run_tasks
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
 routed, trees = _synthetic["routed"], _synthetic["trees"]
@@ -37,18 +33,20 @@ def test_association_blames_the_code_and_not_its_neighbours() -> None:
         if rng.random() < (2 / 3 if guilty else 0.2):
             codes.append(1)
         rng.shuffle(codes)
-        samples.append(Sample({}, np.stack([codes, np.zeros(len(codes), int)], axis=1)))
+        samples.append(InputFeatures({}, np.stack([codes, np.zeros(len(codes), int)], axis=1)))
         present.append([guilty])
     association = learn_association(samples, np.array(present))
-    one = [Sample({}, np.array([[code, 0]])) for code in (10, 1)]
+    one = [InputFeatures({}, np.array([[code, 0]])) for code in (10, 1)]
     guilty_chance, innocent_chance = (-np.expm1(association.evidence(s)[0])[0] for s in one)
     assert guilty_chance > 0.9
     assert innocent_chance < 0.1
 
 
 def test_association_of_a_sample_without_elements_says_nothing() -> None:
-    association = learn_association([Sample({}), Sample({})], np.array([[True], [False]]))
-    silent, surest = association.evidence(Sample({}))
+    association = learn_association(
+        [InputFeatures({}), InputFeatures({})], np.array([[True], [False]])
+    )
+    silent, surest = association.evidence(InputFeatures({}))
     assert silent.tolist() == surest.tolist() == [0.0]
 
 
@@ -83,7 +81,7 @@ def test_a_model_learns_from_the_numbers_of_samples_without_elements(kind: str) 
     for step in range(300):
         depth = int(rng.integers(1, 8))
         values = {"depth": float(depth), "noise": float(rng.random())}
-        examples.append(Example(Sample(values), list(range(depth + 1)), f"f{step % 9}"))
+        examples.append(Example(InputFeatures(values), list(range(depth + 1)), f"f{step % 9}"))
     pilot = fit_pilot(vocabulary, examples[:200], model=kind)
     found = score(
         lambda e: pilot.predict(e.sample).blocks, examples[200:], vocabulary.blocks, frozenset()
@@ -118,13 +116,15 @@ def test_the_booster_does_not_trust_what_tables_memorised() -> None:
     # Codes are never seen twice and blocks run by chance: tables fitted on a step's own label
     # would look like a perfect feature. Cross-fitted, the booster stays near the prior.
     rng = np.random.default_rng(0)
-    samples = [Sample({}, np.arange(6) + 6 * (step // 3)) for step in range(180)]
+    samples = [InputFeatures({}, np.arange(6) + 6 * (step // 3)) for step in range(180)]
     groups = [f"f{step}" for step in range(180)]
     present = rng.random((180, 8)) < 0.3
     tables = train_tables(
         samples, present, np.zeros((8, 1), np.float32), np.zeros(8, np.int64), groups, seed=0
     )
-    fresh = np.stack([tables.probabilities(Sample({}, np.arange(6) + 10_000)) for _ in range(3)])
+    fresh = np.stack(
+        [tables.probabilities(InputFeatures({}, np.arange(6) + 10_000)) for _ in range(3)]
+    )
     known = np.stack([tables.probabilities(sample) for sample in samples])
     assert fresh.mean() == pytest.approx(0.3, abs=0.1)
     assert known.std() < 0.15
@@ -133,45 +133,11 @@ def test_the_booster_does_not_trust_what_tables_memorised() -> None:
 def test_auto_takes_the_model_that_does_better_aside() -> None:
     vocabulary, examples = routed(120, noise=0.1)
     pilot = fit_pilot(vocabulary, examples)
-    tried, behind = pilot.card["validation_accuracy"], pilot.card["behind"]
-    assert {*tried, *behind} == set(KINDS)
-    assert not tried.keys() & behind.keys()
+    tried = pilot.card["validation_accuracy"]
+    assert set(tried) == {"lightgbm", "sequence"}
     assert tried[pilot.kind] == max(tried.values())
-
-
-def test_a_kind_that_is_far_behind_is_given_up_after_one_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vocabulary, examples = routed(160, noise=0.0)  # what runs follows from the sample alone
-    tried: list[tuple[str, int]] = []
-
-    def counting(task: Any, given: Any, jobs: Any) -> Any:
-        tasks = list(given)
-        if task is teach:
-            tried.extend((kind, part) for kind, _, _, part, _ in tasks)
-        return run_tasks(task, tasks, jobs)
-
-    monkeypatch.setattr(fit, "run_tasks", counting)
-    pilot = fit_pilot(vocabulary, examples)
-    behind = pilot.card["behind"]
-    assert "markov" in behind  # it knows nothing of the sample
-    assert all(gap > 0 for gap in behind.values())
-    parts = {kind: sum(k == kind for k, _ in tried) for kind in KINDS}
-    assert parts == {kind: 1 if kind in behind else pilot.card["folds"] for kind in KINDS}
     alone = fit_pilot(vocabulary, examples, model=pilot.kind)
-    assert alone.card["validation_accuracy"][pilot.kind] == max(
-        pilot.card["validation_accuracy"].values()
-    )
-
-
-def test_who_is_behind_by_chance_is_not_given_up() -> None:
-    rng = np.random.default_rng(0)
-    best = rng.random(80)
-    assert not is_behind(best, best)
-    assert not is_behind(best + rng.normal(0, 0.1, 80) - 0.01, best)
-    assert is_behind(best - 0.1 + rng.normal(0, 0.1, 80), best)
-    few = slice(0, LEAST_COMPARED - 1)
-    assert not is_behind(best[few] - 0.1, best[few])
+    assert alone.card["validation_accuracy"] == {pilot.kind: tried[pilot.kind]}
 
 
 def test_a_network_without_optional_blocks_needs_no_model() -> None:

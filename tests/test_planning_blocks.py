@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from dynoffload.errors import PilotError
 from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
+from dynoffload.planning.calls import CallSummary, summarize_calls
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.planning.outline import Outline, outline_of
 from dynoffload.profiler import (
     Idioms,
+    InputFeatures,
     ModuleCall,
     Phase,
     Program,
     Recorder,
     RegionInfo,
-    Sample,
     Trace,
     Visit,
     resolve,
@@ -38,8 +38,8 @@ class Call:
         self.path, self.key, self.inner, self.own = path, key, inner, own
 
 
-def program(root: Sequence[Call], network: str = "net") -> Outline:
-    """Write the outline of some calls; a call with ``own`` bytes has one parameter and two states.
+def program(root: Sequence[Call], network: str = "net") -> CallSummary:
+    """Write the summary of some calls; a call with ``own`` bytes has one parameter and two states.
 
     Every visit of forward leaves 10 bytes of activations.
     """
@@ -74,14 +74,16 @@ def program(root: Sequence[Call], network: str = "net") -> Outline:
         used = (*visit.regions, f"{visit.path}.weight:grad")
         place = (last + number, last + number + 1)
         visits.append(Visit(visit.path, Phase.BACKWARD, Idioms(), used, 0, place))
-    return outline_of(Program(network, tuple(visits), regions, tuple(calls), Sample({}), "", 0))
+    return summarize_calls(
+        Program(network, tuple(visits), regions, tuple(calls), InputFeatures({}), "", 0)
+    )
 
 
 def linear(path: str, own: int = 100) -> Call:
     return Call(path, own=own)
 
 
-def moe(*hit: int, layers: int = 1) -> Outline:
+def moe(*hit: int, layers: int = 1) -> CallSummary:
     """A step of a mixture of experts: attention of two linears, a router, the experts hit."""
     inner = []
     for layer in range(layers):
@@ -97,7 +99,7 @@ def moe(*hit: int, layers: int = 1) -> Outline:
     return program([Call("", inner=[linear("embed"), *inner, linear("head")])])
 
 
-def tree(*arities: int) -> Outline:
+def tree(*arities: int) -> CallSummary:
     """A step of a tree network: one cell per node, told apart by its number of children."""
     cells = [Call("cell", key=f"{arity}x4", inner=[linear("cell.a")], own=50) for arity in arities]
     return program([Call("", inner=[linear("embed"), *cells, linear("head")])])
@@ -247,7 +249,7 @@ def test_a_loop_body_may_use_half_of_the_budget() -> None:
 
 
 def test_parameters_of_a_module_that_decides_are_a_block_of_their_own() -> None:
-    def layer(*hit: int) -> Outline:
+    def layer(*hit: int) -> CallSummary:
         experts = [linear(f"moe.experts.{e}") for e in hit]
         return program([Call("", inner=[Call("moe", inner=experts, own=7)])])
 
@@ -367,8 +369,8 @@ class Cells(nn.Module):
         return x.square().mean()
 
 
-def record(model: nn.Module, samples: Iterable[Sequence[int]]) -> list[Outline]:
-    """Train ``model`` on samples and return their outlines."""
+def record(model: nn.Module, samples: Iterable[Sequence[int]]) -> list[CallSummary]:
+    """Train ``model`` on samples and return their summaries."""
     traces: list[Trace] = []
     optimizer = torch.optim.AdamW(model.parameters())
     with Recorder(model, optimizer, on_step=traces.append):
@@ -376,7 +378,7 @@ def record(model: nn.Module, samples: Iterable[Sequence[int]]) -> list[Outline]:
             model(torch.ones(1, 8), sample).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [outline_of(resolve(trace)) for trace in traces]
+    return [summarize_calls(resolve(trace)) for trace in traces]
 
 
 def test_recorded_experts_and_cells_encode_as_they_ran() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dynoffload.planning.footprint import footprint
-from dynoffload.profiler import Recorder, Sample, Trace
+from dynoffload.profiler import InputFeatures, Recorder, Trace
 
 ROWS, WIDE, NARROW = 6, 32, 8
 FLOAT, COUNTER = 4, 4
@@ -40,4 +40,4 @@ def test_sizes_are_those_worked_out_by_hand(options: dict[str, bool]) -> None:
 
 def test_an_empty_trace_has_no_footprint() -> None:
     with pytest.raises(ValueError, match="no operators"):
-        footprint(Trace("net", "Net", 0, "a.py", Sample({})))
+        footprint(Trace("net", "Net", 0, "a.py", InputFeatures({})))

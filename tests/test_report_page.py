@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynoffload.errors import ConfigError
-from dynoffload.reporting import Comparison, ComparisonRow, write_report, write_run
+from dynoffload.reporting import write_report, write_run
 from dynoffload.reporting.canvas import COLOR
 from dynoffload.telemetry import RunLog, StepBlocks
 
@@ -117,33 +117,6 @@ def test_time_that_is_not_waiting_is_not_passed_off_as_computing(usual: tuple[st
     drawn = [word.strip() for word in re.findall(r"<text[^>]*>([^<]*)</text>", text)]
     assert "computing and hooks" in drawn
     assert "computing" not in drawn
-
-
-def test_a_comparison_stands_on_the_page_of_the_run_it_explains(tmp_path: Path) -> None:
-    log = synthetic_log(8)
-    rows = (
-        ComparisonRow("plain <b>", 0.5, peak_fast_bytes=9 * log.budget),
-        ComparisonRow.of("pilot", log, losses_equal=True),
-        ComparisonRow("leaky", 4.0, 1.0, 7, peak_fast_bytes=log.budget + 1, losses_equal=False),
-    )
-    compared = Comparison("Three ways", rows, log.budget, "One after another.")
-    path = write_run(log, tmp_path / "page.html", comparison=compared).page
-    page = Page(path.read_text())
-    words = " ".join(page.text.split())
-    assert "Three ways One after another." in words
-    assert page.tags["svg"] == 7  # those of the run, and the bars
-    table = re.search(r'<table class="compared">.*?</table>', path.read_text(), re.S)
-    assert table is not None
-    found = re.findall(r'<td(?: class="(\w+)")?>([^<]*)</td>', table[0])
-    assert [word for _, word in found[:: 1 + len(compared.headers())]] == [
-        "plain &lt;b&gt;",
-        "pilot",
-        "leaky",
-    ]
-    assert ("plain", "8.00×") in found
-    assert ("good", "yes") in found
-    # Only the last run passed the budget and had other losses: the baseline has no budget.
-    assert [word for tone, word in found if tone == "bad"] == ["305.18 MiB", "NO"]
 
 
 def test_names_are_data_not_markup(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from dynoffload.pilot.pilot import Pilot
 from dynoffload.pilot.train import train_pilot
 from dynoffload.planning.blocks import Block, Vocabulary
 from dynoffload.planning.footprint import footprint
-from dynoffload.profiler import Decider, load_trace
+from dynoffload.profiler import RoutingProbe, load_trace
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.adoption.units import Unit
@@ -72,25 +72,25 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Pilot]:
 
 
 def _told_by(model: nn.Module, answer: Any) -> None:
-    """Have the deciders of ``model`` answer otherwise."""
-    deciders: list[Decider] = model.deciders()  # type: ignore[operator]
-    changed = [replace(one, foretell=answer(one)) for one in deciders]
-    model.deciders = lambda: changed  # type: ignore[assignment]
+    """Have the probes of ``model`` answer otherwise."""
+    probes: list[RoutingProbe] = model.routing_probes()  # type: ignore[operator]
+    changed = [replace(one, foretell=answer(one)) for one in probes]
+    model.routing_probes = lambda: changed  # type: ignore[assignment]
 
 
 def _liar(seed: int) -> Any:
-    """Return deciders that say anything, or nothing, or fail."""
+    """Return probes that say anything, or nothing, or fail."""
     chance = random.Random(seed)
 
-    def answer(decider: Decider) -> Any:
-        count = len(decider.blocks)
+    def answer(probe: RoutingProbe) -> Any:
+        count = len(probe.blocks)
 
         def foretell(x: Tensor) -> Tensor | None:
             kind = chance.randrange(5)
             if kind == 0:
                 return None
             if kind == 1:
-                raise ArithmeticError("a decider that fails")
+                raise ArithmeticError("a probe that fails")
             if kind == 2:
                 return torch.zeros(count + 1)
             return torch.tensor([chance.random() for _ in range(count)])
@@ -174,7 +174,7 @@ def test_what_routers_say_is_planned(
     monkeypatch.setattr("dynoffload.runtime.migration.steps.SHARE", 10.0)  # whatever it takes
     monkeypatch.setattr(Trial, "observe", lambda self, step: None)  # whatever it costs
     foreseen, missed, _ = _trained(profiled)
-    _, missed_mute, _ = _trained(profiled, lambda decider: lambda x: None)
+    _, missed_mute, _ = _trained(profiled, lambda probe: lambda x: None)
     assert missed < 0.05 * missed_mute
     assert missed < 0.02 * foreseen
 
@@ -188,25 +188,26 @@ def test_a_pilot_that_comes_to_know_within_the_step_goes_on_steering(
     worse = Standing(pilot=0.1, last_order=0.9, steps=9)  # before the first operator
     monkeypatch.setattr(OnlineLearner, "standing", property(lambda self: worse))
     assert _trained(profiled)[2] == "the pilot"
-    assert _trained(profiled, lambda decider: lambda x: None)[2] == "the last order"
+    assert _trained(profiled, lambda probe: lambda x: None)[2] == "the last order"
 
 
 class _Gated(nn.Module):
-    """Blocks behind gates, whose deciders call the gates, and draw, as none should."""
+    """Blocks behind gates, whose probes call the gates, and draw, as none should."""
 
     def __init__(self, gates: int = 8, width: int = 64) -> None:
         super().__init__()
         self.gates = nn.ModuleList(nn.Linear(width, width) for _ in range(gates))
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(gates))
 
-    def deciders(self) -> list[Decider]:
+    def routing_probes(self) -> list[RoutingProbe]:
         """Return one for each gate, which calls it."""
 
         def told(gate: nn.Module) -> Any:
             return lambda x: torch.sigmoid(nn.functional.dropout(gate(x), 0.5).mean().reshape(1))
 
         return [
-            Decider(f"gates.{n}", (f"blocks.{n}",), told(gate)) for n, gate in enumerate(self.gates)
+            RoutingProbe(f"gates.{n}", (f"blocks.{n}",), told(gate))
+            for n, gate in enumerate(self.gates)
         ]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ class _Gated(nn.Module):
         return x.sum()
 
 
-def test_deciders_that_call_modules_and_draw_are_no_part_of_the_forward() -> None:
+def test_probes_that_call_modules_and_draw_are_no_part_of_the_forward() -> None:
     losses: list[list[float]] = []
     for paged in (False, True):
         torch.manual_seed(0)
@@ -309,20 +310,20 @@ def test_signals_wait_while_the_rest_is_planned_anew(
 
 
 class _Told:
-    """Stands for a `Following` whose answers are set."""
+    """Stands for a `StepTracker` whose answers are set."""
 
     def __init__(self, *answers: list[int]) -> None:
         self.answers = list(answers)
         self.told: list[int] = []
         self.decided = False
 
-    def tell(self, block: int) -> None:
+    def observe(self, block: int) -> None:
         self.told.append(block)
 
     def hint(self, blocks: tuple[int, ...], values: tuple[float, ...]) -> None:
         self.decided = bool(blocks)
 
-    def foretell(self) -> tuple[list[int], Any]:
+    def expect(self) -> tuple[list[int], Any]:
         self.decided = False
         answer = self.answers.pop(0)
         return answer, np.ones(len(answer), np.float32)
@@ -440,16 +441,16 @@ def test_a_site_on_the_edge_does_not_go_off_and_on(monkeypatch: pytest.MonkeyPat
 
 
 @needs_pager
-def test_deciders_that_cannot_be_had_stop_nothing(
+def test_probes_that_cannot_be_had_stop_nothing(
     profiled: tuple[int, Pilot], caplog: pytest.LogCaptureFixture
 ) -> None:
     total, pilot = profiled
     model = zoo.build("moe", "tiny-wide")
 
-    def broken() -> list[Decider]:
+    def broken() -> list[RoutingProbe]:
         raise ArithmeticError("not yet")
 
-    model.deciders = broken  # type: ignore[assignment]
+    model.routing_probes = broken  # type: ignore[assignment]
     optimizer = AdamW(model.parameters(), lr=1e-3)
     with dynoffload.offload(model, optimizer, budget=total // 4, pilot=pilot, config=PAGES):
         for sample in _samples(2):

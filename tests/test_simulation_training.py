@@ -25,7 +25,7 @@ from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.execution import StepResult
-from dynoffload.simulation.own_work import Division, Work
+from dynoffload.simulation.overhead import Division, RuntimeOverhead
 from dynoffload.simulation.recorded import Network, Recorded, network_of, recorded
 from dynoffload.simulation.training import Training
 from dynoffload.telemetry import StepStats
@@ -157,7 +157,7 @@ def simulated(
     network: Network, steps: list[Recorded], division: Division, *, prefetch: bool
 ) -> tuple[list[StepResult], list[Reference[Any]]]:
     """Return what the simulated runtime does, and the strings that it follows."""
-    work = Work(visit_s=1e-5, update_s=1e-4, copy_s=2e-10)
+    work = RuntimeOverhead(visit_s=1e-5, update_s=1e-4, copy_s=2e-10)
     training = Training(network, division, MACHINE, prefetch=prefetch, work=work)
     with followed(Training) as strings:
         return [training.step(step) for step in steps], strings

@@ -16,7 +16,7 @@ from torch import nn
 from dynoffload.experiments import zoo
 from dynoffload.experiments.zoo.building import ZooSample
 from dynoffload.experiments.zoo.unrolled_gan import GANOutput
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def test_what_is_hidden_is_named_better_than_by_how_often_bytes_come() -> None:
 def test_a_sample_says_what_it_shows(name: str) -> None:
     model = zoo.build(name, "tiny")
     seen = [model.sample_features(*one.args) for one in _samples(name, 20)]
-    assert all(isinstance(one, Sample) for one in seen)
+    assert all(isinstance(one, InputFeatures) for one in seen)
     assert len({name for one in seen for name in one.values}) == len(seen[0].values) > 0
     assert len({str(one) for one in seen}) >= 15
     for one in seen:

@@ -105,25 +105,13 @@ def _bandwidth_table(tiers: Tiers) -> Table:
 def _facts(system: System) -> Iterator[tuple[str, str]]:
     """Yield what the system allows as pairs of a name and a text."""
 
-    def size(count: int | None, none: str = "unknown") -> str:
-        return none if count is None else format_bytes(count)
-
     yield "system", f"{system.kernel}, {system.cores} cores"
     yield (
         "memory",
-        f"{size(system.memory_available)} available of {size(system.memory_total)}, "
-        f"swap {size(system.swap_total)}",
+        f"{format_bytes(system.memory_available)} available of "
+        f"{format_bytes(system.memory_total)}, swap {format_bytes(system.swap_total)}",
     )
-    group = system.cgroup
-    if group is None:
-        yield "cgroup", "no memory controller"
-    else:
-        limit = size(group.limit, "no limit")
-        yield (
-            "cgroup",
-            f"v{group.version}, {limit}, {format_bytes(group.usage)} charged "
-            f"({format_bytes(group.reclaimable)} of it file cache)",
-        )
+    yield "this process may take", format_bytes(min(system.room, system.memory_available))
     yield "transparent huge pages", system.huge_pages or "not in this kernel"
     uffd = system.userfaultfd
     if uffd.available:
@@ -136,12 +124,3 @@ def _facts(system: System) -> Iterator[tuple[str, str]]:
         yield "userfaultfd", f"{scope}; {', '.join(extras) or 'neither move nor write tracking'}"
     else:
         yield "userfaultfd", uffd.reason
-    limits = system.limits
-    overcommit = {0: "heuristic", 1: "always", 2: "never"}.get(limits.overcommit or 0, "unknown")
-    yield "overcommit", overcommit if limits.overcommit is not None else "unknown"
-    yield (
-        "limits",
-        f"address space {size(limits.address_space, 'unlimited')}, locked "
-        f"{size(limits.locked, 'unlimited')}, open files {limits.open_files or 'unlimited'}, "
-        f"mappings {limits.max_map_count or 'unknown'}",
-    )

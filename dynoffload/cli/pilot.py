@@ -56,27 +56,16 @@ def train(
     ] = ModelChoice.AUTO,
     budget: Annotated[
         str | None,
-        typer.Option(
-            help="Cut blocks that fit in this much fast memory, e.g. 8GiB, and plan each step."
-        ),
+        typer.Option(help="Cut blocks that fit in this much fast memory, e.g. 8GiB."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same pilot.")] = 0,
     jobs: Jobs = None,
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            help="Keep the labels of traces here, for this job and later ones. By default they "
-            "are in FILE.labels until the pilot is written.",
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a pilot from a directory of traces, as a job that may be killed and goes on.
+    """Train a pilot from a directory of traces.
 
-    Traces are read in parallel, and what is made of each is kept at once: the same command goes on
-    where it was. Beside FILE a model card, FILE.card.md, says what the pilot was made of, how good
-    it is and where it is not. The same traces and seed give the same file, however many work on it.
+    Beside FILE a model card, FILE.card.md, says what the pilot was made of, how good it is and
+    where it is not. The same traces and seed give the same file, however many processes work on it.
 
     Example:
 
@@ -84,52 +73,26 @@ def train(
     $ dynoffload pilot train traces/ -o moe.pilot --model auto
     ```
     """
-    from dynoffload.pilot.artifact import write_whole
-    from dynoffload.pilot.labelling import forget
     from dynoffload.pilot.model_card import card_path, model_card
     from dynoffload.pilot.train import train_pilot
+    from dynoffload.profiler.safefile import write_whole
 
     out.parent.mkdir(parents=True, exist_ok=True)
     limit = None if budget is None else parse_bytes(budget, "--budget")
-    labels = work or out.with_name(f"{out.name}.labels")
-    result = train_pilot(
-        traces,
-        model=model.value,
-        budget=limit,
-        seed=seed,
-        jobs=jobs or -1,
-        keep=labels,
-    )
+    result = train_pilot(traces, model=model.value, budget=limit, seed=seed, jobs=jobs or -1)
     result.pilot.save(out)
     again = ["dynoffload", "pilot", "train", str(traces), "-o", str(out), "--model", model.value]
     again += ["--seed", str(seed), *(["--budget", budget] if budget else [])]
     card = card_path(out)
-    text = model_card(
-        result,
-        traces=traces,
-        command=shlex.join(again),
-        seed=seed,
-        budget=limit,
-        nbytes=out.stat().st_size,
-    )
+    text = model_card(result, command=shlex.join(again), nbytes=out.stat().st_size)
     write_whole(card, text.encode())
-    if work is None:
-        forget(labels)
     facts: dict[str, int | float | str | None] = {
         "model": result.pilot.kind,
         "train_samples": result.train_samples,
-        "labels_there": result.data.labels_there,
         "seconds": result.seconds,
     }
-    held = "sources held out" if len(result.data.sources) > 1 else "the last steps"
+    held = "sources held out" if len(result.sources) > 1 else "the last steps"
     _show(f"Pilot trained on {traces}, scored on {held}", facts, result.evaluation, as_json)
-    too_large = sum(plan.moved_in is None for plan in result.data.plans)
-    if too_large and not as_json:
-        stdout().print(
-            f"{too_large} of {len(result.data.plans)} steps do not fit in {budget}: the card says "
-            "what they need",
-            highlight=False,
-        )
     say_wrote(out, card)
 
 

@@ -1,7 +1,6 @@
-"""The doctor: what this machine gives to training beyond memory, measured and said plainly.
+"""The doctor: what this machine gives to training beyond memory.
 
-What it is: `measure_tiers` for whoever needs bandwidth, `examine` for the whole picture. What it is
-not: a benchmark of training.
+`measure_tiers` for bandwidth, `examine` for the whole picture.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long the kernel takes to move pages between the pager's slots and a region's address.
 
-What it is: `measure_moves`, on a pager of its own. What it is not: a transfer; no byte is copied.
+`measure_moves` measures on a pager of its own; no byte is copied.
 """
 
 from __future__ import annotations

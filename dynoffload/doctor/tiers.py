@@ -1,8 +1,5 @@
 """How fast the tiers are: bandwidth of the spill directory past the page cache, and of memory.
 
-What it is: `measure_tiers`, run by ``dynoffload doctor`` and by experiments that compute a bound
-from it. What it is not: a model; the numbers are what this machine gave just now.
-
 Reads and writes go by O_DIRECT in chunks of 8 MiB, as the file tier's do, from buffers of huge
 pages, with one and with two threads, then both directions at once. The file is private, unlinked
 while it is still empty, and allocated in full before it is timed.

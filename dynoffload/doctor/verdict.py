@@ -1,8 +1,4 @@
-"""The doctor's advice: which budget fits this machine and which backend it gets.
-
-What it is: one small function over facts, and the whole examination as one record for terminals and
-for ``--json``. What it is not: reading the facts (``system``) or measuring (``tiers``).
-"""
+"""The doctor's advice: which budget fits this machine and which backend it gets."""
 
 from __future__ import annotations
 
@@ -101,10 +97,8 @@ def advise(
         spill_refusal: why that directory cannot be used, ``""`` if it can.
         pager_refusal: why the pager cannot work here, ``""`` if it can.
     """
-    free = system.memory_available or 0
-    room, bound_by = free, "memory"
-    if system.cgroup is not None and system.cgroup.room is not None and system.cgroup.room < free:
-        room, bound_by = system.cgroup.room, "cgroup"
+    room = min(system.room, system.memory_available)
+    bound_by = "cgroup" if room < system.memory_available else "memory"
     reserve = max(RESERVE, math.ceil(room * RESERVE_SHARE))
     budget = max(0, room - reserve) // _ROUND * _ROUND
     if not pager_refusal:

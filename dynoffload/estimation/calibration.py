@@ -16,9 +16,9 @@ from typing import Any
 
 from dynoffload.doctor import measure_moves, measure_tiers
 from dynoffload.errors import ConfigError
-from dynoffload.estimation.pace import measure_pace
+from dynoffload.estimation.overhead_probe import probe_overhead
 from dynoffload.simulation import Link, Machine
-from dynoffload.simulation.own_work import COSTS, Work
+from dynoffload.simulation.overhead import COSTS, RuntimeOverhead
 from dynoffload.units import MiB
 
 _SECONDS, _FILE_BYTES = 0.3, 512 * MiB  # of each measurement of the link
@@ -30,11 +30,11 @@ class Fitted:
     """What the runtime itself takes, as it was fitted.
 
     Attributes:
-        work: seconds, by the fields of `Work` that are fitted.
+        work: seconds, by the fields of `RuntimeOverhead` that are fitted.
         latency_s: of a transfer.
         fault_s: of an access that waits for one.
         interference: see `Machine`.
-        pace_s: what `measure_pace` said then.
+        pace_s: what `probe_overhead` said then.
         where: it was fitted.
     """
 
@@ -69,7 +69,7 @@ class Fitted:
             latency_s=self.latency_s,
             fault_s=self.fault_s,
         )
-        pace = measure_pace(directory)
+        pace = probe_overhead(directory)
         factor = pace.seconds / self.pace_s
         said = (
             "the disk was measured now; dynoffload's own overhead was fitted "
@@ -77,7 +77,7 @@ class Fitted:
         )
         return Calibration(
             Machine(link, fast_bytes=1, interference=self.interference),
-            Work(**self.work, moves=measure_moves(directory)).times(factor),
+            RuntimeOverhead(**self.work, moves=measure_moves(directory)).times(factor),
             said,
             pace.seconds,
             (pace.least, pace.most),
@@ -112,12 +112,12 @@ class Calibration:
         machine: its link and what transfers cost compute; the budget says how much fast memory.
         work: what the runtime itself takes.
         said: where that is from.
-        pace_s: what `measure_pace` says there.
+        pace_s: what `probe_overhead` says there.
         pace_spread: the least and the most of its rounds, as shares of it.
     """
 
     machine: Machine
-    work: Work
+    work: RuntimeOverhead
     said: str
     pace_s: float
     pace_spread: tuple[float, float] = (1.0, 1.0)

@@ -35,7 +35,7 @@ from dynoffload.runtime.sizing import Sizing, sizing_of
 from dynoffload.runtime.updates.update import innermost
 from dynoffload.simulation import Machine
 from dynoffload.simulation.execution import StepResult
-from dynoffload.simulation.own_work import Division
+from dynoffload.simulation.overhead import Division
 from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Recorded
 from dynoffload.simulation.training import Training

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynoffload.errors import PilotError
-from dynoffload.planning.outline import Outline
+from dynoffload.planning.calls import CallSummary
 from dynoffload.profiler.idioms import Idioms
 
 UNSEEN = -1
@@ -96,7 +96,7 @@ class Vocabulary:
                 return found
         return self._indices.get((path, ""), UNSEEN)
 
-    def encode(self, outline: Outline) -> list[tuple[int, int]]:
+    def encode(self, summary: CallSummary) -> list[tuple[int, int]]:
         """Return the blocks that a forward ran, in order, each as ``(index of its call, block)``.
 
         A call inside a block's call is part of it. The outermost call that runs parameters, but
@@ -104,15 +104,15 @@ class Vocabulary:
         nothing.
 
         Raises:
-            PilotError: if the outline is of another network.
+            PilotError: if the summary is of another network.
         """
-        if outline.network != self.network:
+        if summary.network != self.network:
             raise PilotError(
                 f"this vocabulary is of network {self.network[:12]}, the program of "
-                f"{outline.network[:12]}: profile the network at hand and build it anew"
+                f"{summary.network[:12]}: profile the network at hand and build it anew"
             )
-        paths, parents, owners = outline.paths, outline.parents, outline.owner_paths
-        found = [self.index_of(path, key) for path, key in zip(paths, outline.keys, strict=True)]
+        paths, parents, owners = summary.paths, summary.parents, summary.owner_paths
+        found = [self.index_of(path, key) for path, key in zip(paths, summary.keys, strict=True)]
         runs = [path in owners for path in paths]  # parameters, itself or inside
         known = [index >= 0 for index in found]  # a block, itself or inside
         for place in range(len(found) - 1, -1, -1):

@@ -1,12 +1,12 @@
 """Cutting programs into blocks: where no sample decides anything, and small enough to move.
 
-`build_vocabulary` finds the *atomic* modules of a network in the outlines of its samples' programs,
+`build_vocabulary` finds the *atomic* modules of a network in the call summaries of its samples,
 and makes their calls the blocks.
 
 [Note: Atomic]
-The outline of a call is the sequence of modules with parameters that it runs. A module is atomic if
+The summary of a call is the sequence of modules with parameters that it runs. A module is atomic if
 
-* all its calls have one outline; where one sample calls it with several shapes, all calls of one
+* all its calls have one summary; where one sample calls it with several shapes, all calls of one
   variant. A variant is the shape key of the call; of more than `MAX_VARIANTS` the rarest share one,
   ``""``, which stands for all shapes that no program had, too. Shapes that differ from sample to
   sample only are no variants, however often each calls;
@@ -16,7 +16,7 @@ The outline of a call is the sequence of modules with parameters that it runs. A
 * it is not the root.
 
 Blocks are the calls of the highest atomic modules. So a mixture of experts of which any sample
-skipped one expert is never one block: its outline differs. A module that is not atomic but has
+skipped one expert is never one block: its summary differs. A module that is not atomic but has
 parameters of its own gets a block for those alone, and so does one without inner modules, however
 large it is: it cannot be cut.
 """
@@ -32,7 +32,7 @@ import numpy as np
 
 from dynoffload.errors import PilotError
 from dynoffload.planning.blocks import NO_SHAPES, Block, Vocabulary
-from dynoffload.planning.outline import Outline
+from dynoffload.planning.calls import CallSummary
 from dynoffload.profiler.idioms import Idioms
 
 MAX_VARIANTS = 16
@@ -51,8 +51,8 @@ class _Module:
 
     keys: Counter[str] = field(default_factory=Counter)
     """shape key -> number of calls"""
-    outlines: dict[str, set[_Outline]] = field(default_factory=lambda: defaultdict(set))
-    """shape key -> the outlines its calls had"""
+    summaries: dict[str, set[_Outline]] = field(default_factory=lambda: defaultdict(set))
+    """shape key -> the summaries its calls had"""
     inner: set[str] = field(default_factory=set)
     """modules with parameters that some call ran, itself included"""
     repeated: bool = False
@@ -74,11 +74,11 @@ class _Module:
         return {key: (key or NO_SHAPES) if rank < apart else "" for rank, key in enumerate(ranked)}
 
     def decides_nothing(self) -> bool:
-        """Return whether all calls of one variant have one outline."""
+        """Return whether all calls of one variant have one summary."""
         by_variant: dict[str, set[_Outline]] = defaultdict(set)
         for key, variant in self.variants().items():
-            by_variant[variant] |= self.outlines[key]
-        return all(len(outlines) == 1 for outlines in by_variant.values())
+            by_variant[variant] |= self.summaries[key]
+        return all(len(summaries) == 1 for summaries in by_variant.values())
 
 
 @dataclass
@@ -91,27 +91,27 @@ class _Seen:
     idioms: Counter[Idioms] = field(default_factory=Counter)
 
 
-def build_vocabulary(outlines: Sequence[Outline], budget: int | None = None) -> Vocabulary:
-    """Return the blocks of the network that ``outlines`` ran.
+def build_vocabulary(summaries: Sequence[CallSummary], budget: int | None = None) -> Vocabulary:
+    """Return the blocks of the network that ``summaries`` ran.
 
     Args:
-        outlines: of one or more samples of one network.
+        summaries: of one or more samples of one network.
         budget: bytes of fast memory; without it blocks are limited by decisions alone.
 
     Raises:
-        PilotError: if there are no outlines, or they are of different networks.
+        PilotError: if there are no summaries, or they are of different networks.
     """
-    if not outlines:
+    if not summaries:
         raise PilotError("no programs to build a vocabulary from: profile some samples first")
-    network = outlines[0].network
-    for outline in outlines:
-        if outline.network != network:
+    network = summaries[0].network
+    for summary in summaries:
+        if summary.network != network:
             raise PilotError(
-                f"programs of two networks, {network[:12]} and {outline.network[:12]} "
-                f"(source {outline.source!r}, step {outline.step}): give traces of one"
+                f"programs of two networks, {network[:12]} and {summary.network[:12]} "
+                f"(source {summary.source!r}, step {summary.step}): give traces of one"
             )
-    modules = _modules(outlines)
-    sizes, owned = _regions(outlines)
+    modules = _modules(summaries)
+    sizes, owned = _regions(summaries)
     atomic = {
         path
         for path, module in modules.items()
@@ -122,8 +122,8 @@ def build_vocabulary(outlines: Sequence[Outline], budget: int | None = None) -> 
     }
     variants = {path: module.variants() for path, module in modules.items()}
     seen: dict[tuple[str, str], _Seen] = {}
-    for number, outline in enumerate(outlines):
-        _look(outline, number, atomic, variants, seen)
+    for number, summary in enumerate(summaries):
+        _look(summary, number, atomic, variants, seen)
     _await_other_shapes(seen, modules)
     blocks = []
     for index, ((path, variant), block) in enumerate(seen.items()):
@@ -136,7 +136,7 @@ def build_vocabulary(outlines: Sequence[Outline], budget: int | None = None) -> 
                 nbytes=_bytes(block.visits, owned, sizes),
                 activation_bytes=block.activation_bytes,
                 idioms=block.idioms.most_common(1)[0][0],
-                optional=len(block.programs) < len(outlines),
+                optional=len(block.programs) < len(summaries),
             )
         )
     repeated = {path for path, _ in seen if modules[path].mixed}
@@ -161,47 +161,47 @@ def _await_other_shapes(seen: dict[tuple[str, str], _Seen], modules: Mapping[str
         )
 
 
-def _modules(outlines: Iterable[Outline]) -> dict[str, _Module]:
+def _modules(summaries: Iterable[CallSummary]) -> dict[str, _Module]:
     """Gather what the calls of each module showed."""
     modules: dict[str, _Module] = {}
-    for outline in outlines:
+    for summary in summaries:
         times: Counter[tuple[int, str]] = Counter()
         shapes: dict[tuple[int, str], str] = {}
         roots: list[int] = []
-        calls = zip(outline.paths, outline.keys, outline.parents, outline.ran(), strict=True)
+        calls = zip(summary.paths, summary.keys, summary.parents, summary.ran(), strict=True)
         for index, (path, key, parent, ran) in enumerate(calls):
             roots.append(index if parent < 0 else roots[parent])
             times[roots[-1], path] += 1
             module = modules.setdefault(path, _Module())
             module.mixed |= shapes.setdefault((roots[-1], path), key) != key
             module.keys[key] += 1
-            module.outlines[key].add(ran)
+            module.summaries[key].add(ran)
             module.inner.update(ran)
         for (_, path), called in times.items():
             modules[path].repeated |= called > 1
     return modules
 
 
-def _regions(outlines: Iterable[Outline]) -> tuple[dict[str, int], dict[str, dict[str, None]]]:
+def _regions(summaries: Iterable[CallSummary]) -> tuple[dict[str, int], dict[str, dict[str, None]]]:
     """Return the largest size of each region, and the regions of each module with parameters.
 
     To a module belong its parameters with their gradients and state, and what its visits used:
     buffers, and parameters of others that it is tied to.
     """
-    numbers: dict[str, int] = defaultdict(count().__next__)  # of names, in all outlines alike
+    numbers: dict[str, int] = defaultdict(count().__next__)  # of names, in all summaries alike
     largest = np.zeros(0, dtype=np.int64)
     pairs: set[int] = set()
     owned: dict[str, dict[str, None]] = defaultdict(dict)
-    for outline in outlines:
-        names = outline.names
+    for summary in summaries:
+        names = summary.names
         alike = np.array([numbers[name] for name in names], dtype=np.int64)
         largest = np.append(largest, np.full(len(numbers) - len(largest), -1))
-        np.maximum.at(largest, alike[outline.region], outline.region_bytes)
-        told = (alike[outline.owned] @ np.array([2**32, 1])).tolist()
+        np.maximum.at(largest, alike[summary.region], summary.region_bytes)
+        told = (alike[summary.owned] @ np.array([2**32, 1])).tolist()
         if pairs.issuperset(told):
             continue
         pairs.update(told)
-        for path, region in outline.owned.tolist():
+        for path, region in summary.owned.tolist():
             owned[names[path]][names[region]] = None
     sizes = zip(numbers, largest.tolist(), strict=True)
     return {name: nbytes for name, nbytes in sizes if nbytes >= 0}, owned
@@ -215,19 +215,19 @@ def _bytes(
 
 
 def _look(
-    outline: Outline,
+    summary: CallSummary,
     number: int,
     atomic: set[str],
     variants: Mapping[str, Mapping[str, str]],
     seen: dict[tuple[str, str], _Seen],
 ) -> None:
     """Add what the calls of one program show of the blocks."""
-    owners, paths, keys = outline.owner_paths, outline.paths, outline.keys
-    costs = np.column_stack([outline.call_activations, outline.call_idioms]).astype(np.float64)
+    owners, paths, keys = summary.owner_paths, summary.paths, summary.keys
+    costs = np.column_stack([summary.call_activations, summary.call_idioms]).astype(np.float64)
     opened: dict[int, _Seen] = {}
     inside: list[int] = []  # the call whose block each call's cost goes to, or -1
     opener: list[int] = []  # the call that opened the atomic block around this one, or -1
-    for index, (ran, parent) in enumerate(zip(outline.ran(), outline.parents, strict=True)):
+    for index, (ran, parent) in enumerate(zip(summary.ran(), summary.parents, strict=True)):
         within = opener[parent] if parent >= 0 else -1
         path = paths[index]
         if within < 0 and ran and (path in atomic or path in owners):

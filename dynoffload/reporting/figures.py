@@ -22,7 +22,6 @@ from dynoffload.reporting.canvas import (
     unit_of,
 )
 from dynoffload.reporting.columns import Columns, Spans, envelope
-from dynoffload.reporting.tables import ComparisonRow
 from dynoffload.telemetry import PHASES, RunLog, StepStats
 from dynoffload.units import format_seconds
 
@@ -203,38 +202,6 @@ def steps_figure(steps: Sequence[StepStats]) -> str:
         _step_axis(moved, steps)
 
     return svg(draw, height=4.3, name="steps")
-
-
-def comparison_figure(rows: Sequence[ComparisonRow]) -> str:
-    """Return the median step of each run as a bar, split into waiting and all else."""
-    step = np.array([row.step_s for row in rows])
-    stall = np.array([row.stall_s or 0.0 for row in rows])
-    factor, time_name = (1e3, "ms") if step.max() < 1 else (1.0, "s")
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        at = np.arange(len(rows))
-        busy = np.maximum(step - stall, 0) * factor
-        axes.barh(at, busy, 0.62, color=COLOR["compute"], label=_BUSY)
-        axes.barh(at, stall * factor, 0.62, busy, color=COLOR["stall"], label="waiting")
-        for place, seconds in enumerate(step):
-            axes.annotate(
-                format_seconds(float(seconds)),
-                (seconds * factor, place),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
-            )
-        axes.set_yticks(at, [row.name for row in rows])
-        axes.tick_params(axis="y", length=0, labelcolor=COLOR["ink"])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(0, float(step.max()) * factor * 1.12)
-        axes.grid(False, axis="y")
-        axes.grid(True, axis="x")
-        axes.set_xlabel(f"{time_name} per step (median)")
-        legend(axes)
-
-    return svg(draw, height=1.0 + 0.3 * len(rows), name="comparison")
 
 
 def accuracy_figure(steps: Sequence[StepStats]) -> str:

@@ -1,15 +1,12 @@
 """The report of one run: an HTML page that needs nothing but itself.
 
-What it is: `write_report` puts headline numbers, figures and tables of a `RunLog` into one file
-that opens offline, follows the reader's light or dark setting, and holds no script. What it is not:
-the numbers (``summary``), the drawings (``figures``) or the zoomable trace (``perfetto``).
+`write_report` puts headline numbers (``summary``), figures (``figures``) and tables of a `RunLog`
+into one file that opens offline, follows the reader's light or dark setting, and holds no script.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dynoffload.errors import ConfigError
+from dynoffload.profiler.safefile import write_whole
 from dynoffload.reporting import alignment, figures, summary
 from dynoffload.reporting.columns import Columns
 from dynoffload.reporting.perfetto import write_perfetto
-from dynoffload.reporting.tables import Comparison
 from dynoffload.telemetry import RunLog, StepBlocks, StepStats
 from dynoffload.units import format_bytes, format_seconds
 
@@ -39,13 +36,10 @@ class ReportFiles:
     log: Path
 
 
-def write_run(
-    log: RunLog, path: str | Path, *, comparison: Comparison | None = None
-) -> ReportFiles:
+def write_run(log: RunLog, path: str | Path) -> ReportFiles:
     """Write the page to ``path``, and beside it the Perfetto trace and the run log.
 
     For ``out/run.html`` these are ``out/run.perfetto.json.gz`` and ``out/run.runlog.json.gz``.
-    ``comparison`` is shown on the page alone.
 
     Raises:
         ConfigError: ``path`` is a directory, or its directory cannot be made.
@@ -64,37 +58,23 @@ def write_run(
     )
     log.save(files.log)
     write_perfetto(log, files.perfetto)
-    write_report(log, page, comparison=comparison)
+    write_report(log, page)
     return files
 
 
-def write_report(log: RunLog, path: str | Path, *, comparison: Comparison | None = None) -> Path:
+def write_report(log: RunLog, path: str | Path) -> Path:
     """Write the HTML page of ``log`` to ``path`` and return the path.
-
-    With a ``comparison`` the page also shows this run beside others.
 
     Runs of any length make a page of some 100 KiB to a few MiB: curves keep their extremes in a
     bounded number of points, bars stand for groups of steps where there are too many.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = _page(log, comparison)
-    # A reader, or a failure half-way, never meets half a page.
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
-    try:
-        with open(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(partial, 0o666 & ~umask)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    write_whole(path, _page(log).encode())
     return path
 
 
-def _page(log: RunLog, comparison: Comparison | None) -> str:
+def _page(log: RunLog) -> str:
     import jinja2
     from markupsafe import Markup
 
@@ -112,8 +92,6 @@ def _page(log: RunLog, comparison: Comparison | None) -> str:
         percent=lambda share: "–" if math.isnan(share) else f"{share:.1%}",
     )
     shown: dict[str, Any] = {}
-    if comparison is not None:
-        shown["comparison"] = Markup(figures.comparison_figure(comparison.rows))
     if log.steps:
         shown["steps"] = Markup(figures.steps_figure(log.steps))
         if any(not math.isnan(step.accuracy) for step in log.steps):
@@ -136,7 +114,6 @@ def _page(log: RunLog, comparison: Comparison | None) -> str:
         verdict=summary.verdict(log),
         missing=summary.left_out(log),
         headlines=summary.headlines(log),
-        comparison=comparison,
         figures=shown,
         timelines=timelines,
         phases=summary.phase_costs(columns),

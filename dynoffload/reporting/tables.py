@@ -1,8 +1,4 @@
-"""Comparison of runs: what a reader weighs them by, and the table of it for terminals.
-
-What it is: one row per run (plain, on-demand, repeat, pilot), its numbers as words, and those
-printed by rich; the page of a report shows the same words. What it is not: measuring.
-"""
+"""Comparison of runs: the numbers a reader weighs them by, as a table for terminals."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dynoffload.reporting.summary import Tone, summarize
+from dynoffload.reporting.summary import summarize
 from dynoffload.telemetry import RunLog
 from dynoffload.units import format_bytes, format_seconds
 
@@ -76,103 +72,45 @@ class ComparisonRow:
         )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Runs side by side, as the page of one of them shows them.
-
-    Attributes:
-        title: the heading.
-        rows: the runs, the baseline first.
-        budget: bytes; a peak that passes it is marked.
-        note: how the runs were made, for the reader.
-
-    Raises:
-        ValueError: if there is no row.
-    """
-
-    title: str
-    rows: tuple[ComparisonRow, ...]
-    budget: int | None = None
-    note: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.rows:
-            raise ValueError("a comparison needs at least one row")
-
-    def headers(self) -> list[str]:
-        """Return what the numbers of a run are, in the order of `cells`."""
-        versus = f"vs {self.rows[0].name}"
-        return [
-            *("step time", versus, "stalled", "stalls", "read", "written"),
-            *("wasted prefetch", "wasted share", "order predicted", "peak memory", "same losses"),
-        ]
-
-    def cells(self, row: ComparisonRow) -> list[tuple[str, Tone]]:
-        """Return the numbers of ``row`` as words, and how each reads."""
-        base = self.rows[0]
-        # The baseline runs without a budget.
-        over = self.budget is not None and (row.peak_fast_bytes or 0) > self.budget
-        equal = {None: (NONE, Tone.PLAIN), True: ("yes", Tone.GOOD), False: ("NO", Tone.BAD)}
-        words = (
-            format_seconds(row.step_s),
-            f"{row.step_s / base.step_s:.2f}×" if base.step_s > 0 else NONE,
-            NONE if row.stall_s is None else format_seconds(row.stall_s),
-            NONE if row.stalls is None else f"{row.stalls:.0f}",
-            _bytes(row.bytes_in),
-            _bytes(row.bytes_out),
-            _bytes(row.wasted_bytes),
-            _share(row.wasted_share),
-            _share(row.accuracy),
-        )
-        peak = _bytes(row.peak_fast_bytes), Tone.BAD if over and row is not base else Tone.PLAIN
-        return [*((word, Tone.PLAIN) for word in words), peak, equal[row.losses_equal]]
-
-
-def comparison_table(
-    rows: Sequence[ComparisonRow],
-    *,
-    title: str = "",
-    budget: int | None = None,
-    upright: bool = False,
-) -> Table:
-    """Return ``rows`` as a table; times are compared with the first row, the baseline.
+def comparison_table(rows: Sequence[ComparisonRow], *, title: str, budget: int) -> Table:
+    """Return a table with a column for each run; times are compared with the first, the baseline.
 
     Args:
-        rows: the runs, baseline first.
+        rows: the runs, the baseline, which has no budget, first.
         title: above the table.
         budget: bytes; a peak that passes it is shown in red.
-        upright: put each run in a column: a few runs then fit a terminal of 80 characters.
-
-    Raises:
-        ValueError: if there is no row.
     """
     from rich.table import Table
 
-    comparison = Comparison(title, tuple(rows), budget)
-    caption = f"budget {format_bytes(budget)}; medians per step after warm-up" if budget else None
-    table = Table(
-        title=title or None, caption=caption, title_justify="left", caption_justify="left"
-    )
-    headers = comparison.headers()
-    cells = [[_marked(*cell) for cell in comparison.cells(row)] for row in rows]
-    if upright:
-        table.add_column("a step")
-        for row in rows:
-            table.add_column(row.name, justify="right")
-        for place, header in enumerate(headers):
-            table.add_row(header, *(values[place] for values in cells))
-        return table
-    table.add_column("run")
-    for header in headers:
-        table.add_column(header, justify="right")
-    for row, values in zip(rows, cells, strict=True):
-        table.add_row(row.name, *values)
+    caption = f"budget {format_bytes(budget)}; medians per step after warm-up"
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    base = rows[0]
+    table.add_column("a step")
+    for row in rows:
+        table.add_column(row.name, justify="right")
+    for label, cell in (
+        ("step time", lambda row: format_seconds(row.step_s)),
+        (f"vs {base.name}", lambda row: f"{row.step_s / base.step_s:.2f}×"),
+        ("stalled", lambda row: NONE if row.stall_s is None else format_seconds(row.stall_s)),
+        ("stalls", lambda row: NONE if row.stalls is None else f"{row.stalls:.0f}"),
+        ("read", lambda row: _bytes(row.bytes_in)),
+        ("written", lambda row: _bytes(row.bytes_out)),
+        ("wasted prefetch", lambda row: _bytes(row.wasted_bytes)),
+        ("wasted share", lambda row: _share(row.wasted_share)),
+        ("order predicted", lambda row: _share(row.accuracy)),
+        ("peak memory", lambda row: _peak(row, row is not base and budget)),
+        ("same losses", lambda row: _EQUAL[row.losses_equal]),
+    ):
+        table.add_row(label, *map(cell, rows))
     return table
 
 
-def _marked(word: str, tone: Tone) -> str:
-    style = {Tone.GOOD: "green", Tone.BAD: "bold red"}.get(tone)
-    return f"[{style}]{word}[/]" if style else word
+_EQUAL = {None: NONE, True: "[green]yes[/]", False: "[bold red]NO[/]"}
+
+
+def _peak(row: ComparisonRow, budget: int) -> str:
+    word = _bytes(row.peak_fast_bytes)
+    return f"[bold red]{word}[/]" if 0 < budget < (row.peak_fast_bytes or 0) else word
 
 
 def _bytes(count: int | None) -> str:

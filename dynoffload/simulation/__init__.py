@@ -8,7 +8,7 @@ runtime moves it (`Training`); and by formulas for machines and networks that ar
 from __future__ import annotations
 
 from dynoffload.simulation.machine import Link, Machine, load_costs, load_machines
-from dynoffload.simulation.own_work import Division, Work
+from dynoffload.simulation.overhead import Division, RuntimeOverhead
 from dynoffload.simulation.policies import Clairvoyant, Simulation, Strategy, simulate
 from dynoffload.simulation.recorded import Network, Recorded, network_of, recorded
 from dynoffload.simulation.training import Training
@@ -21,11 +21,11 @@ __all__ = [
     "Machine",
     "Network",
     "Recorded",
+    "RuntimeOverhead",
     "Simulation",
     "Step",
     "Strategy",
     "Training",
-    "Work",
     "Workload",
     "load_costs",
     "load_machines",

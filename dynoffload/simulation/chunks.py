@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynoffload.simulation.own_work import Division
+from dynoffload.simulation.overhead import Division
 from dynoffload.simulation.pager import SimulatedPager
 
 ALIGNMENT = 64

@@ -28,7 +28,7 @@ from dynoffload.planning.schedule import NextUse, Schedule
 from dynoffload.simulation.chunks import Chunks
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.machine import Machine
-from dynoffload.simulation.own_work import Counts, Division, Phase, Work
+from dynoffload.simulation.overhead import Counts, Division, Phase, RuntimeOverhead
 from dynoffload.simulation.pager import SimulatedPager
 from dynoffload.simulation.recorded import Network, Piece, Recorded
 
@@ -98,9 +98,9 @@ class Training:
         machine: Machine,
         *,
         prefetch: bool,
-        work: Work | None = None,
+        work: RuntimeOverhead | None = None,
     ) -> None:
-        self.division, self.work = division, work or Work()
+        self.division, self.work = division, work or RuntimeOverhead()
         self._prefetch = prefetch
         self._capacity = division.pool_bytes - division.reserve_bytes
         machine = machine.with_fast(division.pool_bytes)

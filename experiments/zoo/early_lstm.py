@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from dynoffload.datasets.sources import Split
 from dynoffload.datasets.statements import KINDS, Statement, statements
 from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class EarlyLSTM(nn.Module):
                 break
         return EarlyOutput(torch.stack(losses).mean(), logits, len(losses))
 
-    def sample_features(self, statement: Statement) -> Sample:
+    def sample_features(self, statement: Statement) -> InputFeatures:
         """Describe a statement by its bytes, each with the one before it, and how many there are.
 
         Returns:
@@ -124,7 +124,7 @@ class EarlyLSTM(nn.Module):
         tokens = statement.tokens.cpu()
         before = torch.cat((torch.tensor([self.config.vocabulary]), tokens[:-1]))
         pieces = -(-len(tokens) // self.config.piece)
-        return Sample(
+        return InputFeatures(
             values={"length": float(len(tokens)), "pieces": float(pieces)},
             elements=torch.stack((tokens, before), dim=1).numpy(),
         )

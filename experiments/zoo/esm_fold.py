@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dynoffload.datasets.proteins import Alignments, alignments
 from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"language": 32, "layers": 2, "blocks": 2, "sequence": 32, "pair": 16, "width": 8},
@@ -67,11 +67,11 @@ class EsmFold(nn.Module):
         told = F.cross_entropy(out.lm_logits.flatten(0, 1), query.flatten())
         return FoldOutput(apart + told + 1e-3 * out.positions.square().mean(), distances)
 
-    def sample_features(self, sample: Alignments) -> Sample:
+    def sample_features(self, sample: Alignments) -> InputFeatures:
         """Describe a sample by its shape and by how often the trunk runs for it."""
         rows, _, length = sample.tokens.shape
         shape = {"rows": rows, "length": length, "cycles": sample.cycles}
-        return Sample(values={name: float(value) for name, value in shape.items()})
+        return InputFeatures(values={name: float(value) for name, value in shape.items()})
 
 
 def _config(sizes: dict[str, int]) -> Any:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from dynoffload.datasets.proteins import BINS, TOKENS, Alignments, alignments
 from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 
 @dataclass(frozen=True)
@@ -311,11 +311,11 @@ class Evoformer(nn.Module):
             alignment, pairs = block(alignment, pairs)
         return alignment, pairs
 
-    def sample_features(self, sample: Alignments) -> Sample:
+    def sample_features(self, sample: Alignments) -> InputFeatures:
         """Describe a sample by its shape and by how often the trunk runs for it."""
         rows, depth, length = sample.tokens.shape
         shape = {"rows": rows, "depth": depth, "length": length, "cycles": sample.cycles}
-        return Sample(values={name: float(value) for name, value in shape.items()})
+        return InputFeatures(values={name: float(value) for name, value in shape.items()})
 
 
 def build(

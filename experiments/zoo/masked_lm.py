@@ -24,7 +24,7 @@ from dynoffload.datasets.sources import Split
 from dynoffload.datasets.statements import statements
 from dynoffload.datasets.text import VOCABULARY
 from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 
 MASK = VOCABULARY
 """The token that stands where one is hidden."""
@@ -133,10 +133,10 @@ class MaskedLM(nn.Module):
         logits: Tensor = self.head(x)
         return MaskedOutput(F.cross_entropy(logits[hidden].float(), tokens[hidden]), logits)
 
-    def sample_features(self, tokens: Tensor, hidden: Tensor) -> Sample:
+    def sample_features(self, tokens: Tensor, hidden: Tensor) -> InputFeatures:
         """Describe a sample by its size and its tokens, int64 ``[rows * length]``."""
         rows, length = tokens.shape
-        return Sample(
+        return InputFeatures(
             values={"rows": float(rows), "length": float(length)},
             elements=tokens.flatten()[:MAX_ELEMENTS].cpu().numpy(),
         )

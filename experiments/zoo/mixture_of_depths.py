@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample, built
 from dynoffload.experiments.zoo.moe_lm import Attention, Expert, Rotary, described, text_samples
-from dynoffload.profiler.hints import Decider
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.routing import RoutingProbe
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ class MixtureOfDepths(nn.Module):
         loss = loss + self.config.balance * torch.stack(losses).mean()
         return DepthsOutput(loss, logits, torch.stack(shares).mean())
 
-    def sample_features(self, tokens: Tensor, targets: Tensor) -> Sample:
+    def sample_features(self, tokens: Tensor, targets: Tensor) -> InputFeatures:
         """Describe a sample by its tokens, each with the two before it; see `described`."""
         return described(tokens, self.config.vocabulary)
 
-    def deciders(self) -> list[Decider]:
+    def routing_probes(self) -> list[RoutingProbe]:
         """Return the routers, in order: each can be asked about what another is given."""
         return [
-            Decider(f"routers.{number}", (f"blocks.{2 * number + 1}",), router.foretell)
+            RoutingProbe(f"routers.{number}", (f"blocks.{2 * number + 1}",), router.foretell)
             for number, router in enumerate(self.routers)
             if isinstance(router, Router)
         ]

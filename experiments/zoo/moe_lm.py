@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from dynoffload.datasets.sources import Split
 from dynoffload.datasets.text import batches
 from dynoffload.experiments.zoo.building import ZooSample, built, chosen_by_any
-from dynoffload.profiler.hints import Decider
-from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
+from dynoffload.profiler.routing import RoutingProbe
 
 
 @dataclass(frozen=True)
@@ -249,14 +249,14 @@ class MoELM(nn.Module):
         entropy = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return MoEOutput(entropy + self.config.balance * torch.stack(balances).mean(), logits)
 
-    def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> Sample:
+    def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> InputFeatures:
         """Describe a sample by its tokens, each with the two before it; see `described`."""
         return described(tokens, self.config.vocabulary)
 
-    def deciders(self) -> list[Decider]:
+    def routing_probes(self) -> list[RoutingProbe]:
         """Return the layers' mixtures, in order: each can be asked about what another is given."""
         return [
-            Decider(
+            RoutingProbe(
                 f"layers.{number}.moe",
                 tuple(f"layers.{number}.moe.experts.{e}" for e in range(self.config.experts)),
                 layer.moe.foretell,
@@ -266,7 +266,7 @@ class MoELM(nn.Module):
         ]
 
 
-def described(tokens: Tensor, vocabulary: int) -> Sample:
+def described(tokens: Tensor, vocabulary: int) -> InputFeatures:
     """Describe texts by their tokens, each with the two before it.
 
     Routing follows from a token and its near context, so this is what a pilot can know before the
@@ -286,7 +286,7 @@ def described(tokens: Tensor, vocabulary: int) -> Sample:
     for back in range(min(3, length)):
         elements[:, back:, back] = codes[:, : length - back]
     values = {"rows": float(rows), "length": float(length), "tokens": float(rows * length)}
-    return Sample(values=values, elements=elements.reshape(-1, 3)[:MAX_ELEMENTS])
+    return InputFeatures(values=values, elements=elements.reshape(-1, 3)[:MAX_ELEMENTS])
 
 
 def text_samples(split: Split | str, *, seed: int, **shape: Any) -> Iterator[ZooSample]:

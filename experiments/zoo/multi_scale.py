@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from dynoffload.datasets.images import ImageBatch, digits
 from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.profiler.hints import Decider
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.routing import RoutingProbe
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ class MultiScale(nn.Module):
                 break
         return ScaleOutput(torch.stack(losses).mean(), logits, len(losses))
 
-    def sample_features(self, batch: ImageBatch) -> Sample:
+    def sample_features(self, batch: ImageBatch) -> InputFeatures:
         """Describe images by how much ink they have, and how it is spread."""
         return batch.described()
 
-    def deciders(self) -> list[Decider]:
+    def routing_probes(self) -> list[RoutingProbe]:
         """Return the exits but the last: each decides whether the block after it runs."""
         return [
-            Decider(
+            RoutingProbe(
                 f"exits.{number}",
                 tuple(f"blocks.{number + 1}.{layer}" for layer in range(self.config.layers)),
                 partial(self._goes_on, number),

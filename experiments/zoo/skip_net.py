@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from dynoffload.datasets.images import ImageBatch, digits
 from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.profiler.hints import Decider
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.routing import RoutingProbe
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,14 @@ class SkipNet(nn.Module):
         loss = F.cross_entropy(logits, batch.labels) + self.config.cost * ran
         return SkipOutput(loss, logits, ran.detach())
 
-    def sample_features(self, batch: ImageBatch) -> Sample:
+    def sample_features(self, batch: ImageBatch) -> InputFeatures:
         """Describe images by how much ink they have, and how it is spread."""
         return batch.described()
 
-    def deciders(self) -> list[Decider]:
+    def routing_probes(self) -> list[RoutingProbe]:
         """Return the gates, in order: each can be asked about what another is given."""
         return [
-            Decider(f"gates.{number}", (f"blocks.{number}",), gate.foretell)
+            RoutingProbe(f"gates.{number}", (f"blocks.{number}",), gate.foretell)
             for number, gate in enumerate(self.gates)
             if isinstance(gate, Gate)
         ]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from dynoffload.datasets.images import ImageBatch, digits
 from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,12 @@ class Slimmable(nn.Module):
         logits = torch.stack(heads).sum(dim=0)
         return SlimOutput(F.cross_entropy(logits, batch.labels), logits)
 
-    def sample_features(self, batch: ImageBatch, groups: int) -> Sample:
+    def sample_features(self, batch: ImageBatch, groups: int) -> InputFeatures:
         """Describe images by the width they ask for."""
         seen = batch.described()
-        return Sample(values={**seen.values, "groups": float(groups)}, elements=seen.elements)
+        return InputFeatures(
+            values={**seen.values, "groups": float(groups)}, elements=seen.elements
+        )
 
 
 def build(

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample, built, chosen_by_any
 from dynoffload.experiments.zoo.moe_lm import Attention, MoEOutput, Rotary, described, text_samples
-from dynoffload.profiler.hints import Decider
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
+from dynoffload.profiler.routing import RoutingProbe
 
 
 @dataclass(frozen=True)
@@ -185,14 +185,14 @@ class SwitchLM(nn.Module):
             loss = loss + self.config.balance * torch.stack(balances).mean()
         return MoEOutput(loss, logits)
 
-    def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> Sample:
+    def sample_features(self, tokens: Tensor, targets: Tensor | None = None) -> InputFeatures:
         """Describe a sample by its tokens, each with the two before it; see `described`."""
         return described(tokens, self.config.vocabulary)
 
-    def deciders(self) -> list[Decider]:
+    def routing_probes(self) -> list[RoutingProbe]:
         """Return the layers that have experts, in order."""
         return [
-            Decider(
+            RoutingProbe(
                 f"layers.{number}.feed_forward",
                 tuple(
                     f"layers.{number}.feed_forward.experts.{expert}"

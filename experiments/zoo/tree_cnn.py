@@ -23,7 +23,7 @@ from dynoffload.datasets.sources import Split
 from dynoffload.datasets.trees import KINDS, Tree, trees
 from dynoffload.experiments.zoo.building import ZooSample, built
 from dynoffload.experiments.zoo.tree_lstm import TreeOutput, described
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TreeCNN(nn.Module):
         logits: Tensor = self.head(x)
         return TreeOutput(F.cross_entropy(logits.float(), tree.labels), logits)
 
-    def sample_features(self, tree: Tree) -> Sample:
+    def sample_features(self, tree: Tree) -> InputFeatures:
         """Describe a tree by its nodes in the order in which they are visited; see `described`."""
         return described(tree)
 

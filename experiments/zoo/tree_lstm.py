@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from dynoffload.datasets.sources import Split
 from dynoffload.datasets.trees import KINDS, Tree, trees
 from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.profiler.sample import MAX_ELEMENTS, Sample
+from dynoffload.profiler.input_features import MAX_ELEMENTS, InputFeatures
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ class TreeLSTM(nn.Module):
         logits: Tensor = self.head(torch.cat([h for h, _ in states]))
         return TreeOutput(F.cross_entropy(logits.float(), tree.labels), logits)
 
-    def sample_features(self, tree: Tree) -> Sample:
+    def sample_features(self, tree: Tree) -> InputFeatures:
         """Describe a tree by its nodes in the order of the cell's calls; see `described`."""
         return described(tree)
 
 
-def described(tree: Tree) -> Sample:
+def described(tree: Tree) -> InputFeatures:
     """Describe a tree by its nodes, children first.
 
     Returns:
@@ -140,7 +140,7 @@ def described(tree: Tree) -> Sample:
         "leaves": float((arity == 0).sum()),
         "widest": float(arity.max()),
     }
-    return Sample(values=values, elements=np.stack(columns, axis=1)[:MAX_ELEMENTS])
+    return InputFeatures(values=values, elements=np.stack(columns, axis=1)[:MAX_ELEMENTS])
 
 
 def build(

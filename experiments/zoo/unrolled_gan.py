@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from dynoffload.datasets.images import ImageBatch, digits
 from dynoffload.datasets.sources import Split
 from dynoffload.experiments.zoo.building import ZooSample, built
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 NOISE = 128
 """Columns of noise in a sample, enough for all presets."""
@@ -135,10 +135,12 @@ class UnrolledGAN(nn.Module):
         judged: Tensor = functional_call(self.discriminator, weights, (images,))
         return judged
 
-    def sample_features(self, batch: ImageBatch, noise: Tensor, unrolled: int) -> Sample:
+    def sample_features(self, batch: ImageBatch, noise: Tensor, unrolled: int) -> InputFeatures:
         """Describe a sample by how many steps are unrolled."""
         seen = batch.described()
-        return Sample(values={**seen.values, "unrolled": float(unrolled)}, elements=seen.elements)
+        return InputFeatures(
+            values={**seen.values, "unrolled": float(unrolled)}, elements=seen.elements
+        )
 
 
 def _telling(real: Tensor, made: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ from dynoffload.pilot.features import BlockHint
 from dynoffload.pilot.online import AVERAGE, OnlineLearner
 from dynoffload.pilot.pilot import Pilot
 from dynoffload.planning.blocks import UNSEEN, Block, Vocabulary
-from dynoffload.profiler.hints import Decider, deciders_of, hinted
 from dynoffload.profiler.idioms import Idioms
+from dynoffload.profiler.input_features import Features, InputFeatures, describe_input
 from dynoffload.profiler.network import fingerprint, shape_key
-from dynoffload.profiler.sample import Features, Sample, describe_sample
+from dynoffload.profiler.routing import RoutingProbe, hinted, probes_of
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.migration.steps import Step
 from dynoffload.runtime.migration.trial import Trial
@@ -58,7 +58,7 @@ class Predictor(Protocol):
     def vocabulary(self) -> Vocabulary:
         """The blocks it speaks of."""
 
-    def predict(self, sample: Sample) -> Any:
+    def predict(self, sample: InputFeatures) -> Any:
         """Return an object whose ``blocks`` is the predicted order, as indices."""
 
     def check(self, fingerprint: str) -> None:
@@ -80,7 +80,7 @@ class Forecast:
         actual: the order that ran.
         accuracy: of the one against the other; NaN without a prediction.
         source: what steers: ``"the pilot"`` or ``"the last order"``.
-        asks: whether a decider is being asked: the modules that it calls are none of the forward's.
+        asks: whether a probe is being asked: the modules that it calls are none of the forward's.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Forecast:
         self._units: dict[str, Unit] = {}
         self._thread: threading.Thread | None = None
         self._steady = 0
-        self._sample: Sample | None = None
+        self._sample: InputFeatures | None = None
         self._inside: list[str] = []  # blocks of several units whose calls are under way
         self._step: Step | None = None  # while a forward runs
         self._worth = Worth(self.vocabulary)
@@ -117,7 +117,7 @@ class Forecast:
         self._begun = 0  # samples
         self._foretold = 0.0  # share of blocks foretold as the one before them ran, of late
         self.asks = False
-        self._asked: dict[str, list[Unit]] = {}  # by decider: what it and the next may look at
+        self._asked: dict[str, list[Unit]] = {}  # by probe: what it and the next may look at
         self._order: list[int] = []
         self._last: list[int] | None = None
         self.predicted: list[int] | None = None
@@ -139,7 +139,7 @@ class Forecast:
 
         Args:
             units: what the migrator watches.
-            on_ask: called with the units that a network's decider may look at, before it does.
+            on_ask: called with the units that a network's probe may look at, before it does.
             on_revise: called with the units that the rest of a forward will probably visit,
                 otherwise than was foretold.
         """
@@ -175,7 +175,7 @@ class Forecast:
         confidence = None
         predictor = self._learner if self._learner is not None else self._predictor
         if predictor is not None:
-            self._sample = describe_sample(self._model, args, kwargs, self._features)
+            self._sample = describe_input(self._model, args, kwargs, self._features)
             self._compare(self._sample)
             prediction = predictor.predict(self._sample)
             if prediction is not None:
@@ -186,7 +186,7 @@ class Forecast:
                 elif self._begun % _LISTEN:
                     blocks = []  # it is followed now and then, to see whether it does better
                 if blocks and self._learner is not None and self._trial("the pilot").prefetch:
-                    following = self._learner.following
+                    following = self._learner.tracker
         self._begun += 1
         self._step = Step(following, blocks)
         if self.predicted is None:
@@ -196,7 +196,7 @@ class Forecast:
             self._chosen = self._worth.begin(self.predicted, confidence)
         return self._units_of(self._chosen)
 
-    def _compare(self, sample: Sample) -> None:
+    def _compare(self, sample: InputFeatures) -> None:
         """At the first sample, say so if it is not of the kind that the pilot was trained on."""
         if self._begun or self._learner is None or self._learner.pilot is None:
             return
@@ -231,15 +231,15 @@ class Forecast:
         self._step.ran(index)
         self._revise([index])
 
-    def _ask(self, deciders: Sequence[Decider], args: tuple[Any, ...]) -> None:
-        """A decider is called: it tells, as does the one after it."""
+    def _ask(self, probes: Sequence[RoutingProbe], args: tuple[Any, ...]) -> None:
+        """A probe is called: it tells, as does the one after it."""
         step = self._step
         if step is None or self.asks or not (step.follows or self._grows):
             return
-        self._on_ask(self._asked[deciders[0].path])
+        self._on_ask(self._asked[probes[0].path])
         self.asks = True
         try:
-            hints = hinted({deciders[0].path: deciders}, deciders[0].path, args, 0)
+            hints = hinted({probes[0].path: probes}, probes[0].path, args, 0)
         finally:
             self.asks = False
         for hint in hints:
@@ -351,19 +351,19 @@ class Forecast:
                     out = Hook(partial(self._out, path))  # not ended: it leaves what was entered
                     self._handles.append(after_call(module, out, self._unseen))
         if self._learner is not None:
-            self._install_deciders(modules)
+            self._install_probes(modules)
 
-    def _install_deciders(self, modules: Mapping[str, nn.Module]) -> None:
+    def _install_probes(self, modules: Mapping[str, nn.Module]) -> None:
         try:
-            table = deciders_of(self._model)
+            table = probes_of(self._model)
         except Exception as error:  # of code of the user's: a hint is advice
             logger.warning(
                 "the network gives no routing hints: %s: %s", type(error).__name__, error
             )
             return
-        for path, deciders in table.items():
-            decided = {block for decider in deciders for block in decider.blocks}
-            heads = [_below(decider.path) for decider in deciders]
+        for path, probes in table.items():
+            decided = {block for probe in probes for block in probe.blocks}
+            heads = [_below(probe.path) for probe in probes]
             self._asked[path] = [
                 unit
                 for unit in self._units.values()
@@ -372,11 +372,11 @@ class Forecast:
             ]
 
             def call(
-                _: nn.Module, args: tuple[Any, ...], kwargs: Any, told: tuple[Decider, ...]
+                _: nn.Module, args: tuple[Any, ...], kwargs: Any, told: tuple[RoutingProbe, ...]
             ) -> None:
                 self._ask(told, args)
 
-            hook = Hook(partial(call, told=deciders))
+            hook = Hook(partial(call, told=probes))
             self._hooks.append(hook)
             self._handles.append(before_call(modules[path], hook, self._unseen))
 

@@ -1,7 +1,7 @@
 """One step under a pilot: what runs is told as it runs, and the rest is asked for anew.
 
 What it is: `Step`, which hands each block that begins, and each hint, to a
-`dynoffload.pilot.following.Following`, and says when what was expected no longer holds. What it is
+`dynoffload.pilot.tracking.StepTracker`, and says when what was expected no longer holds. What it is
 not: the plan, which the migrator makes of the answer, nor the hooks that tell of what runs.
 
 The rest is asked for when something ran that was not expected next, and when the network hints.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from dynoffload.pilot.features import BlockHint, Floats
-from dynoffload.pilot.following import Following
+from dynoffload.pilot.tracking import StepTracker
 
 SHARE = 0.2
 """Share of a forward's time so far that foretelling its rest anew may have taken."""
@@ -33,7 +33,7 @@ class Step:
         revisions: how often the rest was foretold anew.
     """
 
-    def __init__(self, following: Following | None, expected: Sequence[int]) -> None:
+    def __init__(self, following: StepTracker | None, expected: Sequence[int]) -> None:
         self.hints: list[BlockHint] = []
         self.foretold = self.revisions = 0
         self._following = following
@@ -51,7 +51,7 @@ class Step:
         """A block began."""
         if self._following is None:
             return
-        self._following.tell(block)
+        self._following.observe(block)
         if self._expected[self._at : self._at + 1] == [block]:
             self._at += 1
             self.foretold += 1
@@ -75,7 +75,7 @@ class Step:
         if self._spent > SHARE * (begun - self._begun):
             return None
         self._departed = False
-        rest, chances = following.foretell()
+        rest, chances = following.expect()
         self._expected, self._at = rest, 0
         self.revisions += 1
         self.account(begun)

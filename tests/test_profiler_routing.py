@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fuzz_traces import repack, unpack
 from synthetic_pilot import label_of
 from torch import Tensor, nn
 
@@ -21,11 +20,11 @@ from dynoffload.experiments.zoo.moe_lm import MoELM
 from dynoffload.pilot.evaluate import one_ahead
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import fit_pilot, placed_hints
-from dynoffload.pilot.train import encode_example
+from dynoffload.pilot.labels import encode_example
 from dynoffload.planning.blocks import Vocabulary
 from dynoffload.planning.cutting import build_vocabulary
-from dynoffload.profiler import Decider, Recorder, Trace, load_trace, resolve, save_trace
-from dynoffload.profiler.hints import deciders_of, hinted
+from dynoffload.profiler import Recorder, RoutingProbe, Trace, load_trace, resolve, save_trace
+from dynoffload.profiler.routing import hinted, probes_of
 
 HINTING = {"moe": {"rows": 1, "length": 8}, "switch": {"rows": 1, "length": 8}}
 
@@ -63,7 +62,7 @@ def test_the_routers_of_the_zoo_tell_more_than_chance(name: str) -> None:
 
 def test_hints_are_no_operators_and_change_no_bit() -> None:
     class Mute(MoELM):
-        deciders = None  # type: ignore[assignment]
+        probes = None  # type: ignore[assignment]
 
     losses = []
     counts = []
@@ -95,53 +94,38 @@ def test_hints_are_stored(tmp_path: Path) -> None:
     assert load_trace(tmp_path / "a.trace") == trace
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [(0, -1), (0, 10**6), (0, "x"), (1, 99), (2, []), (2, [2.0] * 8), (2, [None] * 8)],
-)
-def test_impossible_hints_are_refused(place: int, value: Any, tmp_path: Path) -> None:
-    _, (trace,) = _recorded("moe", 1, rows=1, length=8)
-    path = tmp_path / "a.trace"
-    save_trace(trace, path)
-    document, arrays = unpack(path.read_bytes())
-    document["hints"][0][place] = value
-    path.write_bytes(repack(document, arrays))
-    with pytest.raises(TraceError, match="truncated or damaged"):
-        load_trace(path)
-
-
 class _Two(nn.Module):
-    """Two modules, and whatever deciders a test wants."""
+    """Two modules, and whatever probes a test wants."""
 
-    def __init__(self, deciders: Callable[[], list[Decider]]) -> None:
+    def __init__(self, probes: Callable[[], list[RoutingProbe]]) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.deciders = deciders
+        self.routing_probes = probes
 
 
-def _decider(path: str, blocks: tuple[str, ...], told: Any) -> Decider:
+def _probe(path: str, blocks: tuple[str, ...], told: Any) -> RoutingProbe:
     def foretell(x: Tensor) -> Any:
         if isinstance(told, Exception):
             raise told
         return told
 
-    return Decider(path, blocks, foretell)
+    return RoutingProbe(path, blocks, foretell)
 
 
-def test_deciders_that_are_none_are_named() -> None:
-    with pytest.raises(TraceError, match=r"_Two.deciders\(\) names \['third'\]"):
-        deciders_of(_Two(lambda: [_decider("first", ("third",), None)]))
+def test_probes_that_are_none_are_named() -> None:
+    with pytest.raises(TraceError, match=r"_Two.routing_probes\(\) names \['third'\]"):
+        probes_of(_Two(lambda: [_probe("first", ("third",), None)]))
     with pytest.raises(TraceError, match="decides about 0 blocks"):
-        deciders_of(_Two(lambda: [_decider("first", (), None)]))
+        probes_of(_Two(lambda: [_probe("first", (), None)]))
     with pytest.raises(TraceError, match="must return a list of"):
-        deciders_of(_Two(lambda: [None]))  # type: ignore[list-item]
-    twice = _decider("first", ("second",), None)
-    with pytest.raises(TraceError, match="names one decider twice"):
-        deciders_of(_Two(lambda: [twice, twice]))
-    assert deciders_of(nn.Linear(1, 1)) == {}
+        probes_of(_Two(lambda: [None]))  # type: ignore[list-item]
+    twice = _probe("first", ("second",), None)
+    with pytest.raises(TraceError, match="names one probe twice"):
+        probes_of(_Two(lambda: [twice, twice]))
+    assert probes_of(nn.Linear(1, 1)) == {}
     listed = nn.Linear(1, 1)
-    listed.deciders = nn.ModuleList([nn.Linear(1, 1)])
-    assert deciders_of(listed) == {}
+    listed.routing_probes = nn.ModuleList([nn.Linear(1, 1)])
+    assert probes_of(listed) == {}
 
 
 @pytest.mark.parametrize(
@@ -157,11 +141,11 @@ def test_deciders_that_are_none_are_named() -> None:
         ("often", None),
     ],
 )
-def test_what_a_decider_says_is_checked(
+def test_what_a_probe_says_is_checked(
     told: Any, found: tuple[float, ...] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table = deciders_of(
-        _Two(lambda: [_decider("first", ("second",), None), _decider("second", ("second",), told)])
+    table = probes_of(
+        _Two(lambda: [_probe("first", ("second",), None), _probe("second", ("second",), told)])
     )
     # The first says nothing of itself; the second is asked there, and once more where it decides.
     for path in ("first", "second"):
@@ -175,7 +159,7 @@ def test_what_a_decider_says_is_checked(
 def _examples(name: str, count: int, **shape: Any) -> tuple[Vocabulary, list[Example]]:
     _, traces = _recorded(name, count, **shape)
     labels = [label_of(resolve(trace)) for trace in traces]
-    vocabulary = build_vocabulary([label.outline for label in labels])
+    vocabulary = build_vocabulary([label.calls for label in labels])
     return vocabulary, [encode_example(vocabulary, label) for label in labels]
 
 
@@ -250,24 +234,26 @@ def test_a_weight_cast_for_a_hint_is_not_what_forward_uses() -> None:
         assert gradient is None or found is None or torch.equal(gradient, found), name
 
 
-def test_a_decider_that_writes_into_what_it_is_given_is_refused() -> None:
-    decider = Decider("first", ("second",), lambda x: x.mul_(0.5).sum().reshape(1))
-    table = deciders_of(_Two(lambda: [decider]))
-    with pytest.raises(TraceError, match="decider of 'first' writes into"):
+def test_a_probe_that_writes_into_what_it_is_given_is_refused() -> None:
+    probe = RoutingProbe("first", ("second",), lambda x: x.mul_(0.5).sum().reshape(1))
+    table = probes_of(_Two(lambda: [probe]))
+    with pytest.raises(TraceError, match="probe of 'first' writes into"):
         hinted(table, "first", (torch.ones(1),), 0)
-    nested = Decider("first", ("second",), lambda told: told["x"][0].mul_(0.5).sum().reshape(1))
-    table = deciders_of(_Two(lambda: [nested]))
-    with pytest.raises(TraceError, match="decider of 'first' writes into"):
+    nested = RoutingProbe(
+        "first", ("second",), lambda told: told["x"][0].mul_(0.5).sum().reshape(1)
+    )
+    table = probes_of(_Two(lambda: [nested]))
+    with pytest.raises(TraceError, match="probe of 'first' writes into"):
         hinted(table, "first", ({"x": [torch.ones(1)]},), 0)
 
 
-def test_what_a_decider_cannot_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_probe_cannot_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     numbers = iter(range(9))
 
     def foretell(x: Tensor) -> Tensor:
         raise ValueError(f"number {next(numbers)}")
 
-    table = deciders_of(_Two(lambda: [Decider("first", ("second",), foretell)]))
+    table = probes_of(_Two(lambda: [RoutingProbe("first", ("second",), foretell)]))
     for _ in range(3):
         hinted(table, "first", (torch.ones(1),), 0)
     assert caplog.text.count("no hint for first") == 1

@@ -1,7 +1,7 @@
-"""The outline of a program: its calls, what each left alive, and the regions of each module.
+"""The summary of a program: its calls, what each left alive, and the regions of each module.
 
 Cutting a program into blocks, and reading it as blocks, need no more. Outlines are arrays:
-thousands fit where dozens of programs do, and they can be stored.
+thousands fit where dozens of programs do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ Small = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
-class Outline:
+class CallSummary:
     """What a program ran, as arrays; C calls, R regions, P pairs of a module and a region.
 
     Attributes:
@@ -93,22 +92,10 @@ class Outline:
 
 
 _LARGEST = 2**62
-ARRAYS: dict[str, np.dtype[Any]] = {
-    "call_path": np.dtype("<i4"),
-    "call_key": np.dtype("<i4"),
-    "call_parent": np.dtype("<i4"),
-    "call_activations": np.dtype("<i8"),
-    "call_idioms": np.dtype("<i8"),
-    "owners": np.dtype("<i4"),
-    "region": np.dtype("<i4"),
-    "region_bytes": np.dtype("<i8"),
-    "owned": np.dtype("<i4"),
-}
-"""The arrays of an `Outline`, with their types."""
 
 
-def outline_of(program: Program) -> Outline:
-    """Return the outline of a program.
+def summarize_calls(program: Program) -> CallSummary:
+    """Return the summary of a program.
 
     A visit of forward belongs to the last call of its module that began before the visit ended.
     """
@@ -145,7 +132,7 @@ def outline_of(program: Program) -> Outline:
     def small(values: Iterable[int]) -> Small:
         return np.fromiter(values, dtype=np.int32)
 
-    return Outline(
+    return CallSummary(
         network=program.network,
         source=program.source,
         step=program.step,

@@ -1,6 +1,6 @@
 """How quick the runtime's own work is on this machine now.
 
-What it is: `measure_pace`, which trains a small network in which nothing moves, plainly and in a
+What it is: `probe_overhead`, which trains a small network in which nothing moves, plainly and in a
 session in turns: what the session takes more is the runtime's own work. What it is not: what a
 saved tensor or an update takes, which is fitted on many networks; a pace carries that from one
 hour, or machine, to another.
@@ -28,7 +28,7 @@ _BUDGET = 3  # times parameters, gradients and optimizer state
 _STEPS, _WARMUP, _ROUNDS = 9, 3, 3
 
 
-class Pace(NamedTuple):
+class OverheadProbe(NamedTuple):
     """The runtime's own work in a step of the small network.
 
     Attributes:
@@ -41,7 +41,7 @@ class Pace(NamedTuple):
     most: float
 
 
-def measure_pace(directory: str | Path) -> Pace:
+def probe_overhead(directory: str | Path) -> OverheadProbe:
     """Return the seconds of the runtime's own work in a step of a network of 20 layers, by as many
     threads as the process computes with; takes about two seconds, and 50 MiB.
 
@@ -57,7 +57,7 @@ def measure_pace(directory: str | Path) -> Pace:
         return _measured(directory)
 
 
-def _measured(directory: str | Path) -> Pace:
+def _measured(directory: str | Path) -> OverheadProbe:
     layers = ((nn.Linear(_WIDTH, _WIDTH, dtype=torch.float32), nn.ReLU()) for _ in range(_LAYERS))
     model = nn.Sequential(*itertools.chain.from_iterable(layers))
     batch = torch.randn(_ROWS, _WIDTH, dtype=torch.float32)
@@ -84,7 +84,7 @@ def _measured(directory: str | Path) -> Pace:
             f"{format_seconds(median(plain))} plainly, so dynoffload's overhead cannot be "
             "measured: the machine is too busy, estimate again when it is idle"
         )
-    return Pace(own, min(1.0, min(rounds) / own), max(1.0, max(rounds) / own))
+    return OverheadProbe(own, min(1.0, min(rounds) / own), max(1.0, max(rounds) / own))
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:

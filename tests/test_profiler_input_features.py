@@ -11,15 +11,15 @@ from reference_work import times_reference
 from torch import nn
 
 from dynoffload.errors import TraceError
-from dynoffload.profiler import Sample, describe_sample
-from dynoffload.profiler.sample import MAX_ELEMENTS, MAX_OBJECTS, merge_samples
+from dynoffload.profiler import InputFeatures, describe_input
+from dynoffload.profiler.input_features import MAX_ELEMENTS, MAX_OBJECTS, merge_inputs
 
 
 def test_default_keeps_shapes_numbers_masks_and_codes() -> None:
     tokens = torch.arange(6).reshape(2, 3)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     flags = torch.tensor([True, False, True])
-    sample = describe_sample(
+    sample = describe_input(
         None, (tokens,), {"attention_mask": mask, "flags": flags, "scale": 0.5, "name": "x"}
     )
     assert sample.values["arg0.numel"] == 6
@@ -41,7 +41,7 @@ class _Batch:
 
 def test_default_walks_dataclasses_dicts_and_lists() -> None:
     batch = _Batch(torch.tensor([7, 8], dtype=torch.int32), {"more": [torch.zeros(4), 3]})
-    sample = describe_sample(None, (batch,), {})
+    sample = describe_input(None, (batch,), {})
     assert sample.elements.tolist() == [7, 8]
     assert sample.values["arg0.extra.more.len"] == 2
     assert sample.values["arg0.extra.more.0.shape0"] == 4
@@ -52,16 +52,16 @@ def test_default_is_bounded() -> None:
     """A graph that refers to itself, a long list and a long tensor all end."""
     loop: list[object] = []
     loop.append(loop)
-    describe_sample(None, (loop,), {})
-    many = describe_sample(None, (list(range(100_000)),), {})
+    describe_input(None, (loop,), {})
+    many = describe_input(None, (list(range(100_000)),), {})
     assert len(many.values) <= MAX_OBJECTS
-    long = describe_sample(None, (torch.ones(MAX_ELEMENTS + 5, dtype=torch.int64),), {})
+    long = describe_input(None, (torch.ones(MAX_ELEMENTS + 5, dtype=torch.int64),), {})
     assert len(long.elements) == MAX_ELEMENTS
 
 
 def test_a_sample_does_not_alias_the_batch() -> None:
     tokens = torch.tensor([1, 2, 3])
-    sample = describe_sample(None, (tokens,), {})
+    sample = describe_input(None, (tokens,), {})
     tokens.zero_()
     assert sample.elements.tolist() == [1, 2, 3]
 
@@ -69,7 +69,7 @@ def test_a_sample_does_not_alias_the_batch() -> None:
 def test_meta_and_sparse_tensors_have_shapes_but_no_values() -> None:
     meta = torch.empty(3, dtype=torch.int64, device="meta")
     sparse = torch.eye(3).to_sparse()
-    sample = describe_sample(None, (meta, sparse), {})
+    sample = describe_input(None, (meta, sparse), {})
     assert sample.values["arg0.shape0"] == 3
     assert sample.values["arg1.shape1"] == 3
     assert not len(sample.elements)
@@ -82,35 +82,41 @@ class _Speaking(nn.Module):
 
 def test_features_come_before_the_module_and_the_module_before_the_default() -> None:
     x = torch.zeros(5)
-    chosen = Sample({"chosen": 1.0}, np.array([[1, 2], [3, 4]]))
-    assert describe_sample(_Speaking(), (x,), {}, features=lambda x: chosen) == chosen
-    assert describe_sample(_Speaking(), (x,), {}, features=lambda x: {"n": 2}).values == {"n": 2.0}
-    assert describe_sample(_Speaking(), (x,), {}).values == {"own": 5.0}
-    assert "arg0.numel" in describe_sample(nn.Identity(), (x,), {}).values
+    chosen = InputFeatures({"chosen": 1.0}, np.array([[1, 2], [3, 4]]))
+    assert describe_input(_Speaking(), (x,), {}, features=lambda x: chosen) == chosen
+    assert describe_input(_Speaking(), (x,), {}, features=lambda x: {"n": 2}).values == {"n": 2.0}
+    assert describe_input(_Speaking(), (x,), {}).values == {"own": 5.0}
+    assert "arg0.numel" in describe_input(nn.Identity(), (x,), {}).values
 
 
 @pytest.mark.parametrize(
     "made",
-    [3.0, None, {"a": "text"}, Sample({}, np.zeros(3)), Sample({}, np.zeros((1, 1, 1), np.int64))],
+    [
+        3.0,
+        None,
+        {"a": "text"},
+        InputFeatures({}, np.zeros(3)),
+        InputFeatures({}, np.zeros((1, 1, 1), np.int64)),
+    ],
 )
 def test_a_featurizer_that_returns_nonsense_is_named(made: object) -> None:
     with pytest.raises(TraceError, match="features"):
-        describe_sample(None, (), {}, features=lambda: made)  # type: ignore[arg-type, return-value]
+        describe_input(None, (), {}, features=lambda: made)  # type: ignore[arg-type, return-value]
 
 
 def test_samples_of_one_step_are_merged() -> None:
-    one = Sample({"a": 1.0}, np.array([1, 2]))
-    two = Sample({"a": 9.0}, np.array([3]))
-    merged = merge_samples([one, two])
+    one = InputFeatures({"a": 1.0}, np.array([1, 2]))
+    two = InputFeatures({"a": 9.0}, np.array([3]))
+    merged = merge_inputs([one, two])
     assert merged.values == {"a": 1.0, "samples": 2.0}
     assert merged.elements.tolist() == [1, 2, 3]
-    assert merge_samples([one]) is one
+    assert merge_inputs([one]) is one
 
 
 def test_equality_compares_codes() -> None:
-    assert Sample({}, np.array([1])) == Sample({}, np.array([1]))
-    assert Sample({}, np.array([1])) != Sample({}, np.array([2]))
-    assert Sample({}) != "sample"
+    assert InputFeatures({}, np.array([1])) == InputFeatures({}, np.array([1]))
+    assert InputFeatures({}, np.array([1])) != InputFeatures({}, np.array([2]))
+    assert InputFeatures({}) != "sample"
 
 
 @pytest.mark.alone
@@ -121,7 +127,7 @@ def test_describing_takes_less_than_half_of_the_reference() -> None:
         "attention_mask": torch.ones(8, 1024, dtype=torch.int64),
         "labels": torch.randint(0, 1000, (8, 1024)),
     }
-    assert times_reference(lambda: describe_sample(None, (), batch), 50) < 0.5
+    assert times_reference(lambda: describe_input(None, (), batch), 50) < 0.5
 
 
 def test_a_featurizer_draws_nothing_of_the_training_s_and_keeps_no_graph() -> None:
@@ -133,9 +139,9 @@ def test_a_featurizer_draws_nothing_of_the_training_s_and_keeps_no_graph() -> No
 
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    first = describe_sample(None, (torch.ones(2, requires_grad=True),), {}, features)
+    first = describe_input(None, (torch.ones(2, requires_grad=True),), {}, features)
     assert torch.equal(torch.get_rng_state(), before)
-    assert first == describe_sample(None, (torch.ones(2),), {}, features)
+    assert first == describe_input(None, (torch.ones(2),), {}, features)
     assert not seen[0].requires_grad
 
 
@@ -147,4 +153,4 @@ def test_a_featurizer_that_writes_into_what_it_is_given_is_refused(nested: bool)
 
     x = torch.ones(2)
     with pytest.raises(TraceError, match="`features` writes into what its module is given"):
-        describe_sample(None, ([x] if nested else x,), {}, features)
+        describe_input(None, ([x] if nested else x,), {}, features)

@@ -12,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynoffload.errors import PilotError
-from dynoffload.pilot.segments import Neighbours, Rule, SegmentModel, learn_segment
-from dynoffload.profiler.sample import Sample
+from dynoffload.pilot.loops import LoopModel, Neighbours, Rule, learn_loop
+from dynoffload.profiler.input_features import InputFeatures
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
 trees, vocabulary = _synthetic["trees"], _synthetic["vocabulary"]
 
 
-def sample(*rows: tuple[int, ...], **values: float) -> Sample:
-    return Sample(values, np.array(rows, dtype=np.int64))
+def sample(*rows: tuple[int, ...], **values: float) -> InputFeatures:
+    return InputFeatures(values, np.array(rows, dtype=np.int64))
 
 
 def test_one_cell_per_node_by_arity_is_a_table_over_the_arity_alone() -> None:
     _, examples = trees(30)
-    model = learn_segment([e.sample for e in examples], [tuple(e.blocks[1:-1]) for e in examples])
+    model = learn_loop([e.sample for e in examples], [tuple(e.blocks[1:-1]) for e in examples])
     assert isinstance(model.how, Rule)
     assert model.how.columns == (0,)
     assert model.fidelity == 1.0
@@ -41,9 +41,11 @@ def test_elements_that_make_none_or_several_blocks_are_solved_for() -> None:
     samples, runs = [], []
     for _ in range(40):
         kinds = rng.integers(3, size=int(rng.integers(3, 20)))
-        samples.append(Sample({}, np.stack([rng.integers(99, size=kinds.size), kinds], axis=1)))
+        samples.append(
+            InputFeatures({}, np.stack([rng.integers(99, size=kinds.size), kinds], axis=1))
+        )
         runs.append(tuple(b for kind in kinds.tolist() for b in made[kind]))
-    model = learn_segment(samples, runs)
+    model = learn_loop(samples, runs)
     assert isinstance(model.how, Rule)
     assert model.how.columns == (1,)
     assert model.predict(sample((5, 2), (6, 0), (7, 1))) == [8, 9, 7]
@@ -54,9 +56,9 @@ def test_two_columns_are_used_where_one_does_not_tell() -> None:
     samples, runs = [], []
     for _ in range(60):
         codes = rng.integers(2, size=(12, 3))
-        samples.append(Sample({}, codes))
+        samples.append(InputFeatures({}, codes))
         runs.append(tuple((codes[:, 0] ^ codes[:, 2]).tolist()))
-    model = learn_segment(samples, runs)
+    model = learn_loop(samples, runs)
     assert isinstance(model.how, Rule)
     assert model.how.columns == (0, 2)
     assert model.predict(sample((1, 0, 0), (1, 1, 1))) == [1, 0]
@@ -64,7 +66,7 @@ def test_two_columns_are_used_where_one_does_not_tell() -> None:
 
 def test_a_code_never_seen_is_taken_for_its_nearest() -> None:
     samples = [sample((1, 0), (8, 0)), sample((8, 1), (1, 1), (1, 0))]
-    model = learn_segment(samples, [(0, 1), (1, 0, 0)])
+    model = learn_loop(samples, [(0, 1), (1, 0, 0)])
     assert model.predict(sample((9, 0), (2, 0))) == [1, 0]
 
 
@@ -74,11 +76,13 @@ def test_a_loop_that_follows_a_number_repeats_the_nearest_record() -> None:
     for _ in range(40):
         rounds = int(rng.integers(1, 6))
         codes = rng.integers(50, size=int(rng.integers(5, 30)))
-        samples.append(Sample({"rounds": float(rounds), "noise": float(rng.random())}, codes))
+        samples.append(
+            InputFeatures({"rounds": float(rounds), "noise": float(rng.random())}, codes)
+        )
         runs.append((4, 5) * rounds)
-    model = learn_segment(samples, runs)
+    model = learn_loop(samples, runs)
     assert isinstance(model.how, Neighbours)
-    wanted = Sample({"rounds": 3.0, "noise": 0.5}, rng.integers(50, size=15))
+    wanted = InputFeatures({"rounds": 3.0, "noise": 0.5}, rng.integers(50, size=15))
     assert model.predict(wanted) == [4, 5, 4, 5, 4, 5]
 
 
@@ -86,12 +90,12 @@ def test_pairs_of_codes_that_never_met_follow_from_each() -> None:
     """The kind says which cell, the arity in which shape: all pairs are foretold from some."""
     names = vocabulary([(f"cells.{kind}", f"{arity}x8") for kind in range(4) for arity in range(5)])
     met = [(kind, arity) for kind in range(4) for arity in range(5) if (kind + arity) % 3]
-    samples = [Sample({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
+    samples = [InputFeatures({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
     runs = [(5 * kind + arity,) * 3 for kind, arity in met * 2]
-    model = learn_segment(samples, runs, names.blocks)
+    model = learn_loop(samples, runs, names.blocks)
     for kind in range(4):
         for arity in range(5):
-            sample = Sample({}, np.array([[arity, kind, 1]]))
+            sample = InputFeatures({}, np.array([[arity, kind, 1]]))
             assert model.predict(sample) == [5 * kind + arity], (kind, arity)
 
 
@@ -103,10 +107,10 @@ def _check_cells(own: list[tuple[int, int]], met: list[tuple[int, int]], arities
     known = vocabulary([*names, *((f"cells.{kind}", "") for kind in range(4))])
     right = {pair: known.index_of(f"cells.{pair[0]}", f"{pair[1]}x8") for pair in every}
     assert all((known.blocks[right[pair]].variant == "") == (pair not in own) for pair in every)
-    samples = [Sample({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
-    model = learn_segment(samples, [(right[pair],) * 3 for pair in met * 2], known.blocks)
+    samples = [InputFeatures({}, np.array([[arity, kind, 7]] * 3)) for kind, arity in met * 2]
+    model = learn_loop(samples, [(right[pair],) * 3 for pair in met * 2], known.blocks)
     for kind, arity in every:
-        wanted = Sample({}, np.array([[arity, kind, 1]]))
+        wanted = InputFeatures({}, np.array([[arity, kind, 1]]))
         assert model.predict(wanted) == [right[kind, arity]], (kind, arity)
 
 
@@ -128,8 +132,8 @@ def test_a_model_is_the_same_after_json(seed: int) -> None:
     _, examples = trees(8, seed=seed)
     samples = [e.sample for e in examples]
     for runs in ([tuple(e.blocks[1:-1]) for e in examples], [(3,) * (seed % 5)] * len(examples)):
-        model = learn_segment(samples, runs)
-        again = SegmentModel.from_json(json.loads(json.dumps(model.to_json())), 7)
+        model = learn_loop(samples, runs)
+        again = LoopModel.from_json(json.loads(json.dumps(model.to_json())), 7)
         assert [again.predict(s) for s in samples] == [model.predict(s) for s in samples]
 
 
@@ -146,6 +150,6 @@ def test_a_model_is_the_same_after_json(seed: int) -> None:
 )
 def test_damaged_data_is_refused(damage: dict[str, object]) -> None:
     good = {"fidelity": 1.0, "columns": [0], "table": [[[0], [2]]]}
-    SegmentModel.from_json(good, 7)
+    LoopModel.from_json(good, 7)
     with pytest.raises(PilotError, match="damaged"):
-        SegmentModel.from_json({**good, **damage}, 7)
+        LoopModel.from_json({**good, **damage}, 7)

@@ -1,11 +1,11 @@
 """Segments: stretches of blocks that follow the sample's elements, one after the other.
 
-`SegmentModel` learns how a loop's blocks come from the elements that drive it: how many blocks an
+`LoopModel` learns how a loop's blocks come from the elements that drive it: how many blocks an
 element makes (solved exactly, as whole numbers, from the lengths of the recorded stretches), which
 of the element's codes decide them, and what each value of those codes makes. A Tree-LSTM's cells by
 arity, a cell per token, a loop that skips some kinds of node: all are small tables. Where no rule
 explains the records, the stretch of the nearest recorded sample is repeated. There is one model per
-segment slot of the `Skeleton`.
+loop slot of the `OrderTemplate`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from dynoffload.errors import PilotError
 from dynoffload.pilot.codes import columns_of
+from dynoffload.pilot.features import CLIP, MAX_SCALE, Floats, Scaler, learn_scaler
 from dynoffload.planning.blocks import Block
-from dynoffload.profiler.sample import Sample
+from dynoffload.profiler.input_features import InputFeatures
 
 Codes = npt.NDArray[np.int64]
 Run = tuple[int, ...]
@@ -80,28 +81,23 @@ class Neighbours:
     """Recorded stretches, found again by the numbers of their samples.
 
     Attributes:
-        names: the values of a sample that are compared, besides its number of elements.
-        centre: ``[1 + names]`` subtracted before samples are compared.
-        scale: ``[1 + names]`` divided by before samples are compared.
-        points: ``[records, 1 + names]``, scaled.
+        scaler: makes the numbers of a sample that are compared.
+        points: of each record, ``[records, scaler]``.
         runs: the stretch of each record.
     """
 
-    names: tuple[str, ...]
-    centre: npt.NDArray[np.float64]
-    scale: npt.NDArray[np.float64]
-    points: npt.NDArray[np.float64]
+    scaler: Scaler
+    points: Floats
     runs: tuple[Run, ...]
 
-    def apply(self, sample: Sample, ran: Run = ()) -> list[int]:
+    def apply(self, sample: InputFeatures, ran: Run = ()) -> list[int]:
         """Return the stretch of the record nearest to a sample; the earliest of equals.
 
         Args:
             sample: what the step runs.
             ran: how the stretch has begun: records that begin so go before those that do not.
         """
-        point = (_numbers(sample, self.names) - self.centre) / self.scale
-        distance = ((self.points - point) ** 2).sum(axis=1)
+        distance = ((self.points - self.scaler(sample)) ** 2).sum(axis=1)
         if ran:
             alike = np.array([run[: len(ran)] == ran for run in self.runs])
             distance = np.where(alike | ~alike.any(), distance, np.inf)
@@ -109,8 +105,8 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class SegmentModel:
-    """What stands in one segment of the skeleton.
+class LoopModel:
+    """What stands in one loop of the template.
 
     Attributes:
         how: the rule found, or the records to repeat.
@@ -120,14 +116,14 @@ class SegmentModel:
     how: Rule | Neighbours
     fidelity: float
 
-    def predict(self, sample: Sample) -> list[int]:
-        """Return the blocks of this segment for a sample, in order."""
+    def predict(self, sample: InputFeatures) -> list[int]:
+        """Return the blocks of this loop for a sample, in order."""
         if isinstance(self.how, Rule):
             return self.how.apply(columns_of(sample.elements))
         return self.how.apply(sample)
 
-    def rest(self, sample: Sample, ran: Sequence[int]) -> list[int]:
-        """Return the blocks still to come in this segment once its first ones ran, in order."""
+    def rest(self, sample: InputFeatures, ran: Sequence[int]) -> list[int]:
+        """Return the blocks still to come in this loop once its first ones ran, in order."""
         if isinstance(self.how, Rule):
             return self.predict(sample)[len(ran) :]
         return self.how.apply(sample, tuple(ran))[len(ran) :]
@@ -141,16 +137,14 @@ class SegmentModel:
             }
         else:
             how = {
-                "names": list(self.how.names),
-                "centre": self.how.centre.tolist(),
-                "scale": self.how.scale.tolist(),
+                "scaler": self.how.scaler.to_json(),
                 "points": self.how.points.tolist(),
                 "runs": [list(run) for run in self.how.runs],
             }
         return {"fidelity": self.fidelity, **how}
 
     @classmethod
-    def from_json(cls, data: Any, blocks: int) -> SegmentModel:
+    def from_json(cls, data: Any, blocks: int) -> LoopModel:
         """Read a model back.
 
         Args:
@@ -174,33 +168,27 @@ class SegmentModel:
                     raise ValueError("a key of another length than the columns")
                 how = _rule(columns, table)
             else:
-                names = tuple(str(name) for name in data["names"])
-                centre, scale, points = (
-                    np.array(data[name], dtype=np.float64) for name in ("centre", "scale", "points")
-                )
+                scaler = Scaler.from_json(data["scaler"])
+                points = np.array(data["points"], dtype=np.float32)
                 runs = tuple(_run(run, blocks) for run in data["runs"])
-                width = 1 + len(names)
-                if points.shape != (len(runs), width) or not runs:
+                if points.shape != (len(runs), len(scaler)) or not runs:
                     raise ValueError("records of the wrong shape")
-                if centre.shape != (width,) or scale.shape != (width,):
-                    raise ValueError("scales of the wrong shape")
-                numbers = np.concatenate((centre, scale, points.reshape(-1)))
-                if not (np.abs(numbers) <= _LARGEST**2).all() or not (scale >= _LEAST).all():
-                    raise ValueError("scales or records out of range")
-                how = Neighbours(names, centre, scale, points, runs)
+                if not (np.abs(points) <= CLIP).all():
+                    raise ValueError("records out of range")
+                how = Neighbours(scaler, points, runs)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise PilotError(f"a segment's model is damaged: {error}") from error
+            raise PilotError(f"a loop's model is damaged: {error}") from error
         return cls(how, fidelity)
 
 
-def learn_segment(
-    samples: Sequence[Sample], runs: Sequence[Run], blocks: Sequence[Block] = ()
-) -> SegmentModel:
-    """Learn one segment from recorded samples.
+def learn_loop(
+    samples: Sequence[InputFeatures], runs: Sequence[Run], blocks: Sequence[Block] = ()
+) -> LoopModel:
+    """Learn one loop from recorded samples.
 
     Args:
         samples: one per record.
-        runs: the blocks that stood in the segment; an empty tuple where there was none.
+        runs: the blocks that stood in the loop; an empty tuple where there was none.
         blocks: the vocabulary's, by whose paths and variants a rule is completed.
     """
     codes = [columns_of(sample.elements) for sample in samples]
@@ -209,8 +197,8 @@ def learn_segment(
         if lengths is not None:
             rule = _completed(_learn_rule(codes, runs, lengths), blocks)
             right = sum(rule.apply(c) == list(r) for c, r in zip(codes, runs, strict=True))
-            return SegmentModel(rule, right / len(runs))
-    return SegmentModel(_remember(samples, runs), 1.0)
+            return LoopModel(rule, right / len(runs))
+    return LoopModel(_remember(samples, runs), 1.0)
 
 
 def _element_lengths(codes: list[Codes], lengths: Codes) -> list[Codes] | None:
@@ -326,31 +314,20 @@ def _rule(columns: tuple[int, ...], table: dict[tuple[int, ...], Run]) -> Rule:
     return Rule(columns, table, nearest)
 
 
-def _remember(samples: Sequence[Sample], runs: Sequence[Run]) -> Neighbours:
+def _remember(samples: Sequence[InputFeatures], runs: Sequence[Run]) -> Neighbours:
     """Keep the latest records and the scales of their numbers."""
     samples, runs = samples[-MAX_NEIGHBOURS:], runs[-MAX_NEIGHBOURS:]
-    names = tuple(sorted({name for sample in samples for name in sample.values}))[:64]
-    points = np.stack([_numbers(sample, names) for sample in samples])
-    centre = points.mean(axis=0)
-    deviation = points.std(axis=0)
-    deviation[deviation == 0] = 1.0
+    scaler = learn_scaler(samples)
+    points = np.stack([scaler(sample) for sample in samples])
     lengths = np.array([len(run) for run in runs], dtype=np.float64)
     spread = lengths.std()
-    # A number counts by how well it goes with the length, so that what is noise does not mislead.
-    matter = np.abs(((points - centre) / deviation).T @ (lengths - lengths.mean()))
-    matter = matter / (len(runs) * spread) if spread else np.ones(points.shape[1])
-    scale = deviation / np.maximum(matter, 1e-3)
-    return Neighbours(names, centre, scale, (points - centre) / scale, tuple(map(tuple, runs)))
-
-
-def _numbers(sample: Sample, names: Sequence[str]) -> npt.NDArray[np.float64]:
-    values = [float(len(sample.elements)), *(sample.values.get(name, 0.0) for name in names)]
-    numbers = np.nan_to_num(np.array(values, dtype=np.float64))
-    return np.clip(numbers, -_LARGEST, _LARGEST)
-
-
-_LARGEST = 1e30  # of a sample's number
-_LEAST = 1e-30
+    if spread:
+        # A number counts by how well it goes with the length, so that noise does not mislead.
+        matter = np.abs(points.T @ (lengths - lengths.mean())) / (len(runs) * spread)
+        scale = np.minimum(scaler.scale / np.maximum(matter, 1e-3), MAX_SCALE)
+        scaler = replace(scaler, scale=scale.astype(np.float32))
+        points = np.stack([scaler(sample) for sample in samples])
+    return Neighbours(scaler, points, tuple(map(tuple, runs)))
 
 
 def _key(values: Any) -> tuple[int, ...]:

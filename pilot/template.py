@@ -1,11 +1,11 @@
-"""The skeleton: what the orders of all samples have in common.
+"""The order template: what the orders of all samples have in common.
 
-`Skeleton` puts every place a block was seen in into one canonical sequence of slots, says which
-slots are always filled, and marks the stretches in which blocks repeat a varying number of times
-(one cell per tree node, say) as segments. It has one level and tolerates unknown blocks.
+`OrderTemplate` puts every place a block was seen in into one canonical sequence of slots, says
+which slots are always filled, and marks the stretches in which blocks repeat a varying number of
+times (one cell per tree node, say) as loops. It has one level and tolerates unknown blocks.
 
-A slot is ``(block, occurrence)`` or ``(SEGMENT - family, run)``: a block that always runs twice has
-two slots, and a family of looping blocks that runs in two stretches has two segments.
+A slot is ``(block, occurrence)`` or ``(LOOP - family, run)``: a block that always runs twice has
+two slots, and a family of looping blocks that runs in two stretches has two loops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dynoffload.planning.blocks import Block
 MAX_SLOTS = 8192
 """The most slots that are put in order: what runs before what takes four bytes for each pair."""
 _ROWS = 512  # slots whose followers are counted at once
-SEGMENT = -2
+LOOP = -2
 """The first code that names a family of looping blocks, in place of a block's index."""
 
 Slot = tuple[int, int]
@@ -33,13 +33,13 @@ Order = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class OrderTemplate:
     """The canonical sequence of slots of one network.
 
     Attributes:
         slots: every slot seen in training, in canonical order.
         always: indices into ``slots`` of those filled in every training sample.
-        families: the looping blocks of each family; family ``f`` is coded ``SEGMENT - f``.
+        families: the looping blocks of each family; family ``f`` is coded ``LOOP - f``.
     """
 
     slots: tuple[Slot, ...]
@@ -56,9 +56,9 @@ class Skeleton:
         )
 
     @property
-    def segments(self) -> tuple[int, ...]:
+    def loops(self) -> tuple[int, ...]:
         """Indices of the slots that hold a stretch of looping blocks."""
-        return tuple(index for index, slot in enumerate(self.slots) if slot[0] <= SEGMENT)
+        return tuple(index for index, slot in enumerate(self.slots) if slot[0] <= LOOP)
 
     def read(self, order: Order) -> tuple[dict[Slot, tuple[int, ...]], int]:
         """Lay an order over the slots.
@@ -72,15 +72,15 @@ class Skeleton:
         return {slot: run for slot, run in filled.items() if slot in known}, strangers
 
 
-def learn_skeleton(
+def learn_template(
     orders: Sequence[Order], blocks: Sequence[Block], unrolled: frozenset[int] = frozenset()
-) -> Skeleton:
-    """Learn the skeleton of a network from the block orders of its samples.
+) -> OrderTemplate:
+    """Learn the template of a network from the block orders of its samples.
 
     Args:
         orders: one list of block indices per sample; negative ones (unseen blocks) are skipped.
         blocks: the vocabulary's blocks, whose paths break ties.
-        unrolled: looping blocks that get a slot for each time they run, and no segment.
+        unrolled: looping blocks that get a slot for each time they run, and no loop.
 
     Raises:
         PilotError: if there are more than `MAX_SLOTS`.
@@ -90,7 +90,7 @@ def learn_skeleton(
     counts = Counter(slot for slots in filled for slot in slots)
     slots = _canonical([list(slots) for slots in filled], blocks, families)
     always = frozenset(i for i, slot in enumerate(slots) if counts[slot] == len(orders))
-    return Skeleton(tuple(slots), always, families)
+    return OrderTemplate(tuple(slots), always, families)
 
 
 def tokens(order: Order, families: tuple[frozenset[int], ...]) -> dict[Slot, tuple[int, ...]]:
@@ -103,7 +103,7 @@ def tokens(order: Order, families: tuple[frozenset[int], ...]) -> dict[Slot, tup
     for block in [*order, None]:
         family = home.get(block, -1) if block is not None else -1
         if run and family != current:
-            code = SEGMENT - current
+            code = LOOP - current
             result[code, seen[code]] = tuple(run)
             seen[code] += 1
             run = []
@@ -193,7 +193,7 @@ def _canonical(
     np.maximum(weight, 0, out=weight)
 
     def rank(slot: Slot) -> tuple[object, ...]:
-        block = slot[0] if slot[0] >= 0 else min(families[SEGMENT - slot[0]])
+        block = slot[0] if slot[0] >= 0 else min(families[LOOP - slot[0]])
         parts = re.split(r"(\d+)", blocks[block].path)
         natural = tuple((int(p), "") if i % 2 else (-1, p) for i, p in enumerate(parts))
         return (natural, block, slot[1])

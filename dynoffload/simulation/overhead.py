@@ -33,7 +33,7 @@ class Division:
 
 @dataclass
 class Counts:
-    """How much of its own work the runtime has done; see `Work`."""
+    """How much of its own work the runtime has done; see `RuntimeOverhead`."""
 
     visits: int = 0
     saves: int = 0
@@ -70,7 +70,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Work:
+class RuntimeOverhead:
     """What the runtime itself takes, beside the network's own work; seconds.
 
     Attributes:
@@ -96,7 +96,7 @@ class Work:
     copy_s: float = 0.0
     moves: Mapping[int, float] = field(default_factory=dict)
 
-    def times(self, factor: float) -> Work:
+    def times(self, factor: float) -> RuntimeOverhead:
         """Return the same where all but moving pages takes ``factor`` times as long."""
         return replace(self, **{name: factor * getattr(self, name) for name in COSTS.values()})
 
@@ -120,4 +120,4 @@ COSTS = {
     "planned": "plan_s",
     "copied": "copy_s",
 }
-"""What each of `Counts` takes, as a field of `Work`."""
+"""What each of `Counts` takes, as a field of `RuntimeOverhead`."""

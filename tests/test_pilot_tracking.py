@@ -10,10 +10,10 @@ import pytest
 
 from dynoffload.pilot.features import Example
 from dynoffload.pilot.fit import bundled, fit_pilot
-from dynoffload.pilot.following import Following
 from dynoffload.pilot.models import KINDS
 from dynoffload.pilot.pilot import Pilot
-from dynoffload.profiler.sample import Sample
+from dynoffload.pilot.tracking import StepTracker
+from dynoffload.profiler.input_features import InputFeatures
 
 _synthetic = runpy.run_path(str(Path(__file__).with_name("synthetic_pilot.py")))
 routed, trees, vocabulary = (_synthetic[n] for n in ("routed", "trees", "vocabulary"))
@@ -40,7 +40,7 @@ def echoes(count: int, seed: int = 0) -> tuple[object, list[Example]]:
                 number[f"layers.{layer}.attention"],
                 number[f"layers.{layer}.experts.{expert}"],
             ]
-        examples.append(Example(Sample({}), [*order, number["head"]], f"f{step % 6}"))
+        examples.append(Example(InputFeatures({}), [*order, number["head"]], f"f{step % 6}"))
     return vocabulary(names), examples
 
 
@@ -50,41 +50,41 @@ def test_one_layer_tells_the_others_whatever_the_model(kind: str, tmp_path: Path
     fit_pilot(known, examples, model=kind).save(tmp_path / "x.pilot")
     pilot = Pilot.load(tmp_path / "x.pilot")
     for example in echoes(12, seed=3)[1]:
-        step = Following(pilot, example.sample)
+        step = StepTracker(pilot, example.sample)
         for block in example.blocks[:4]:  # embedding, attention, expert, attention
-            step.tell(block)
+            step.observe(block)
         assert step.decided
-        assert step.rest() == list(example.blocks[4:])
+        assert step.remaining() == list(example.blocks[4:])
         assert not step.decided
         for place in range(4, len(example.blocks)):
-            step.tell(example.blocks[place])
-            assert step.rest() == list(example.blocks[place + 1 :])
+            step.observe(example.blocks[place])
+            assert step.remaining() == list(example.blocks[place + 1 :])
 
 
 def test_what_went_by_without_running_is_known_not_to_run() -> None:
     known, examples = routed(200, noise=0.1)
     pilot = fit_pilot(known, examples, model="lightgbm")
     number = {block.path: block.index for block in known.blocks}
-    step = Following(pilot, examples[0].sample)
-    step.tell(number["embedding"])
-    step.tell(number["layers.0.attention"])
-    step.tell(number["layers.0.experts.3"])
-    rest = step.rest()
+    step = StepTracker(pilot, examples[0].sample)
+    step.observe(number["embedding"])
+    step.observe(number["layers.0.attention"])
+    step.observe(number["layers.0.experts.3"])
+    rest = step.remaining()
     gone = {number[f"layers.0.experts.{e}"] for e in range(4)}
     assert not gone & set(rest)
-    step.tell(number["layers.1.attention"])
-    assert not {number[f"layers.0.experts.{e}"] for e in range(12)} & set(step.rest())
+    step.observe(number["layers.1.attention"])
+    assert not {number[f"layers.0.experts.{e}"] for e in range(12)} & set(step.remaining())
 
 
 def test_a_segment_goes_on_as_its_elements_say() -> None:
     known, examples = trees(60)
     pilot = fit_pilot(known, examples)
     example = trees(5, seed=4)[1][2]
-    step = Following(pilot, example.sample)
+    step = StepTracker(pilot, example.sample)
     for place, block in enumerate(example.blocks):
-        step.tell(block)
+        step.observe(block)
         assert not step.decided
-        assert step.rest() == list(example.blocks[place + 1 :])
+        assert step.remaining() == list(example.blocks[place + 1 :])
 
 
 def test_a_segment_nobody_can_foresee_goes_on_as_those_that_began_so() -> None:
@@ -95,14 +95,14 @@ def test_a_segment_nobody_can_foresee_goes_on_as_those_that_began_so() -> None:
         rounds = int(rng.integers(2, 6))
         first = [1] * rounds if rng.random() < 0.5 else [2] * rounds
         elements = rng.integers(30, size=int(rng.integers(3, 9)))
-        examples.append(Example(Sample({}, elements), [0, *first, 3], f"f{step % 5}"))
+        examples.append(Example(InputFeatures({}, elements), [0, *first, 3], f"f{step % 5}"))
     pilot = fit_pilot(names, examples)
     for block in (1, 2):
-        step = Following(pilot, examples[0].sample)
-        step.tell(0)
-        step.tell(block)
-        step.tell(block)
-        assert set(step.rest()) <= {block, 3}
+        step = StepTracker(pilot, examples[0].sample)
+        step.observe(0)
+        step.observe(block)
+        step.observe(block)
+        assert set(step.remaining()) <= {block, 3}
 
 
 def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:
@@ -110,10 +110,10 @@ def test_strangers_and_blocks_out_of_order_do_no_harm() -> None:
     pilot = fit_pilot(known, examples, model="lightgbm")
     rng = np.random.default_rng(0)
     for _ in range(20):
-        step = Following(pilot, examples[int(rng.integers(120))].sample)
+        step = StepTracker(pilot, examples[int(rng.integers(120))].sample)
         for block in rng.integers(-1, len(known), size=60).tolist():
-            step.tell(block)
-            rest = step.rest()
+            step.observe(block)
+            rest = step.remaining()
             assert all(0 <= b < len(known) for b in rest)
             assert ((step.chances >= 0) & (step.chances <= 1)).all()
 
@@ -122,8 +122,8 @@ def test_hints_about_what_is_past_or_unknown_are_ignored() -> None:
     known, examples = routed(120, noise=0.1)
     pilot = fit_pilot(known, examples, model="lightgbm")
     number = {block.path: block.index for block in known.blocks}
-    step = Following(pilot, examples[0].sample)
-    step.tell(number["layers.1.attention"])
+    step = StepTracker(pilot, examples[0].sample)
+    step.observe(number["layers.1.attention"])
     before = step.chances
     step.hint([number["layers.0.experts.1"], number["head"]], [1.0, 1.0])
     assert np.array_equal(step.chances, before)
@@ -137,24 +137,26 @@ def exits(count: int, seed: int = 0) -> tuple[object, list[Example]]:
     for step in range(count):
         rounds = min(1 + int(rng.geometric(0.3)), 8)
         elements = rng.integers(30, size=int(rng.integers(3, 9)))
-        examples.append(Example(Sample({}, elements), [0, *[1, 2] * rounds, 3], f"f{step % 5}"))
+        examples.append(
+            Example(InputFeatures({}, elements), [0, *[1, 2] * rounds, 3], f"f{step % 5}")
+        )
     return names, examples
 
 
 def test_a_loop_that_no_rule_tells_is_asked_for_round_by_round() -> None:
     known, examples = exits(200)
     pilot = fit_pilot(known, examples, model="markov")
-    assert not pilot.segments
-    cells = [slot for slot in pilot.skeleton.slots if slot[0] == 1]
+    assert not pilot.loops
+    cells = [slot for slot in pilot.template.slots if slot[0] == 1]
     assert cells == [(1, number) for number in range(len(cells))]
     assert max(pilot.bundles) + 1 < len(pilot.bundles)  # a cell and its judge are one question
     example = max(examples, key=lambda one: len(one.blocks))
-    step = Following(pilot, example.sample)
+    step = StepTracker(pilot, example.sample)
     for place, block in enumerate(example.blocks[:-1]):
-        step.tell(block)
+        step.observe(block)
         if block == 1:
-            assert step.rest()[0] == 2, place
-    assert set(step.rest()) <= {1, 2, 3}
+            assert step.remaining()[0] == 2, place
+    assert set(step.remaining()) <= {1, 2, 3}
 
 
 def test_slots_that_always_run_together_are_one_question() -> None:
@@ -166,17 +168,17 @@ def test_slots_that_always_run_together_are_one_question() -> None:
     assert bundled(present).tolist() == [0, 0, 1, 2, 3, 4]
 
 
-def test_after_a_stranger_nobody_is_in_a_segment() -> None:
+def test_after_a_stranger_nobody_is_in_a_loop() -> None:
     known, examples = trees(60)
     pilot = fit_pilot(known, examples)
     example = examples[0]
-    step = Following(pilot, example.sample)
+    step = StepTracker(pilot, example.sample)
     for block in example.blocks[:3]:
-        step.tell(block)
-    step.tell(-1)
+        step.observe(block)
+    step.observe(-1)
     assert step.decided
-    step.tell(example.blocks[3])
-    assert step.rest() == [1]
+    step.observe(example.blocks[3])
+    assert step.remaining() == [1]
 
 
 def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:
@@ -189,13 +191,13 @@ def test_a_loop_whose_last_round_is_short_is_unrolled_too() -> None:
         length = int(rng.integers(2, 12))
         read = int(rng.choice([3, 6])) if length > 6 and rng.random() < 0.2 else length
         order = [b for n in range(read) for b in ([1, 2] if n % 3 == 2 or n == read - 1 else [1])]
-        sample = Sample({"length": float(length)})
+        sample = InputFeatures({"length": float(length)})
         examples.append(Example(sample, [0, *order, 3], f"f{step % 8}"))
     pilot = fit_pilot(names, examples, model="lightgbm")
-    assert pilot.skeleton.segments == ()
+    assert pilot.template.loops == ()
     order = [0, 1, 1, 1, 2, 1, 1, 2, 3]
-    assert pilot.predict(Sample({"length": 5.0})).blocks == order
-    step = Following(pilot, Sample({"length": 5.0}))
+    assert pilot.predict(InputFeatures({"length": 5.0})).blocks == order
+    step = StepTracker(pilot, InputFeatures({"length": 5.0}))
     for place, block in enumerate(order):
-        step.tell(block)
-        assert step.rest() == order[place + 1 :]
+        step.observe(block)
+        assert step.remaining() == order[place + 1 :]

@@ -1,7 +1,7 @@
 """What a sample says about itself before the network runs: the pilot's input.
 
-The recorder stores a `Sample` in every `Trace`; the runtime makes one at the start of each step and
-hands it to the pilot. Both call `describe_sample`, so the two always agree.
+The recorder stores `InputFeatures` in every `Trace`; the runtime makes them at the start of each
+step and hands them to the pilot. Both call `describe_input`, so the two always agree.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NO_ELEMENTS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _SUMMED = 65_536  # The most elements of a mask that are summed.
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
-Features = Callable[..., "Sample | Mapping[str, float]"]
+Features = Callable[..., "InputFeatures | Mapping[str, float]"]
 """A user's featurizer: called with the arguments of the forward call."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class InputFeatures:
     """What one sample shows before it is run.
 
     Attributes:
@@ -49,17 +49,17 @@ class Sample:
 
     def __eq__(self, other: object) -> bool:
         """Equal when names, numbers and codes are (an array has no plain truth value)."""
-        if not isinstance(other, Sample):
+        if not isinstance(other, InputFeatures):
             return NotImplemented
         return self.values == other.values and np.array_equal(self.elements, other.elements)
 
 
-def describe_sample(
+def describe_input(
     module: torch.nn.Module | None,
     args: Sequence[object],
     kwargs: Mapping[str, object],
     features: Features | None = None,
-) -> Sample:
+) -> InputFeatures:
     """Describe one forward call ``module(*args, **kwargs)`` before it runs.
 
     The first of these that there is decides: ``features(*args, **kwargs)``;
@@ -78,9 +78,9 @@ def describe_sample(
         The sample, detached from the arguments: nothing of it aliases a tensor.
 
     Raises:
-        TraceError: if a featurizer returns something that is neither a `Sample` nor a mapping of
-            names to numbers, or elements that are not integers in one or two dimensions; or if it
-            writes into the arguments.
+        TraceError: if a featurizer returns something that is neither `InputFeatures` nor a mapping
+            of names to numbers, or elements that are not integers in one or two dimensions; or if
+            it writes into the arguments.
     """
     maker = "the featurizer passed as `features`"
     if features is None:
@@ -98,10 +98,10 @@ def describe_sample(
         walk.visit(f"arg{position}", argument, MAX_DEPTH)
     for name, argument in kwargs.items():
         walk.visit(name, argument, MAX_DEPTH)
-    return Sample(walk.values, walk.elements)
+    return InputFeatures(walk.values, walk.elements)
 
 
-def merge_samples(samples: Sequence[Sample]) -> Sample:
+def merge_inputs(samples: Sequence[InputFeatures]) -> InputFeatures:
     """Return one sample for a step that ran several (gradient accumulation).
 
     Numbers are those of the first, with their count under ``"samples"``; elements are joined in
@@ -112,7 +112,7 @@ def merge_samples(samples: Sequence[Sample]) -> Sample:
     first = samples[0]
     alike = [s.elements for s in samples if s.elements.shape[1:] == first.elements.shape[1:]]
     elements = np.concatenate(alike)[:MAX_ELEMENTS]
-    return Sample({**first.values, "samples": float(len(samples))}, elements)
+    return InputFeatures({**first.values, "samples": float(len(samples))}, elements)
 
 
 class _Walk:
@@ -171,8 +171,8 @@ class _Walk:
             self.elements = codes.to("cpu", torch.int64, copy=True).numpy()
 
 
-def _checked(made: object, maker: str) -> Sample:
-    if isinstance(made, Sample):
+def _checked(made: object, maker: str) -> InputFeatures:
+    if isinstance(made, InputFeatures):
         elements = made.elements
         if (
             not isinstance(elements, np.ndarray)
@@ -184,12 +184,12 @@ def _checked(made: object, maker: str) -> Sample:
                 " them with numpy.asarray(codes, dtype=numpy.int64)"
             )
         kept = np.ascontiguousarray(elements[:MAX_ELEMENTS], dtype=np.int64)
-        return Sample(_numbers(made.values, maker), kept)
+        return InputFeatures(_numbers(made.values, maker), kept)
     if isinstance(made, Mapping):
-        return Sample(_numbers(made, maker))
+        return InputFeatures(_numbers(made, maker))
     raise TraceError(
-        f"{maker} returned {type(made).__name__}; it must return a Sample or a mapping of names"
-        " to numbers"
+        f"{maker} returned {type(made).__name__}; it must return InputFeatures or a mapping of"
+        " names to numbers"
     )
 
 

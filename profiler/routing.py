@@ -1,0 +1,137 @@
+"""Routing probes and hints: what a network can tell of its coming decisions while it runs.
+
+A network that has a method ``routing_probes()`` gives hints. As a probe's module is called, it is
+asked itself, and so is the probe after it. A router applied to what it is given says which experts
+run before the first of them does; the next layer's, applied to the hidden state of this one, is
+mostly right. Each costs one small product. The recorder stores hints in traces (`Trace.hints`),
+from which pilots learn how far to believe them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynoffload.errors import TraceError
+from dynoffload.profiler.advice import advising
+
+logger = logging.getLogger(__name__)
+
+_said: set[tuple[str, str]] = set()  # probes and complaints, since probes were last looked up
+
+_SLACK = 1e-3  # of a chance that was computed
+MAX_HINTED = 4096
+"""The most blocks that one probe decides about."""
+
+
+@dataclass(frozen=True)
+class RoutingProbe:
+    """Where a network decides which blocks run.
+
+    Attributes:
+        path: of the module whose call decides.
+        blocks: paths of the modules it decides about.
+        foretell: given the positional arguments of its own module, or of the probe's before,
+            returns how likely each of ``blocks`` is to run, 0 to 1, ``[blocks]``; None where it
+            cannot tell. It is called without gradients, and must change nothing; random numbers
+            that it draws are drawn again.
+    """
+
+    path: str
+    blocks: tuple[str, ...]
+    foretell: Callable[..., Tensor | None]
+
+
+@dataclass(frozen=True)
+class RoutingHint:
+    """What was foretold at one probe, by itself or by the next.
+
+    Attributes:
+        call: index into `Trace.calls` of the call at whose begin it was foretold.
+        blocks: paths of the modules it is about.
+        values: how likely each is to run, 0 to 1.
+    """
+
+    call: int
+    blocks: tuple[str, ...]
+    values: tuple[float, ...]
+
+
+def probes_of(model: nn.Module) -> dict[str, tuple[RoutingProbe, ...]]:
+    """Return, by the path of each probe, who is asked there: itself, and the one after it.
+
+    Raises:
+        TraceError: if what ``model.routing_probes()`` returns are no probes of its modules.
+    """
+    method = getattr(model, "probes", None)
+    if not callable(method) or isinstance(method, nn.Module):
+        return {}
+    name = f"{type(model).__name__}.routing_probes()"
+    made: Any = method()
+    if not isinstance(made, list | tuple) or not all(isinstance(one, RoutingProbe) for one in made):
+        raise TraceError(f"{name} must return a list of dynoffload.profiler.RoutingProbe")
+    found: Sequence[RoutingProbe] = made
+    if len({probe.path for probe in found}) != len(found):
+        raise TraceError(f"{name} names one probe twice: each decides in one place")
+    _said.clear()
+    paths = {path for path, _ in model.named_modules()}
+    for probe in found:
+        strangers = {probe.path, *probe.blocks} - paths
+        if strangers or not 0 < len(probe.blocks) <= MAX_HINTED:
+            raise TraceError(
+                f"{name} names {sorted(strangers)[:3]}, which are none of its modules"
+                if strangers
+                else f"{name}: {probe.path!r} decides about "
+                f"{len(probe.blocks)} blocks; it must be between 1 and {MAX_HINTED}"
+            )
+    return {here.path: tuple(found[place : place + 2]) for place, here in enumerate(found)}
+
+
+@torch.no_grad()
+def hints_of(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | None:
+    """Return what a probe foretells from arguments, its own or of the probe before it.
+
+    None where it cannot tell. What goes wrong in it is logged, and no hint: a hint is advice.
+
+    Raises:
+        TraceError: it wrote into an argument: the forward would go on with other values.
+    """
+    with advising(f"the probe of {probe.path!r}", args):
+        return _told_by(probe, args)
+
+
+def _told_by(probe: RoutingProbe, args: Sequence[Any]) -> tuple[float, ...] | None:
+    try:
+        values = probe.foretell(*args)
+        if values is None:
+            return None
+        flat = torch.as_tensor(values).detach().float().cpu().reshape(-1)
+        if not ((flat >= -_SLACK) & (flat <= 1 + _SLACK)).all():
+            _say_once(probe.path, "range", "values that are no chances, 0 to 1; they are cut off")
+        told = tuple(flat.nan_to_num(0.5).clamp(0, 1).tolist())
+    except Exception as error:
+        _say_once(probe.path, type(error).__name__, str(error))
+        return None
+    if len(told) != len(probe.blocks):
+        _say_once(probe.path, "length", f"{len(told)} values for {len(probe.blocks)} blocks")
+        return None
+    return told
+
+
+def hinted(
+    table: Mapping[str, Sequence[RoutingProbe]], path: str, args: Sequence[Any], call: int
+) -> list[RoutingHint]:
+    """Return the hints that the call at ``path`` gives: none if it is no probe's."""
+    told = [(probe, hints_of(probe, args)) for probe in table.get(path, ())]
+    return [RoutingHint(call, probe.blocks, values) for probe, values in told if values is not None]
+
+
+def _say_once(path: str, kind: str, what: str) -> None:
+    if (path, kind) not in _said:
+        _said.add((path, kind))
+        logger.warning("no hint for %s: %s: %s", path, kind, what)
