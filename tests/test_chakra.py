@@ -31,7 +31,7 @@ from dynoffload.errors import ClientError, TraceError
 from dynoffload.integrations.chakra import schema, write_chakra
 from dynoffload.integrations.chakra.graph import Node, nodes_of
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
+from dynoffload.planning.schedule import Action, Kind, Schedule, Use
 from dynoffload.profiler import Recorder, Trace, save_trace
 
 
@@ -280,7 +280,7 @@ def _values(trace: Trace, nodes: list[Node], order: Any) -> Any:
 
 def test_a_schedule_of_something_else_is_refused(trace: Trace, tmp_path: Path) -> None:
     for action in (Action(0, Kind.FETCH, 10**6), Action(10**6, Kind.FETCH, 0)):
-        schedule = Schedule((action,), 0, 0, 0, NextUse(()))
+        schedule = Schedule((action,))
         with pytest.raises(TraceError, match="operators of this trace"):
             write_chakra(trace, tmp_path / "step.et", schedule=schedule)
     with pytest.raises(TraceError, match="give one each"):

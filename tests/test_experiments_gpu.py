@@ -23,7 +23,7 @@ from dynoffload.experiments.gpu_verdicts import copy_seconds, judge, link_share,
 from dynoffload.experiments.gpu_ways import FILES, OURS, PLAIN, WAYS, Task, blocks_of
 from dynoffload.experiments.workers import WorkerError
 from dynoffload.experiments.zoo import build
-from dynoffload.memory.accelerator import streams
+from dynoffload.memory.accelerator import torch_streams
 from dynoffload.units import KiB, MiB
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_the_link_is_measured_through_the_queues(
     monkeypatch.setattr("dynoffload.doctor.measure_tiers", lambda *args: tiers)
     link = Link("cpu", str(tmp_path), seconds_each=0.01, chunk=64 * KiB, pinned=MiB)
     with emulated(delay_s=0.0005) as queues:
-        monkeypatch.setattr(streams, "open_queues", lambda device: queues)
+        monkeypatch.setattr(torch_streams, "open_streams", lambda device: queues)
         found = measure_link(link)
         assert queues.host_bytes == queues.given == 0
     rates = [found[key] for key in found if key.endswith("_bps")]

@@ -21,9 +21,9 @@ from dynoffload.errors import SpillError
 from dynoffload.memory.account import Account, Holding, State
 from dynoffload.memory.debug import Checksums
 from dynoffload.memory.device import Cause, EventKind, called
-from dynoffload.memory.following import NEVER
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.spill import SpillFile, reason
+from dynoffload.planning.cursor import NEVER
 from dynoffload.planning.schedule import Kind
 
 _INSPECT_S = 0.1  # how long an unannounced access may stay unseen while nothing else is to do
