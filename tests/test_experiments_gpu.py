@@ -462,7 +462,7 @@ def test_a_process_answers_a_task(way: str) -> None:
 
 @pytest.mark.slow
 def test_a_process_says_why_it_has_no_answer(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="has no accelerator here"):
+    with pytest.raises(WorkerError, match="finds no accelerator here"):
         gpu.answer_of("gpu_rows", Link("cpu", str(tmp_path)), "the link", 120.0, {})
     row = gpu.answer_of("gpu_rows", replace(SMALL, way="zero-offload"), "it", 120.0, {})
     assert row["state"] == NOT_MEASURED

@@ -330,8 +330,13 @@ class Transfers:
             account.faults += 1
             h.content, h.cleared = True, False
             next_use = account.plan.next_use(h.region)
-            while account.free < h.pages and (victim := account.victim(next_use - 1)) is not None:
-                self._evict(victim, Cause.ROOM)
+            while h.left_alone() and account.free < h.pages:
+                if account.free + account.writing >= h.pages:
+                    account.done.wait()  # room is on its way
+                elif (victim := account.victim(next_use - 1)) is not None:
+                    self._evict(victim, Cause.ROOM)
+                else:
+                    break
             if not h.left_alone():
                 continue
             if account.free < h.pages:
