@@ -43,7 +43,7 @@ from dynoffload.experiments.late import Late
 from dynoffload.experiments.loops import Loop
 from dynoffload.experiments.lying import LyingPilot
 from dynoffload.experiments.zoo.building import moved
-from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.streams import Streams
 from dynoffload.memory.limits import resident_bytes
 from dynoffload.runtime import target
 from dynoffload.units import MiB
@@ -406,14 +406,14 @@ def late(seed: int | None) -> Iterator[list[Late]]:
     if seed is None:
         yield made
         return
-    opened: Callable[[torch.device], Queues] = vars(target)["open_queues"]
+    opened: Callable[[torch.device], Streams] = vars(target)["open_streams"]
 
-    def open_late(device: torch.device) -> Queues:
+    def open_late(device: torch.device) -> Streams:
         made.append(Late(opened(device), seed, SCRATCH))
         return made[-1]
 
     try:
-        with mock.patch.object(target, "open_queues", open_late):
+        with mock.patch.object(target, "open_streams", open_late):
             yield made
     finally:
         for queues in made:

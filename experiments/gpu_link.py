@@ -1,6 +1,6 @@
 """How fast the link of an accelerator is, and the tiers below it, as this library uses them.
 
-What it is: `measure_link`: copies between the accelerator and the memory that `Queues.host` gives,
+What it is: `measure_link`: copies between the accelerator and the memory that `Streams.host` gives,
 through the queues that a session has, in either direction alone and in both at once; copies from
 memory that is not pinned, to compare; how long it takes to pin memory; and the file of the spill
 directory. What it is not: a model of any of them. It has never run on a GPU so far.
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from dynoffload.memory.accelerator import streams
-from dynoffload.memory.accelerator.queues import Moment, Queues
+from dynoffload.memory.accelerator import torch_streams
+from dynoffload.memory.accelerator.streams import StreamEvent, Streams
 from dynoffload.units import GiB, MiB
 
 _AHEAD = 4  # copies that are given before the first is waited for
@@ -55,7 +55,7 @@ def measure_link(link: Link) -> dict[str, Any]:
     """
     from dynoffload.doctor import measure_tiers
 
-    queues = streams.open_queues(torch.device(link.device))
+    queues = torch_streams.open_streams(torch.device(link.device))
     start = time.perf_counter()
     memory = queues.host(link.pinned)
     pin_s = time.perf_counter() - start
@@ -100,7 +100,7 @@ class _Pair:
         chunk: bytes of a copy.
     """
 
-    def __init__(self, queues: Queues, memory: torch.Tensor, chunk: int) -> None:
+    def __init__(self, queues: Streams, memory: torch.Tensor, chunk: int) -> None:
         self._queues = queues
         self._chunks: list[torch.Tensor] = [
             memory[begin : begin + chunk] for begin in range(0, len(memory) - chunk + 1, chunk)
@@ -119,7 +119,7 @@ class _Pair:
 
         As many copies are made in either, by turns, so that each has half of the bytes.
         """
-        queues, moments = self._queues, list[Moment]()
+        queues, moments = self._queues, list[StreamEvent]()
         nbytes = 0
         start = time.perf_counter()
         while time.perf_counter() - start < seconds or not nbytes:

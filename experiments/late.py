@@ -1,4 +1,4 @@
-"""Queues that are late at random, over memory that is poisoned: races become wrong results.
+"""Streams that are late at random, over memory that is poisoned: races become wrong results.
 
 What it is: `Late`, a wrapper around the queues of any accelerator. Before some copies it puts
 others, of scratch memory, on the same queue; before some moments of the compute queue it puts work
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dynoffload.memory.accelerator.queues import Copied, Lag, Moment, Queues
+from dynoffload.memory.accelerator.streams import CopyEvent, StreamEvent, Streams, TimedEvent
 
 POISON = 0xFB
 """Of each byte: as float32 -2.6e36, as an index far outside."""
@@ -25,7 +25,7 @@ WIDTH = 512
 
 
 class Late:
-    """`Queues` that are late.
+    """`Streams` that are late.
 
     Args:
         queues: of the accelerator.
@@ -36,7 +36,7 @@ class Late:
         delays: how often something was made late.
     """
 
-    def __init__(self, queues: Queues, seed: int, scratch: int) -> None:
+    def __init__(self, queues: Streams, seed: int, scratch: int) -> None:
         self._queues, self._random = queues, random.Random(seed)
         self.name, self.device = f"{queues.name}, late", queues.device
         self.pinned, self.delays = queues.pinned, 0
@@ -44,7 +44,7 @@ class Late:
         self._out = self._storage(scratch)
         self._from, self._to = queues.host(scratch), queues.host(scratch)
         self._matrix = torch.zeros(WIDTH, WIDTH, device=queues.device)
-        self._last: dict[str, Moment] = {}  # direction -> the end of its last scratch copy
+        self._last: dict[str, StreamEvent] = {}  # direction -> the end of its last scratch copy
 
     def close(self) -> None:
         """Give the scratch memory back, once nothing uses it."""
@@ -58,55 +58,55 @@ class Late:
 
     # Moments
 
-    def now(self) -> Moment:
-        """See `Queues.now`; what came before may take longer."""
+    def now(self) -> StreamEvent:
+        """See `Streams.now`; what came before may take longer."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             for _ in range(self._draw(_PRODUCTS)):
                 torch.mm(self._matrix, self._matrix, out=self._matrix)
         return self._queues.now()
 
-    def after(self, moment: Moment) -> Lag:
-        """See `Queues.after`."""
-        return self._queues.after(moment)
+    def after(self, event: StreamEvent) -> TimedEvent:
+        """See `Streams.after`."""
+        return self._queues.after(event)
 
     # Memory
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """See `Queues.fill`; it holds poison."""
+        """See `Streams.fill`; it holds poison."""
         self._queues.fill(storage, nbytes)
         _poison(storage)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """See `Queues.empty`; whoever still reads it reads poison."""
+        """See `Streams.empty`; whoever still reads it reads poison."""
         _poison(storage)
         self._queues.empty(storage)
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """See `Queues.host`; it holds poison."""
+        """See `Streams.host`; it holds poison."""
         memory = self._queues.host(nbytes)
         self.pinned = self._queues.pinned
         return memory.fill_(POISON)
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Queues.release`."""
+        """See `Streams.release`."""
         if not held:
             memory.fill_(POISON)
         self._queues.release(memory, held=held)
 
     def peak_bytes(self) -> int:
-        """See `Queues.peak_bytes`."""
+        """See `Streams.peak_bytes`."""
         return self._queues.peak_bytes()
 
     def given_bytes(self) -> int:
-        """See `Queues.given_bytes`; the scratch memory is among them."""
+        """See `Streams.given_bytes`; the scratch memory is among them."""
         return self._queues.given_bytes()
 
     def free_bytes(self) -> int:
-        """See `Queues.free_bytes`."""
+        """See `Streams.free_bytes`."""
         return self._queues.free_bytes()
 
     def trim(self, limit: int) -> None:
-        """See `Queues.trim`."""
+        """See `Streams.trim`."""
         self._queues.trim(limit)
 
     # Copies
@@ -115,9 +115,9 @@ class Late:
         self,
         target: torch.UntypedStorage | torch.Tensor,
         source: torch.Tensor,
-        after: Sequence[Moment],
-    ) -> Copied:
-        """See `Queues.copy_in`; others may come first."""
+        after: Sequence[StreamEvent],
+    ) -> CopyEvent:
+        """See `Streams.copy_in`; others may come first."""
         for _ in range(self._draw(_COPIES)):
             self._last["in"] = self._queues.copy_in(self._in, self._from, after)
         return self._queues.copy_in(target, source, after)
@@ -126,9 +126,9 @@ class Late:
         self,
         target: torch.Tensor,
         source: torch.UntypedStorage | torch.Tensor,
-        after: Sequence[Moment],
-    ) -> Copied:
-        """See `Queues.copy_out`; others may come first."""
+        after: Sequence[StreamEvent],
+    ) -> CopyEvent:
+        """See `Streams.copy_out`; others may come first."""
         for _ in range(self._draw(_COPIES)):
             self._last["out"] = self._queues.copy_out(self._to, self._out, after)
         return self._queues.copy_out(target, source, after)

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import torch
 from dynoffload.memory.device import Device
 from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager, probe
-from dynoffload.planning.schedule import Action, NextUse, Schedule, Use
+from dynoffload.planning.schedule import Action, Schedule, Use
 from dynoffload.units import KiB, MiB
 
 SMALL, HUGE = 4 * KiB, 2 * MiB
@@ -33,8 +34,18 @@ _PERIOD = (torch.arange(4001) * 7 % 251).to(torch.uint8)  # no divisor in common
 needs_pager = pytest.mark.skipif(bool(NO_PAGER), reason=NO_PAGER or "never")
 
 
+def each_of_the_cpu(*pages: int) -> pytest.MarkDecorator:
+    """Run a test with `kind` and `page` set to every device of the CPU and each of ``pages``."""
+    return _each([(kind, page) for kind in KINDS for page in (pages or (SMALL, HUGE))])
+
+
 def each_device(*pages: int) -> pytest.MarkDecorator:
-    """Run a test with `kind` and `page` set to every device and each of ``pages``."""
+    """The same, and an emulated accelerator with small pages."""
+    of_the_cpu = [(kind, page) for kind in KINDS for page in (pages or (SMALL, HUGE))]
+    return _each([*of_the_cpu, ("accelerator", SMALL)])
+
+
+def _each(cases: Sequence[tuple[str, int]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("kind", "page"),
         [
@@ -44,24 +55,52 @@ def each_device(*pages: int) -> pytest.MarkDecorator:
                 id=f"{kind}-{page // KiB}k",
                 marks=[needs_pager] if kind == "pager" else [],
             )
-            for kind in KINDS
-            for page in (pages or (SMALL, HUGE))
+            for kind, page in cases
         ],
     )
 
 
 @contextmanager
-def opened(kind: str, capacity: int, page: int, spill_dir: Path) -> Iterator[Device]:
+def opened(
+    kind: str, capacity: int, page: int, spill_dir: Path, **options: Any
+) -> Iterator[Device]:
     """Open a device, and close it whatever happens."""
-    device = KINDS[kind](capacity, page, spill_dir, threads=2)
+    if kind == "accelerator":
+        with _accelerator(capacity, page, spill_dir, **options) as device:
+            yield device
+        return
+    device = KINDS[kind](capacity, page, spill_dir, threads=2, **options)
     try:
         yield device
     finally:
         device.close()
 
 
+@contextmanager
+def _accelerator(
+    capacity: int, page: int, spill_dir: Path, *, seed: int = 0, **options: Any
+) -> Iterator[Device]:
+    """Open an accelerator's device, whose operators are heard of and watched for races."""
+    from emulated import Watcher, emulated
+
+    from dynoffload.memory.accelerator.accelerator import Accelerator
+    from dynoffload.runtime.residency import Residence
+
+    with emulated(seed) as streams:
+        device = Accelerator(streams, capacity, spill_dir, page_bytes=page, **options)
+        with Watcher(streams, lambda storage: device.owner(storage) >= 0):
+            residence = Residence(device)
+            try:
+                yield device
+            finally:
+                residence.end()
+        device.close()
+
+
 def view(device: Device, region: int) -> torch.Tensor:
     """Return a region's bytes as a tensor."""
+    if not device.serves:
+        device.touch([region])
     return torch.empty(0, dtype=torch.uint8).set_(device.storage(region))
 
 
@@ -91,7 +130,13 @@ def holds(device: Device, region: int) -> bool:
 
 def schedule(*actions: Action) -> Schedule:
     """Return a schedule of bare actions; what it claims beyond them is not looked at."""
-    return Schedule(tuple(actions), 0, 0, 0, NextUse(()))
+    return Schedule(tuple(actions))
+
+
+def next_use(uses: Sequence[Use], action: Action) -> int:
+    """Return the position of the use for which ``action`` fetches its region."""
+    ahead = range(action.position, len(uses))
+    return next(p for p in ahead if action.region in uses[p].regions + uses[p].creates)
 
 
 def uses_of(*regions: int) -> list[Use]:

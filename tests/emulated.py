@@ -50,7 +50,7 @@ def _joined(clocks: Sequence[Clock]) -> Clock:
 
 @dataclass(eq=False)
 class Reached:
-    """A `Moment`; `reached` says no some times after it is, as an accelerator would."""
+    """A `StreamEvent`; `reached` says no some times after it is, as an accelerator would."""
 
     clock: Clock
     done: threading.Event
@@ -73,12 +73,12 @@ class Reached:
 
 @dataclass(eq=False)
 class Waited:
-    """A `Lag`."""
+    """A `TimedEvent`: how long the compute stream stood still."""
 
-    waited_s: float
+    times: tuple[float, float]
 
-    def seconds(self) -> float | None:
-        return self.waited_s
+    def span(self) -> tuple[float, float] | None:
+        return self.times
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class Seen:
 
 
 class Emulated:
-    """`Queues` of threads.
+    """`Streams` of threads.
 
     Args:
         seed: of the delays.
@@ -159,7 +159,7 @@ class Emulated:
         moment.wait()
         with self._mutex:
             self._clocks[COMPUTE] = _joined([self._clocks[COMPUTE], moment.clock])
-        return Waited(time.perf_counter() - start)
+        return Waited((start, time.perf_counter()))
 
     # Accesses
 
@@ -417,7 +417,7 @@ def accelerated(
 
         with (
             mock.patch.object(target, "_place_of", place),
-            mock.patch.object(target, "open_queues", return_value=queues),
+            mock.patch.object(target, "open_streams", return_value=queues),
             mock.patch.object(opening, "Accelerator", opened),
             Watcher(queues, owns) if watched else nullcontext() as seen,
         ):

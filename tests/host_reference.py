@@ -199,7 +199,7 @@ class Lazy(CpuLink):
         self._done = 0
 
     def copy_out(self, target: Tensor, source: Any, after: Sequence[Any]) -> Any:
-        """See `Queues.copy_out`."""
+        """See `Streams.copy_out`."""
         with self._mutex:
             self._given.append((target, source))
             return LazyMoment(self, len(self._given))
@@ -213,17 +213,17 @@ class Lazy(CpuLink):
 
 
 class LazyMoment:
-    """A `Moment` of `Lazy`; it is never reached by itself."""
+    """A `StreamEvent` of `Lazy`; it is never reached by itself."""
 
     def __init__(self, queues: Lazy, count: int) -> None:
         self._queues, self._count = queues, count
 
     def reached(self) -> bool:
-        """See `Moment.reached`."""
+        """See `StreamEvent.reached`."""
         return False
 
     def wait(self) -> None:
-        """See `Moment.wait`."""
+        """See `StreamEvent.wait`."""
         self._queues.make(self._count)
 
 

@@ -8,8 +8,6 @@ import copy
 import errno
 import io
 import pickle
-import random
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,38 +16,36 @@ import pytest
 import torch
 from devices import pattern, schedule
 from emulated import Emulated, Race, Watcher, emulated
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dynoffload.errors import BackendError, BudgetError, SpillError
 from dynoffload.memory.accelerator import host as host_tier
-from dynoffload.memory.accelerator.accelerator import PAGE, Accelerator
-from dynoffload.memory.accelerator.streams import Streams
+from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.accelerator.pool import PAGE
+from dynoffload.memory.accelerator.torch_streams import TorchStreams
 from dynoffload.memory.device import Cause, EventKind
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, Use
 from dynoffload.runtime.residency import Residence
-from dynoffload.units import KiB, MiB
 
 
 @pytest.fixture
-def queues() -> Iterator[Emulated]:
+def streams() -> Iterator[Emulated]:
     with emulated() as made:
         yield made
 
 
 @pytest.fixture
-def device(queues: Emulated, tmp_path: Path) -> Iterator[Accelerator]:
+def device(streams: Emulated, tmp_path: Path) -> Iterator[Accelerator]:
     """Return a device of 8 pages, with host memory for everything."""
-    made = Accelerator(queues, 8 * PAGE, tmp_path)
+    made = Accelerator(streams, 8 * PAGE, tmp_path)
     yield made
     made.close()
 
 
 @pytest.fixture
-def tiered(queues: Emulated, tmp_path: Path) -> Iterator[Accelerator]:
+def tiered(streams: Emulated, tmp_path: Path) -> Iterator[Accelerator]:
     """Return a device of 8 pages, with host memory for 8 more, and a file."""
-    made = Accelerator(queues, 8 * PAGE, tmp_path, need=64 * PAGE, host_budget=8 * PAGE)
+    made = Accelerator(streams, 8 * PAGE, tmp_path, need=64 * PAGE, host_budget=8 * PAGE)
     yield made
     made.close()
 
@@ -80,10 +76,10 @@ def holds(device: Accelerator, region: int, seed: int) -> bool:
 
 
 def test_an_absent_region_takes_no_memory_and_its_tensors_come_back(
-    device: Accelerator, queues: Emulated
+    device: Accelerator, streams: Emulated
 ) -> None:
     first, second = device.allocate(6 * PAGE - 3), device.allocate(6 * PAGE)
-    assert queues.given == 0
+    assert streams.given == 0
     write(device, first, 1)
     storage = device.storage(first)
     whole = view(device, first)
@@ -100,10 +96,10 @@ def test_an_absent_region_takes_no_memory_and_its_tensors_come_back(
     assert device.owner(part) == first  # absent as well
     device.acquire([first])
     assert torch.equal(part, kept)
-    assert queues.given == device.storage(first).nbytes() == 6 * PAGE - 3
+    assert streams.given == device.storage(first).nbytes() == 6 * PAGE - 3
 
 
-def test_what_was_only_read_leaves_without_a_copy(device: Accelerator, queues: Emulated) -> None:
+def test_what_was_only_read_leaves_without_a_copy(device: Accelerator, streams: Emulated) -> None:
     regions = [device.allocate(6 * PAGE) for _ in range(2)]
     for seed, region in enumerate(regions):
         write(device, region, seed)
@@ -113,8 +109,8 @@ def test_what_was_only_read_leaves_without_a_copy(device: Accelerator, queues: E
     assert device.counters().bytes_out == out + 6 * PAGE  # the second left as it was written
 
 
-def test_a_region_that_is_leaving_can_be_used_again(queues: Emulated, tmp_path: Path) -> None:
-    device = Accelerator(queues, 8 * PAGE, tmp_path)
+def test_a_region_that_is_leaving_can_be_used_again(streams: Emulated, tmp_path: Path) -> None:
+    device = Accelerator(streams, 8 * PAGE, tmp_path)
     region = device.allocate(2 * PAGE)
     write(device, region, 1)
     device.follow([Use(()), Use((region,))], schedule(Action(0, Kind.EVICT, region)))
@@ -138,8 +134,6 @@ def test_what_fits_nowhere_is_refused_by_name(device: Accelerator, tiered: Accel
         device.acquire([second])
     device.used([first])
     device.acquire([second])
-    with pytest.raises(BackendError, match=r"device cannot do this: ask .* whether it `serves`"):
-        device.show([first])
 
 
 def test_whoever_uses_a_locked_region_meets_its_owner(device: Accelerator) -> None:
@@ -168,8 +162,8 @@ def test_whoever_uses_a_locked_region_meets_its_owner(device: Accelerator) -> No
     assert met == [one] * 3
 
 
-def test_a_region_larger_than_host_memory_is_refused(queues: Emulated, tmp_path: Path) -> None:
-    device = Accelerator(queues, 8 * PAGE, tmp_path, host_budget=2 * PAGE)
+def test_a_region_larger_than_host_memory_is_refused(streams: Emulated, tmp_path: Path) -> None:
+    device = Accelerator(streams, 8 * PAGE, tmp_path, host_budget=2 * PAGE)
     with pytest.raises(BudgetError, match="raise host_budget"):
         device.allocate(3 * PAGE)
     region = device.allocate(2 * PAGE)  # its place was not lost
@@ -179,8 +173,8 @@ def test_a_region_larger_than_host_memory_is_refused(queues: Emulated, tmp_path:
 
 
 def test_an_accelerator_that_is_full_says_what_to_do(tmp_path: Path) -> None:
-    with emulated(memory=4 * PAGE) as queues:
-        device = Accelerator(queues, 8 * PAGE, tmp_path)
+    with emulated(memory=4 * PAGE) as streams:
+        device = Accelerator(streams, 8 * PAGE, tmp_path)
         regions = [device.allocate(3 * PAGE) for _ in range(2)]
         device.names[regions[1]] = "the second"
         write(device, regions[0], 1)
@@ -194,55 +188,33 @@ def test_an_accelerator_that_is_full_says_what_to_do(tmp_path: Path) -> None:
         device.close()
 
 
-def test_zeros_and_discarded_bytes_move_nothing(device: Accelerator) -> None:
-    zero, gone, other = (device.allocate(5 * PAGE) for _ in range(3))
-    write(device, zero, 1)
-    device.clear([zero])
-    assert device.is_clear([zero]) == [True]
-    before = device.counters()
-    device.use([zero])
-    assert not view(device, zero).any()
-    device.used([zero])
-    device.acquire([other])
-    device.discard(other)
-    device.use([zero])
-    assert not view(device, zero).any()
-    device.used([zero])
-    device.acquire([gone])
-    device.discard(gone)
-    after = device.counters()
-    assert (after.bytes_in, after.bytes_out) == (before.bytes_in, before.bytes_out)
-    write(device, zero, 2)
-    assert device.is_clear([zero]) == [False]
-
-
 # Below
 
 
-def test_host_memory_is_what_regions_take(queues: Emulated, tmp_path: Path) -> None:
+def test_host_memory_is_what_regions_take(streams: Emulated, tmp_path: Path) -> None:
     need = 40 * PAGE
-    device = Accelerator(queues, 8 * PAGE, tmp_path, need=need)
-    assert queues.host_bytes == need
+    device = Accelerator(streams, 8 * PAGE, tmp_path, need=need)
+    assert streams.host_bytes == need
     regions = [device.allocate(4 * PAGE) for _ in range(10)]
     for region in regions:
         write(device, region, region)
-    assert queues.host_bytes == need == device.taken_bytes()
+    assert streams.host_bytes == need == device.taken_bytes()
     more = [device.allocate(4 * PAGE) for _ in range(3)]  # beyond what was foreseen
     for region in more:
         write(device, region, region)
     assert all(holds(device, region, region) for region in regions + more)
     device.close()
-    assert queues.host_bytes == 0
+    assert streams.host_bytes == 0
 
 
 def test_what_host_memory_has_no_room_for_goes_to_the_file(
-    tiered: Accelerator, queues: Emulated
+    tiered: Accelerator, streams: Emulated
 ) -> None:
     regions = [tiered.allocate(3 * PAGE) for _ in range(12)]
     for region in regions:
         write(tiered, region, region)
     assert tiered.spill_bytes() >= 64 * PAGE
-    assert queues.host_bytes == 8 * PAGE
+    assert streams.host_bytes == 8 * PAGE
     for _ in range(2):
         assert all(holds(tiered, region, region) for region in regions)
 
@@ -336,25 +308,12 @@ def test_a_plan_prefetches_and_what_is_used_is_counted(device: Accelerator) -> N
     assert {EventKind.FETCH, EventKind.EVICT} <= kinds
 
 
-def test_the_peak_never_passes_the_capacity(device: Accelerator, queues: Emulated) -> None:
-    regions = [device.allocate(3 * PAGE) for _ in range(9)]
-    for region in regions:
-        write(device, region, region)
-    for region in regions:
-        assert holds(device, region, region)
-    assert 0 < device.counters().peak_bytes <= device.capacity
-    assert 0 < queues.peak_bytes() <= device.capacity
-
-
-# The end
-
-
 # What goes wrong half way
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_copy_that_is_not_queued_leaves_the_region_absent(
-    device: Accelerator, queues: Emulated, monkeypatch: pytest.MonkeyPatch, error: type
+    device: Accelerator, streams: Emulated, monkeypatch: pytest.MonkeyPatch, error: type
 ) -> None:
     regions = [device.allocate(3 * PAGE) for _ in range(4)]
     for region in regions:
@@ -364,7 +323,7 @@ def test_a_copy_that_is_not_queued_leaves_the_region_absent(
         raise error("as planned")
 
     with monkeypatch.context() as patch:
-        patch.setattr(queues, "copy_in", fail)
+        patch.setattr(streams, "copy_in", fail)
         with pytest.raises(error):
             device.use([regions[0]])
     assert regions[0] not in device.resident()
@@ -375,14 +334,14 @@ def test_a_copy_that_is_not_queued_leaves_the_region_absent(
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_memory_that_is_lacking_takes_no_bytes_with_it(
-    queues: Emulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+    streams: Emulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     """What makes way needs room in host memory, where what is entering lies."""
-    device = Accelerator(queues, 8 * PAGE, tmp_path, host_budget=6 * PAGE, least=6 * PAGE)
+    device = Accelerator(streams, 8 * PAGE, tmp_path, host_budget=6 * PAGE, least=6 * PAGE)
     regions = [device.allocate(3 * PAGE) for _ in range(6)]
     for region in regions:
         write(device, region, region)
-    plain, left = queues.fill, [0]
+    plain, left = streams.fill, [0]
 
     def fill(storage: torch.UntypedStorage, nbytes: int) -> None:
         if left[0]:
@@ -390,7 +349,7 @@ def test_memory_that_is_lacking_takes_no_bytes_with_it(
             raise torch.OutOfMemoryError("as planned")
         plain(storage, nbytes)
 
-    monkeypatch.setattr(queues, "fill", fill)
+    monkeypatch.setattr(streams, "fill", fill)
     for region in [*regions, *reversed(regions)]:
         left[0] = 0
         write(device, regions[-1], regions[-1])  # so that somebody can make way
@@ -422,7 +381,7 @@ def test_what_is_leaving_makes_way(device: Accelerator) -> None:
 
 
 def test_a_plan_that_finds_no_memory_is_left(
-    device: Accelerator, queues: Emulated, monkeypatch: pytest.MonkeyPatch
+    device: Accelerator, streams: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     regions = [device.allocate(3 * PAGE) for _ in range(4)]
     for region in regions:
@@ -436,7 +395,7 @@ def test_a_plan_that_finds_no_memory_is_left(
         raise torch.OutOfMemoryError("as planned")
 
     with monkeypatch.context() as patch:
-        patch.setattr(queues, "fill", full)
+        patch.setattr(streams, "fill", full)
         for position in range(len(uses)):
             device.advance(position)
     assert device.capacity == capacity, "the pool is as large as it was"
@@ -446,9 +405,9 @@ def test_a_plan_that_finds_no_memory_is_left(
 
 
 def test_an_end_that_fails_gives_all_back(
-    queues: Emulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    streams: Emulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Accelerator(queues, 8 * PAGE, tmp_path)
+    device = Accelerator(streams, 8 * PAGE, tmp_path)
     regions = [device.allocate(3 * PAGE) for _ in range(4)]
     tensors = []
     for region in regions:
@@ -459,15 +418,15 @@ def test_an_end_that_fails_gives_all_back(
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("as planned")
 
-    monkeypatch.setattr(queues, "fill", full)
+    monkeypatch.setattr(streams, "fill", full)
     with pytest.raises(BudgetError, match="lower the budget"):
         device.retire()
     assert len(tensors) == 4
-    assert queues.host_bytes == 0
+    assert streams.host_bytes == 0
 
 
-def test_what_is_held_at_the_end_stays(queues: Emulated, tmp_path: Path) -> None:
-    device = Accelerator(queues, 8 * PAGE, tmp_path, need=64 * PAGE, host_budget=8 * PAGE)
+def test_what_is_held_at_the_end_stays(streams: Emulated, tmp_path: Path) -> None:
+    device = Accelerator(streams, 8 * PAGE, tmp_path, need=64 * PAGE, host_budget=8 * PAGE)
     regions = [device.allocate(3 * PAGE) for _ in range(6)]
     tensors = {}
     for region in regions:
@@ -475,7 +434,7 @@ def test_what_is_held_at_the_end_stays(queues: Emulated, tmp_path: Path) -> None
         device.acquire([region])
         tensors[region] = view(device, region)
     assert device.retire() == 0
-    assert queues.host_bytes == 0
+    assert streams.host_bytes == 0
     for region, tensor in tensors.items():
         assert torch.equal(tensor, pattern(3 * PAGE, region))
 
@@ -484,11 +443,11 @@ def test_what_is_held_at_the_end_stays(queues: Emulated, tmp_path: Path) -> None
 
 
 def _read_too_early() -> None:
-    with emulated() as queues:
+    with emulated() as streams:
         storage = torch.empty(0, dtype=torch.uint8).untyped_storage()
-        queues.fill(storage, 64)
-        moment = queues.copy_in(storage, torch.zeros(64, dtype=torch.uint8), [queues.now()])
-        with Watcher(queues, lambda one: one._cdata == storage._cdata):
+        streams.fill(storage, 64)
+        moment = streams.copy_in(storage, torch.zeros(64, dtype=torch.uint8), [streams.now()])
+        with Watcher(streams, lambda one: one._cdata == storage._cdata):
             torch.empty(0, dtype=torch.uint8).set_(storage).sum()
         moment.wait()
 
@@ -499,141 +458,11 @@ def test_the_emulated_accelerator_finds_what_was_not_waited_for() -> None:
 
 
 def test_the_emulated_accelerator_refuses_absent_tensors() -> None:
-    with emulated() as queues:
+    with emulated() as streams:
         tensor = torch.ones(4)
         tensor.untyped_storage().resize_(0)
-        with Watcher(queues, lambda one: True), pytest.raises(Race, match="absent"):
+        with Watcher(streams, lambda one: True), pytest.raises(Race, match="absent"):
             tensor.clone()
-
-
-# Anything
-
-
-class _Run:
-    """A device, and what its regions should hold."""
-
-    def __init__(self, device: Accelerator, chance: random.Random) -> None:
-        self.device, self.chance = device, chance
-        self.held: dict[int, int | None] = {}  # region -> seed, 0 for zeros, None for anything
-        self.seed = 0
-
-    def some(self) -> list[int]:
-        """Return regions that fit together."""
-        chosen: list[int] = []
-        room = self.device.capacity
-        for region in self.chance.sample(sorted(self.held), self.chance.randrange(1, 4) % 4):
-            if self.device.size(region) <= room:
-                room -= self.device.size(region)
-                chosen.append(region)
-        return chosen
-
-    def check(self, region: int) -> None:
-        held = self.held[region]
-        if held is not None:
-            found = view(self.device, region)
-            wanted = torch.zeros_like(found) if held == 0 else pattern(len(found), held)
-            assert torch.equal(found, wanted), (region, held)
-
-    def change(self, region: int) -> None:
-        self.seed += 1
-        target = view(self.device, region)
-        target.copy_(pattern(len(target), self.seed))
-        self.held[region] = self.seed
-
-    def operator(self, regions: list[int]) -> None:
-        """Read some, write some."""
-        written = [region for region in regions if self.chance.random() < 0.4]
-        self.device.use(regions, written)
-        for region in regions:
-            if region in self.device.resident() and self.device.storage(region).nbytes():
-                self.check(region)
-        for region in written:
-            self.change(region)
-        self.device.used(regions)
-
-    def go(self) -> None:
-        """Do one thing."""
-        device, chance = self.device, self.chance
-        what = chance.random()
-        if len(self.held) < 4 or (what < 0.1 and len(self.held) < 14):
-            self.held[device.allocate(chance.randrange(1, 5 * PAGE))] = None
-        elif what < 0.13:
-            region = chance.choice(sorted(self.held))
-            device.release(region)
-            del self.held[region]
-        elif what < 0.17:
-            region = chance.choice(sorted(self.held))
-            device.discard(region)
-            self.held[region] = None
-        elif what < 0.21:
-            region = chance.choice(sorted(self.held))
-            device.clear([region])
-            self.held[region] = 0
-        elif what < 0.3:
-            regions = self.some()
-            device.acquire(regions)
-            for region in regions:
-                self.check(region)
-                self.change(region)
-        elif what < 0.34:
-            device.touch(self.some())
-        elif what < 0.44:
-            self.plan()
-        else:
-            self.operator(self.some())
-        assert device.resident_bytes() <= device.capacity
-
-    def plan(self) -> None:
-        """Follow a plan that is right, or wrong."""
-        device, chance = self.device, self.chance
-        strings = [self.some() for _ in range(chance.randrange(2, 9))]
-        uses = [Use(tuple(regions), writes=tuple(regions)) for regions in strings]
-        sizes = [device.size(region) for region in range(max(self.held) + 1)]
-        now = device.resident()
-        device.follow(uses, LookAhead().plan(uses, sizes, device.capacity, now, now))
-        wrong = chance.random() < 0.3
-        for position, regions in enumerate(strings):
-            device.advance(position)
-            self.operator(self.some() if wrong else regions)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32), st.sampled_from([None, 5, 9, 30]))
-def test_bytes_survive_anything(seed: int, host_pages: int | None) -> None:
-    budget = None if host_pages is None else host_pages * PAGE
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        emulated(seed, delay_s=0.001) as queues,
-    ):
-        device = Accelerator(
-            queues,
-            10 * PAGE,
-            Path(folder),
-            need=8 * PAGE,
-            host_budget=budget,
-            threads=2,
-        )
-        run = _Run(device, random.Random(seed))
-        with Watcher(queues, lambda storage: device.owner(storage) >= 0) as watcher:
-            for _ in range(60):
-                run.go()
-            for region in sorted(run.held):
-                device.use([region])
-                run.check(region)
-                device.used([region])
-        assert watcher.seen > 0
-        assert queues.given <= device.capacity
-        assert budget is None or queues.host_bytes <= budget
-        device.counters()
-        device.close()
-
-
-def test_names_say_where(queues: Emulated, tmp_path: Path) -> None:
-    device = Accelerator(queues, 3 * MiB + 5, tmp_path)
-    assert device.name == "accelerator emulated"
-    assert device.capacity == 3 * MiB
-    assert device.page_bytes == PAGE == 4 * KiB
-    device.close()
 
 
 # Several threads, and no accelerator
@@ -668,7 +497,7 @@ def test_regions_are_held_in_several_threads(tiered: Accelerator) -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
 def test_an_accelerator_that_is_not_there_is_refused() -> None:
     with pytest.raises(BackendError, match=r"'cuda'.*no accelerator"):
-        Streams(torch.device("cuda"))
+        TorchStreams(torch.device("cuda"))
 
 
 # What is heard of

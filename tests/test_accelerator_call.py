@@ -29,7 +29,7 @@ from torch.optim import AdamW
 
 import dynoffload
 from dynoffload.errors import BackendError, BudgetError, ConfigError
-from dynoffload.memory.accelerator.temporaries import Temporaries
+from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
 from dynoffload.runtime import opening
 from dynoffload.runtime.adoption.held import is_between_processes
 from dynoffload.runtime.adoption.homes import Homes, Room
@@ -176,7 +176,7 @@ def emulation() -> Any:
 
     from dynoffload.runtime import target
 
-    return mock.patch.object(target, "open_queues", return_value=Emulated())
+    return mock.patch.object(target, "open_streams", return_value=Emulated())
 
 
 # How much
@@ -256,7 +256,7 @@ def test_chunks_of_activations_fit_host_memory(budget: str) -> None:
 
 
 def test_the_pool_follows_the_allocator() -> None:
-    temporaries = Temporaries(most=1000, least=400, budget=1200)
+    temporaries = WorkspaceEstimate(most=1000, least=400, budget=1200)
     assert temporaries.capacity == 850  # an eighth of the budget for what nobody has seen
     assert temporaries.after(1150, 850) == 900
     assert temporaries.after(1150, 900) == 900  # 300 beside it, in one of the last steps
@@ -266,15 +266,15 @@ def test_the_pool_follows_the_allocator() -> None:
 
 
 def test_a_pool_has_its_least(caplog: pytest.LogCaptureFixture) -> None:
-    temporaries = Temporaries(most=1000, least=700, budget=1200)
+    temporaries = WorkspaceEstimate(most=1000, least=700, budget=1200)
     for _ in range(2):
         assert temporaries.after(1500, 700) == 700
     assert caplog.text.count("the budget of 1.17 KiB is passed by 300 B") == 1
 
 
 def test_a_pool_without_a_count_is_as_large_as_it_may_be() -> None:
-    assert Temporaries(most=1000, least=400, budget=None).after(5000, 10) == 1000
-    assert Temporaries(most=1000, least=400, budget=1000).after(0, 10) == 875
+    assert WorkspaceEstimate(most=1000, least=400, budget=None).after(5000, 10) == 1000
+    assert WorkspaceEstimate(most=1000, least=400, budget=1000).after(0, 10) == 875
 
 
 def test_what_operators_take_makes_the_pool_smaller() -> None:
@@ -418,29 +418,6 @@ def test_what_fits_is_not_paged_and_comes_home(elsewhere: bool) -> None:
             config={"step_aside": True},
         )
     assert not session.paging
-
-
-def test_the_meta_device() -> None:
-    """A model from there is initialised as a plain one, and trained to the same bits."""
-
-    def init(module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            nn.init.normal_(parameter, std=0.1)
-
-    with torch.device("meta"):
-        model = small()
-    dynoffload.materialize(model, init)
-    torch.manual_seed(3)
-    with accelerated():
-        trained(model)
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
-    plain = small()
-    torch.manual_seed(3)
-    for module in plain.modules():
-        init(module)
-    optimizer = AdamW(plain.parameters(), lr=1e-2)
-    Loop(steps=3).run(plain, optimizer, small_samples(3), small_loss)
-    assert_same(dict(model.state_dict()), dict(plain.state_dict()), "weights")
 
 
 def test_tensors_go_to_the_accelerator_and_back(tmp_path: Path) -> None:

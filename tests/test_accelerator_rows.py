@@ -26,7 +26,7 @@ from torch.optim import AdamW
 from dynoffload.errors import BackendError, BudgetError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.storages import RowStorage
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.residency import Residence
 
 PAGE = 4096

@@ -7,7 +7,6 @@ moment was waited for. A budget of host memory puts a file below it.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -19,7 +18,6 @@ from emulated import DEVICE, accelerated
 from exactness import (
     SMALL_PAGES,
     Loop,
-    LyingPilot,
     Twin,
     assert_same,
     compare_runs,
@@ -62,16 +60,6 @@ def mlp_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("share", [2, 4])
-@pytest.mark.parametrize("make", [partial(AdamW, lr=1e-2), partial(SGD, lr=1e-2, momentum=0.9)])
-def test_a_plain_network(make: Any, share: int) -> None:
-    twin = Twin(mlp(), make)
-    samples = [torch.randn(8, 48) for _ in range(6)]
-    budget = budget_for(twin, share)
-    with accelerated():
-        compare_runs(twin, Loop(steps=6), samples, mlp_loss, budget, device=DEVICE)
-
-
 def test_a_gradient_that_a_mode_would_change_is_refused() -> None:
     """See docs/compatibility.md; all of its kind are in tests/test_below_modes.py."""
     twin = Twin(mlp(), partial(SGD, lr=1e-2))
@@ -85,14 +73,6 @@ def test_a_gradient_that_a_mode_would_change_is_refused() -> None:
                 loss.backward()
 
 
-LOOPS = {
-    "plain": Loop(steps=8),
-    "clipped": Loop(steps=6, accumulate=2, clip=0.5),
-    "bfloat16": Loop(steps=6, autocast=torch.bfloat16),
-    "zeroed": Loop(steps=6, zero_first=True, set_to_none=False),
-}
-
-
 def some(cases: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
     """Return each case with each of two values; all but one of each case are slow."""
     return [
@@ -100,48 +80,6 @@ def some(cases: Mapping[str, Any], values: Sequence[Any]) -> list[Any]:
         for name in cases
         for value in values
     ]
-
-
-@pytest.mark.parametrize(
-    ("loop", "host_share"),
-    some({"plain": 2, "clipped": None, "bfloat16": 2, "zeroed": None}, (None, 2)),
-)
-def test_gated_experts(loop: str, host_share: int | None) -> None:
-    """In host memory, and in half of it with a file below."""
-    twin = Twin(small(), partial(AdamW, lr=1e-2))
-    total = footprint_of(twin.model)
-    host_budget = None if host_share is None else total // host_share
-    places: dict[str, Any] = {"device": DEVICE, "host_budget": host_budget}
-    with accelerated(elsewhere=host_share is None):
-        session = compare_runs(
-            twin,
-            LOOPS[loop],
-            small_samples(16),
-            small_loss,
-            budget_for(twin, 3),
-            **places,
-        )
-    assert session.stats["bytes_in"].sum() > 0
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_lies_change_no_bit(seed: int) -> None:
-    twin = Twin(small(seed), partial(AdamW, lr=1e-2, foreach=bool(seed % 2)))
-    chance = random.Random(seed)
-    orders = [[chance.randrange(-2, 40) for _ in range(20)] for _ in range(5)]
-    pilot = LyingPilot(twin.model, orders)
-    budget = budget_for(twin, chance.choice([2, 3, 4]))
-    with accelerated(seed=seed):
-        compare_runs(
-            twin,
-            Loop(steps=8),
-            small_samples(8),
-            small_loss,
-            budget,
-            pilot=pilot,
-            device=DEVICE,
-        )
-    assert pilot.asked >= 8
 
 
 @pytest.mark.parametrize(

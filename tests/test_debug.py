@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import HUGE, KINDS, SMALL, each_device, filled, holds, script, view
+from devices import HUGE, KINDS, SMALL, each_of_the_cpu, filled, holds, script, view
 from exactness import (
     Loop,
     Twin,
@@ -77,7 +77,7 @@ def four(device: Device) -> list[int]:
     return regions
 
 
-@each_device(SMALL, HUGE)
+@each_of_the_cpu(SMALL, HUGE)
 def test_a_changed_byte_is_told_to_whoever_called(kind: str, page: int, tmp_path: Path) -> None:
     """By name, with the remedy; and the other regions are not touched."""
     with debugged(kind, page, tmp_path) as device:
@@ -99,7 +99,7 @@ def test_a_changed_byte_is_told_to_whoever_called(kind: str, page: int, tmp_path
         assert len(absent) >= 2
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_without_debug_mode_a_byte_is_not_found(kind: str, page: int, tmp_path: Path) -> None:
     """The file is private: by default little is spent on this."""
     with debugged(kind, page, tmp_path, debug=False) as device:
@@ -173,7 +173,7 @@ def test_a_write_that_nobody_announced_is_no_corruption(written: bool, tmp_path:
         assert torch.equal(view(device, region), expected)
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_accesses_of_all_kinds_are_served(kind: str, page: int, tmp_path: Path) -> None:
     """Reads and writes that nobody announced, discards, new content, eviction again and again."""
     with debugged(kind, page, tmp_path) as device:

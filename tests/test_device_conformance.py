@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from devices import (
-    KINDS,
     SMALL,
     byte_at,
     each_device,
+    each_of_the_cpu,
     eventually,
     filled,
     holds,
@@ -30,7 +30,7 @@ from devices import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynoffload.errors import BudgetError, SpillError
+from dynoffload.errors import BudgetError
 from dynoffload.memory import tally
 from dynoffload.memory.device import Device, EventKind
 from dynoffload.planning.lookahead import LookAhead
@@ -81,7 +81,7 @@ def test_a_new_region_can_be_written_and_read_without_notice(device: Device, pag
     assert counters.peak_bytes <= device.capacity
 
 
-@each_device()
+@each_of_the_cpu()
 def test_storages_keep_their_address_and_their_views(device: Device, page: int) -> None:
     first, second = device.allocate(6 * page), device.allocate(6 * page)
     storage = device.storage(first)
@@ -141,7 +141,7 @@ def test_a_region_discarded_while_absent_comes_back_without_a_read(
     assert device.counters().bytes_in == before
 
 
-@each_device()
+@each_of_the_cpu()
 def test_places_of_released_regions_are_used_again(device: Device, page: int) -> None:
     addresses = set()
     for _ in range(20):
@@ -222,7 +222,7 @@ def test_with_a_plan_the_farthest_next_use_leaves(device: Device, page: int) -> 
 # Plans
 
 
-@each_device()
+@each_of_the_cpu()
 def test_a_plan_prefetches_and_what_is_used_is_counted(device: Device, page: int) -> None:
     regions = [device.allocate(2 * page) for _ in range(8)]
     filled(device, regions)
@@ -247,7 +247,7 @@ def test_a_plan_prefetches_and_what_is_used_is_counted(device: Device, page: int
     assert after.peak_bytes <= device.capacity
 
 
-@each_device()
+@each_of_the_cpu()
 def test_planned_fetches_wait_for_their_position_and_for_room(device: Device, page: int) -> None:
     a, b, c = (device.allocate(4 * page) for _ in range(3))
     filled(device, [a, b, c])
@@ -268,7 +268,7 @@ def test_planned_fetches_wait_for_their_position_and_for_room(device: Device, pa
     assert all(holds(device, region) for region in (a, b, c))
 
 
-@each_device()
+@each_of_the_cpu()
 def test_what_is_prefetched_for_nothing_is_wasted(device: Device, page: int) -> None:
     regions = [device.allocate(4 * page) for _ in range(3)]
     filled(device, regions)
@@ -284,7 +284,7 @@ def test_what_is_prefetched_for_nothing_is_wasted(device: Device, page: int) -> 
     assert device.counters().used_bytes == 0
 
 
-@each_device()
+@each_of_the_cpu()
 def test_the_reserve_is_kept_free_of_prefetches(device: Device, page: int) -> None:
     regions = [device.allocate(2 * page) for _ in range(6)]
     filled(device, regions)
@@ -329,7 +329,7 @@ def test_plans_over_regions_that_are_gone_do_no_harm(device: Device, page: int) 
     assert all(holds(device, region) for region in [*regions, fresh])
 
 
-@each_device()
+@each_of_the_cpu()
 def test_following_backwards_prefetches_again(device: Device, page: int) -> None:
     a, b = device.allocate(6 * page), device.allocate(6 * page)
     filled(device, [a, b])
@@ -378,7 +378,7 @@ def test_events_tell_every_transfer_within_its_time(device: Device, page: int) -
     assert device.events() == []
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_events_past_what_is_kept_are_counted(
     device: Device, kind: str, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,15 +400,6 @@ def test_events_past_what_is_kept_are_counted(
 
 
 @each_device(SMALL)
-def test_nothing_is_kept_of_events_that_nobody_wants(kind: str, page: int, tmp_path: Path) -> None:
-    device = KINDS[kind](4 * page, page, tmp_path, record=False)
-    filled(device, [device.allocate(3 * page) for _ in range(4)])
-    assert device.counters().bytes_out > 0
-    assert device.events() == []
-    device.close()
-
-
-@each_device(SMALL)
 def test_the_peak_begins_anew_with_each_reading(device: Device, page: int) -> None:
     region = device.allocate(6 * page)
     device.acquire([region])
@@ -417,7 +408,7 @@ def test_the_peak_begins_anew_with_each_reading(device: Device, page: int) -> No
     assert device.counters().peak_bytes == 0
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_closing_twice_is_closing_once(kind: str, page: int, tmp_path: Path) -> None:
     with opened(kind, 8 * page, page, tmp_path) as made:
         made.allocate(page)
@@ -428,7 +419,7 @@ def test_closing_twice_is_closing_once(kind: str, page: int, tmp_path: Path) -> 
 # Many at once
 
 
-@each_device()
+@each_of_the_cpu()
 def test_readers_in_threads_see_whole_regions(device: Device, page: int) -> None:
     regions = [device.allocate(2 * page - 11) for _ in range(10)]
     filled(device, regions)
@@ -461,7 +452,7 @@ def test_readers_in_threads_see_whole_regions(device: Device, page: int) -> None
     assert 0 < peak <= device.capacity
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_regions_come_and_go_in_several_threads(device: Device, page: int) -> None:
     wrong: list[int] = []
 
@@ -509,7 +500,8 @@ def steps(count: int) -> st.SearchStrategy[list[Any]]:
     return st.lists(
         st.one_of(
             st.tuples(st.sampled_from(["write", "read", "acquire", "touch", "pin", "unpin"]), one),
-            st.tuples(st.sampled_from(["silent write", "discard", "renew", "advance"]), one),
+            st.tuples(st.sampled_from(["silent write", "discard", "clear"]), one),
+            st.tuples(st.sampled_from(["renew", "advance"]), one),
             st.tuples(st.just("copy"), one, one),
             st.tuples(st.just("follow"), plans(count)),
         ),
@@ -570,6 +562,10 @@ class Machine:
         elif name == "discard" and not self.pins[i]:
             device.discard(region)
             self.content[i] = None
+        elif name == "clear" and not self.pins[i]:
+            device.clear([region])
+            self.content[i] = torch.zeros(self.sizes[i], dtype=torch.uint8)
+            assert device.is_clear([region]) == [True]
         elif name == "renew" and not self.pins[i]:
             device.release(region)
             self.content[i] = None
@@ -599,7 +595,12 @@ class Machine:
 
 @each_device()
 def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
+    """On an accelerator whatever its streams do, with host memory for all or with a file below."""
     count = 5
+    options = st.just({})
+    if kind == "accelerator":
+        budget = st.sampled_from([None, 4 * page, 9 * page, 30 * page])
+        options = st.fixed_dictionaries({"seed": st.integers(0, 1000), "host_budget": budget})
 
     @settings(
         max_examples=80 if page == SMALL else 20,
@@ -610,9 +611,10 @@ def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
         pages=st.lists(st.integers(1, 4), min_size=count, max_size=count),
         less=st.integers(0, SMALL - 1),
         work=steps(count),
+        options=options,
     )
-    def run(pages: list[int], less: int, work: list[Any]) -> None:
-        with opened(kind, 8 * page, page, tmp_path) as device:
+    def run(pages: list[int], less: int, work: list[Any], options: dict[str, Any]) -> None:
+        with opened(kind, 8 * page, page, tmp_path, **options) as device:
             machine = Machine(device, [n * page - less for n in pages])
             for step in work:
                 machine.run(step)
@@ -629,14 +631,7 @@ def test_bytes_survive_anything(kind: str, page: int, tmp_path: Path) -> None:
 # The disk
 
 
-@each_device(SMALL)
-def test_a_missing_directory_is_refused(kind: str, page: int, tmp_path: Path) -> None:
-    with pytest.raises(SpillError, match="does not exist"):
-        KINDS[kind](8 * page, page, tmp_path / "nowhere")
-    assert len(os.listdir("/proc/self/task")) > 0
-
-
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_a_file_that_cannot_grow_refuses_the_region_and_spoils_nothing(
     kind: str, page: int, tmp_path: Path
 ) -> None:
@@ -670,7 +665,7 @@ def test_a_file_that_cannot_grow_refuses_the_region_and_spoils_nothing(
     assert found.stdout.splitlines()[-1] == "True"
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_path: Path) -> None:
     """What cannot be written stays in memory, so there is no room; it is soon told, and passes."""
     found = script(
@@ -716,7 +711,7 @@ def test_an_acquire_ends_when_the_disk_takes_nothing(kind: str, page: int, tmp_p
     assert last == "whole"
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_a_killed_process_leaves_no_file(kind: str, page: int) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         found = script(

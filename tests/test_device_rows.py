@@ -8,24 +8,18 @@ what lies over a row has no memory, and operators are heard of.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import byte_at, filled, holds, schedule, uses_of, view
-from emulated import Watcher, emulated
-from exactness import needs_pager
+from devices import byte_at, filled, holds, needs_pager, opened, schedule, uses_of, view
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.device import Device
-from dynoffload.memory.mapped import MappedFile
 from dynoffload.memory.pager import Pager
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.planning.schedule import Action, Kind
-from dynoffload.runtime.residency import Residence
 
 PAGE = 4096
 SLICE = 4 * PAGE
@@ -34,31 +28,11 @@ POOL = 10 * SLICE
 pytestmark = pytest.mark.timeout(60)
 
 
-@contextmanager
-def accelerator(directory: Path) -> Iterator[Device]:
-    """Open the accelerator's device."""
-    with emulated() as queues:
-        opened = Accelerator(queues, POOL, directory)
-        with Watcher(queues, lambda storage: opened.owner(storage) >= 0):
-            residence = Residence(opened)
-            try:
-                yield opened
-            finally:
-                residence.end()
-        opened.close()
-
-
 @pytest.fixture(params=[pytest.param("pager", marks=needs_pager), "mapped", "accelerator"])
 def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Device]:
     """Each device with room for ten slices."""
-    if request.param == "accelerator":
-        with accelerator(tmp_path) as opened:
-            yield opened
-        return
-    kind = Pager if request.param == "pager" else MappedFile
-    of_the_cpu = kind(POOL, PAGE, tmp_path, threads=2)
-    yield of_the_cpu
-    of_the_cpu.close()
+    with opened(request.param, POOL, PAGE, tmp_path) as made:
+        yield made
 
 
 def whole(device: Device, row: list[int]) -> torch.Tensor:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 
 import pytest
+from devices import next_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,8 +135,7 @@ def test_schedules_stay_above_it_in_every_phase(
         fetched = sum(
             sizes[action.region]
             for action in schedule.actions
-            if action.kind is Kind.FETCH
-            and start <= schedule.next_use(action.region, action.position) < stop
+            if action.kind is Kind.FETCH and start <= next_use(uses, action) < stop
         )
         assert least.bytes_in <= fetched + capacity
     assert total_in <= schedule.bytes_in

@@ -24,7 +24,7 @@ from dynoffload.experiments.gpu_ways import FILES, OURS, PLAIN, WAYS, Task, bloc
 from dynoffload.experiments.harness import carry_out
 from dynoffload.experiments.processes import WorkerError, fresh
 from dynoffload.experiments.zoo import build
-from dynoffload.memory.accelerator import streams
+from dynoffload.memory.accelerator import torch_streams
 from dynoffload.units import KiB, MiB
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_the_link_is_measured_through_the_queues(
     monkeypatch.setattr("dynoffload.doctor.measure_tiers", lambda *args: tiers)
     link = Link("cpu", str(tmp_path), seconds_each=0.01, chunk=64 * KiB, pinned=MiB)
     with emulated(delay_s=0.0005) as queues:
-        monkeypatch.setattr(streams, "open_queues", lambda device: queues)
+        monkeypatch.setattr(torch_streams, "open_streams", lambda device: queues)
         found = measure_link(link)
         assert queues.host_bytes == queues.given == 0
     rates = [found[key] for key in found if key.endswith("_bps")]
@@ -436,7 +436,7 @@ def test_a_process_answers_a_task(way: str) -> None:
 
 @pytest.mark.slow
 def test_a_process_says_why_it_has_no_answer(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="has no accelerator here"):
+    with pytest.raises(WorkerError, match="finds no accelerator here"):
         fresh("the link", measure_link, Link("cpu", str(tmp_path)))
     row = fresh("it", measure, replace(SMALL, way="zero-offload"))
     assert row["state"] == NOT_MEASURED

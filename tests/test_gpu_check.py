@@ -213,9 +213,9 @@ def test_late_queues_and_poison_show_a_moment_that_nobody_waits_for(
 def test_late_queues_give_back_what_they_took() -> None:
     queues = Emulated(0, delay_s=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "open_queues", lambda device: queues)
+        patch.setattr(target, "open_streams", lambda device: queues)
         with late(1) as made:
-            opened = target.open_queues(CPU)  # type: ignore[attr-defined]
+            opened = target.open_streams(CPU)  # type: ignore[attr-defined]
             assert made == [opened]
             assert isinstance(opened, Late)
             storage = torch.UntypedStorage(0)

@@ -10,7 +10,7 @@ import pytest
 from exactness import needs_pager
 
 from dynoffload.memory.pager import Pager
-from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
+from dynoffload.planning.schedule import Action, Kind, Schedule, Use
 from dynoffload.runtime.adoption.store import bytes_of
 
 pytestmark = [needs_pager, pytest.mark.timeout(30)]
@@ -53,7 +53,7 @@ def read_ahead(device: Pager, region: int) -> None:
         assert time.monotonic() < until
         time.sleep(0.001)
     uses = [Use((region,)), Use((region,))]
-    schedule = Schedule((Action(0, Kind.FETCH, region),), 0, 0, 0, NextUse(uses))
+    schedule = Schedule((Action(0, Kind.FETCH, region),))
     device.follow(uses, schedule)
     until = time.monotonic() + 100
     while device.counters().bytes_in == 0 or region not in device.resident():

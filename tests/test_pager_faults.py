@@ -72,7 +72,7 @@ def test_operands_that_no_plan_holds_do_not_evict_each_other(page: int, tmp_path
     """What is planned for later makes way for both; else each byte would cost two faults."""
     run(
         """
-from dynoffload.planning.schedule import NextUse, Schedule, Use
+from dynoffload.planning.schedule import Schedule, Use
 planned, first, second, third = (device.allocate(2 * page) for _ in range(4))
 rest = [device.allocate(2 * page) for _ in range(3)]
 for region in (a, b, c):
@@ -80,7 +80,7 @@ for region in (a, b, c):
 filled(device, [first, second, third, planned, *rest])
 uses = [Use(()), *(Use((region,)) for region in (planned, *rest))]
 device.acquire([planned, *rest])
-device.follow(uses, Schedule((), 0, 0, 0, NextUse(uses)))
+device.follow(uses, Schedule(()))
 arrays = [view(device, region).numpy() for region in (first, second, third)]
 expected = [pattern(2 * page, region).numpy() for region in (first, second, third)]
 before = device.counters().faults

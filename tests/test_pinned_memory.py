@@ -117,7 +117,7 @@ def test_a_forked_process_does_not_unmap_it() -> None:
     def program() -> bool:
         fixed, kind = 0x10, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        mine = pinned._libc().mmap(address, 4 * PAGE, access, kind | fixed, -1, 0)
+        mine = pinned.libc().mmap(address, 4 * PAGE, access, kind | fixed, -1, 0)
         ctypes.memset(mine, 5, 4 * PAGE)
         memory.clear()
         return is_mapped(address) and ctypes.string_at(mine, 4 * PAGE) == bytes([5]) * 4 * PAGE

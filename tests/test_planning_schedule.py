@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from devices import next_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_work import times_reference
 
 from dynoffload.errors import BudgetError, ConfigError
+from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.schedule import Action, Kind, Policy, Schedule, Use
 
@@ -200,7 +202,7 @@ def test_no_fetch_could_start_earlier(problem: Problem, window: float) -> None:
     schedule = problem.plan(LookAhead(window))
     occupied, leaving = _occupied(problem, schedule)
     fetches = [a for a in schedule.actions if a.kind is Kind.FETCH]
-    due = {a: schedule.next_use(a.region, a.position) for a in fetches}
+    due = {a: next_use(problem.uses, a) for a in fetches}
     gone = {(a.region, a.position) for a in schedule.actions if a.kind is Kind.EVICT}
     for fetch in fetches:
         before = fetch.position - 1
@@ -306,7 +308,7 @@ def test_a_window_lets_fetches_run_beside_uses_where_belady_alone_cannot() -> No
 
     def lead(schedule: Schedule) -> list[int]:
         return [
-            schedule.next_use(a.region, a.position) - a.position
+            next_use(uses, a) - a.position
             for a in schedule.actions
             if a.kind is Kind.FETCH and a.position > 4
         ]
@@ -363,11 +365,16 @@ def test_what_cannot_be_meant_is_refused() -> None:
         LookAhead(1.5)
 
 
-def test_next_use_looks_forward_and_then_around() -> None:
-    uses = [Use((0,)), Use((1,), creates=(2,)), Use((0,))]
-    ask = LookAhead().plan(uses, [1] * 4, 9, []).next_use
-    assert [ask(0, position) for position in range(4)] == [0, 2, 2, 3]
-    assert [ask(1, 1), ask(1, 2), ask(2, 0), ask(3, 0)] == [1, 4, 1, 6]
+def test_a_cursor_looks_forward_and_goes_back() -> None:
+    cursor = PlanCursor([Use((0,)), Use((1,), creates=(2,)), Use((0,))])
+    assert [cursor.next_use(region) for region in range(4)] == [0, 1, 1, NEVER]
+    assert sorted(cursor.advance(2)) == [0, 1, 2]
+    assert [cursor.next_use(region) for region in range(4)] == [2, NEVER, NEVER, NEVER]
+    assert cursor.regions() == (0,)
+    cursor.trade(0, 1)
+    assert (cursor.next_use(0), cursor.next_use(1)) == (NEVER, 2)
+    cursor.advance(1)
+    assert [cursor.next_use(region) for region in range(4)] == [2, 1, 1, NEVER]
 
 
 def step_string(

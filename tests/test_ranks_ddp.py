@@ -115,7 +115,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 def emulation() -> Any:
     """An emulated accelerator that no session needs to begin on."""
-    return mock.patch.object(target, "open_queues", return_value=Emulated())
+    return mock.patch.object(target, "open_streams", return_value=Emulated())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

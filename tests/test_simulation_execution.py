@@ -13,7 +13,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.experiments.baselines.recomputing import Recomputing, Rematerialization
 from dynoffload.experiments.bound import phase_bound
 from dynoffload.planning.lookahead import LookAhead
-from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
+from dynoffload.planning.schedule import Action, Kind, Schedule, Use
 from dynoffload.simulation.execution import Execution, State, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Link, Machine
@@ -30,7 +30,7 @@ def use(*regions: int, seconds: float = 1.0, **parts: Any) -> Use:
 
 
 def plan(uses: Sequence[Use], *actions: Action, strict: bool = False) -> Plan:
-    schedule = Schedule(actions, 0, 0, 0, NextUse(uses))
+    schedule = Schedule(actions)
     return Plan(range(len(uses)), uses, schedule, strict=strict)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
+from dynoffload.planning.schedule import Action, Kind, Schedule, Use
 from dynoffload.simulation import Link, Machine
 from dynoffload.simulation.execution import State
 from dynoffload.simulation.following import Following, Plan
@@ -25,7 +25,7 @@ def pager(pages: int, reserve: int = 0, regions: int = 0) -> SimulatedPager:
 
 
 def follow(on: SimulatedPager, uses: list[Use], *actions: Action) -> None:
-    on.follow(uses, Schedule(actions, 0, 0, 0, NextUse(uses)))
+    on.follow(uses, Schedule(actions))
 
 
 def test_regions_are_padded_and_content_is_counted() -> None:
@@ -109,7 +109,7 @@ def test_a_fault_proves_the_uses_before_it_past_if_they_are_few() -> None:
 def test_progress_that_is_taken_back_counts_from_there() -> None:
     uses = [Use((0,)), Use((1,)), Use((0,)), Use((1,))]
     actions = (Action(1, Kind.FETCH, 1), Action(2, Kind.FETCH, 0))
-    following = Following(Plan((), uses, Schedule(actions, 0, 0, 0, NextUse(uses))))
+    following = Following(Plan((), uses, Schedule(actions)))
     assert set(following.advance(3)) == {0, 1}
     following.done()
     following.done()

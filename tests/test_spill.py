@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from devices import KINDS, SMALL, each_device, filled, holds, opened
+from devices import KINDS, SMALL, each_of_the_cpu, filled, holds, opened
 from exactness import assert_same_training, needs_pager
 from torch import nn
 
@@ -139,7 +139,7 @@ def test_where_nothing_is_allocated_ahead_the_file_is_longer_only(
         ctypes.set_errno(errno.EOPNOTSUPP)
         return -1
 
-    monkeypatch.setattr(filesystems, "_libc", lambda: SimpleNamespace(fallocate=refuse))
+    monkeypatch.setattr(filesystems, "libc", lambda: SimpleNamespace(fallocate=refuse))
     with file_in(tmp_path, 80 * MiB) as made:
         made.grow(81 * MiB)
         found = os.fstat(made.fd)
@@ -253,7 +253,7 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
     assert list(small_disk.iterdir()) == []
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_a_device_on_a_disk_that_fills_up(kind: str, page: int, small_disk: Path) -> None:
     """A region is refused when it is made; what has its place on the disk never loses it."""
     with opened(kind, 32 * MiB, page, small_disk) as device:
@@ -274,7 +274,7 @@ def test_a_device_on_a_disk_that_fills_up(kind: str, page: int, small_disk: Path
         assert device.counters().peak_bytes <= device.capacity
 
 
-@each_device(SMALL)
+@each_of_the_cpu(SMALL)
 def test_what_was_counted_has_its_room_whatever_comes_on_top(
     kind: str, page: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,9 +44,7 @@ def _seconds(directory: Path, page: int, nbytes: int) -> float:
     """Return the seconds of moving one page, the median of many."""
     from dynoffload.memory.pager import Pager
 
-    pager = Pager(
-        2 * _REGIONS * nbytes, page, directory, need=_REGIONS * nbytes, threads=1, record=False
-    )
+    pager = Pager(2 * _REGIONS * nbytes, page, directory, need=_REGIONS * nbytes, threads=1)
     taken = []
     try:
         regions = [pager.allocate(nbytes) for _ in range(_REGIONS)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from dynoffload.errors import BackendError, ConfigError
+from dynoffload.memory.libc import libc
 from dynoffload.runtime.meta_init import (
     Give,
     Init,
@@ -215,14 +215,13 @@ class _Range:
     def __init__(self, nbytes: int, file: int, span: int) -> None:
         page = mmap.PAGESIZE
         self.size = max(page, -(-nbytes // page) * page)
-        libc = _libc()
         read_write = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self.address = self._checked(libc.mmap(None, self.size, 0, flags, -1, 0))
+        self.address = self._checked(libc().mmap(None, self.size, 0, flags, -1, 0))
         for at in range(0, self.size, span):
             part = min(span, self.size - at)
             flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-            self._checked(libc.mmap(self.address + at, part, read_write, flags, file, 0))
+            self._checked(libc().mmap(self.address + at, part, read_write, flags, file, 0))
 
     def buffer(self) -> ctypes.Array[ctypes.c_char]:
         """Return what tensors are made of; it keeps the addresses."""
@@ -242,14 +241,4 @@ class _Range:
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
-            _libc().munmap(self.address, self.size)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.mmap.restype = address
-    libc.mmap.argtypes = (address, size, number, number, number, ctypes.c_int64)
-    libc.munmap.argtypes = (address, size)
-    return libc
+            libc().munmap(self.address, self.size)

@@ -27,7 +27,7 @@ from dynoffload.errors import ConfigError
 from dynoffload.host_optimizer.gradient_transform import GradientTransform
 from dynoffload.host_optimizer.link import Link
 from dynoffload.host_optimizer.state_buffers import ParameterState, flat, shaped
-from dynoffload.memory.accelerator.queues import Moment
+from dynoffload.memory.accelerator.streams import StreamEvent
 
 _SLOTS = 3  # for gradients that are added to others
 _IN_FLIGHT = 4  # slots' sizes of gradients that may be on their way
@@ -45,7 +45,7 @@ class HostGradient:
     """
 
     memory: torch.Tensor
-    copied: Moment
+    copied: StreamEvent
     norm: torch.Tensor | None
     additions: list[Future[None]] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ class GradientOffload:
         self.gradients: dict[ParameterState, HostGradient] = {}
         self.transform = GradientTransform()
         self._bank = 0
-        self._flight: deque[tuple[Moment, torch.Tensor]] = deque()
+        self._flight: deque[tuple[StreamEvent, torch.Tensor]] = deque()
         self._flight_bytes = 0
         self._mutex = threading.RLock()
         self._slots: queue.SimpleQueue[torch.Tensor] | None = None
@@ -123,7 +123,7 @@ class GradientOffload:
             gradient.additions.append(added)
 
     def _add_part(
-        self, target: torch.Tensor, content: torch.Tensor, copied: Moment, slot: torch.Tensor
+        self, target: torch.Tensor, content: torch.Tensor, copied: StreamEvent, slot: torch.Tensor
     ) -> None:
         try:
             copied.wait()  # the gradient's first copy was queued before this one
@@ -140,7 +140,7 @@ class GradientOffload:
                 self._slots.put(self._slot_memory[-1])
         return self._slots
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> StreamEvent:
         """Queue a copy, and hold its source until it is over."""
         copied = self._link.copy_out(
             target.view(torch.uint8), source.view(torch.uint8), [self._link.now()]

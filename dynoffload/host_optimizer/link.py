@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 
 from dynoffload.errors import ConfigError
-from dynoffload.memory.accelerator.queues import Moment
-from dynoffload.memory.accelerator.streams import open_queues
+from dynoffload.memory.accelerator.streams import StreamEvent
+from dynoffload.memory.accelerator.torch_streams import open_streams
 
 
 class Link(Protocol):
-    """What the optimizer uses of `dynoffload.memory.accelerator.queues.Queues`.
+    """What the optimizer uses of `dynoffload.memory.accelerator.streams.Streams`.
 
     Attributes:
         name: what logs and errors call the device.
@@ -27,30 +27,30 @@ class Link(Protocol):
     name: str
     device: torch.device
 
-    def now(self) -> Moment:
-        """See `Queues.now`."""
+    def now(self) -> StreamEvent:
+        """See `Streams.now`."""
 
     def copy_out(
-        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Moment]
-    ) -> Moment:
-        """See `Queues.copy_out`."""
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[StreamEvent]
+    ) -> StreamEvent:
+        """See `Streams.copy_out`."""
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """See `Queues.host`."""
+        """See `Streams.host`."""
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Queues.release`."""
+        """See `Streams.release`."""
 
 
 class Done:
-    """A `Moment` that is reached."""
+    """A `StreamEvent` that is reached."""
 
     def reached(self) -> bool:
-        """See `Moment.reached`."""
+        """See `StreamEvent.reached`."""
         return True
 
     def wait(self) -> None:
-        """See `Moment.wait`."""
+        """See `StreamEvent.wait`."""
 
 
 class CpuLink:
@@ -59,20 +59,20 @@ class CpuLink:
     name = "CPU"
     device = torch.device("cpu")
 
-    def now(self) -> Moment:
-        """See `Queues.now`."""
+    def now(self) -> StreamEvent:
+        """See `Streams.now`."""
         return Done()
 
     def copy_out(
-        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Moment]
-    ) -> Moment:
-        """See `Queues.copy_out`."""
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[StreamEvent]
+    ) -> StreamEvent:
+        """See `Streams.copy_out`."""
         with torch.no_grad():
             target.copy_(source)
         return Done()
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """See `Queues.host`."""
+        """See `Streams.host`."""
         try:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -80,7 +80,7 @@ class CpuLink:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Queues.release`: the mapping ends with the last tensor over it."""
+        """See `Streams.release`: the mapping ends with the last tensor over it."""
 
 
 def open_link(parameters: Iterable[torch.Tensor], device: torch.device | str | None) -> Link:
@@ -99,4 +99,4 @@ def open_link(parameters: Iterable[torch.Tensor], device: torch.device | str | N
             f"device={device!r} is no device: pass 'cpu', or what "
             "torch.accelerator.current_accelerator() names, such as 'cuda'"
         ) from error
-    return CpuLink() if device.type == "cpu" else open_queues(device)
+    return CpuLink() if device.type == "cpu" else open_streams(device)

@@ -1,7 +1,6 @@
 """The mapped-file device's account: which regions take fast memory, who waits, what has happened.
 
-What it is: plain bookkeeping under one mutex, which its callers hold. What it is not: transfers;
-nothing here takes time.
+Plain bookkeeping under one mutex, which its callers hold; nothing here takes time.
 
 [Note: states]  A region is charged to the account from the moment its transfer begins until its
 last page is gone: READING, PRESENT and WRITING are charged, ABSENT is not. A transfer runs without
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dynoffload.memory.device import Cause, Counters, EventKind
-from dynoffload.memory.following import Following
 from dynoffload.memory.tally import Tally
+from dynoffload.planning.cursor import PlanCursor
 
 
 class State(Enum):
@@ -92,7 +91,6 @@ class Account(Tally):
 
     Args:
         pool: pages there are.
-        record: keep events.
 
     Attributes:
         mutex: held by whoever reads or changes anything here.
@@ -109,13 +107,13 @@ class Account(Tally):
         write_error: the same of the last write, while writes fail.
     """
 
-    def __init__(self, pool: int, record: bool) -> None:
-        super().__init__(record)
+    def __init__(self, pool: int) -> None:
+        super().__init__()
         self.mutex = threading.RLock()
         self.work, self.done = threading.Condition(self.mutex), threading.Condition(self.mutex)
         self.holdings: dict[int, Holding] = {}
         self.urgent: deque[Holding] = deque()
-        self.plan = Following()
+        self.plan = PlanCursor()
         self.pool = pool
         self.used = self.writing = self.reserve = self.peak = 0
         self.error: tuple[int, str] | None = None

@@ -76,9 +76,8 @@ class Device(Protocol):
 
     Attributes:
         name: what the plan line calls it.
-        guarded: an access to a locked region waits until its owner unlocks it; where the device
-            serves accesses, the owner is told by `handed`, else he is called by whoever is about to
-            make one (`Accelerator.on_locked`).
+        guarded: an access to a locked region waits until its owner unlocks it. The pager reports
+            the access by `Pager.handed`; an accelerator calls `Accelerator.on_locked`.
         serves: an access to an absent region waits until it is present, whoever makes it; where it
             does not, whoever is about to make one has to say so, and storages are empty meanwhile.
         device: where torch has the regions' tensors.
@@ -175,41 +174,6 @@ class Device(Protocol):
 
     def unlock(self, regions: Sequence[int]) -> None:
         """Admit accesses again."""
-
-    def handed(self, timeout: float) -> int:
-        """Return a locked region that somebody waits for, -1 after ``timeout`` s, -2 at the end."""
-
-    def show(self, regions: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Return storages that show locked regions' bytes elsewhere, until `hide`."""
-
-    def hide(self, regions: Sequence[int]) -> None:
-        """End `show`; the bytes are the regions' own again."""
-
-    def twin(self, region: int) -> int:
-        """Return the region of the same size with which ``region`` can trade contents.
-
-        It is made at the first call, without content, and ends with ``region``.
-        """
-
-    def withdraw(self, regions: Sequence[int]) -> list[int]:
-        """Take regions from where they can be accessed, and return their `visits`."""
-
-    def visits(self, regions: Sequence[int]) -> list[int]:
-        """Return how often each region was where it can be accessed, was discarded or cleared; only
-        where `guarded`.
-
-        A region withdrawn, and not visited since, was neither seen nor changed by anybody.
-        """
-
-    def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
-        """Give each region's bytes in fast memory to its empty twin, without a copy.
-
-        The region keeps its content below. Returns False, and does nothing, if one of them is not
-        in fast memory, was visited, or was modified.
-        """
-
-    def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
-        """Let each region and its twin trade contents, wherever they are; moves no byte."""
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """Prefetch and evict by ``schedule`` from position 0 on."""

@@ -1,28 +1,18 @@
-"""Which file system a directory lies on, whether that one is memory itself, and room in its files.
-
-What it is: a reader of the mount table, and the one system call that takes room. What it is not: an
-opinion; who spills there decides.
-"""
+"""Which file system a directory lies on, whether that is memory itself, and room in its files."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import functools
 import os
 import tempfile
 from pathlib import Path
 
+from dynoffload.memory.libc import libc
+
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 """File systems that keep their files in memory: spilling to them frees nothing."""
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return libc
 
 
 def take_room(fd: int, start: int, stop: int) -> None:
@@ -35,7 +25,7 @@ def take_room(fd: int, start: int, stop: int) -> None:
         OSError: the disk is full, or a quota reached; the file ends at ``start``, and the room that
             there was is free again.
     """
-    while _libc().fallocate(fd, 0, start, stop - start):
+    while libc().fallocate(fd, 0, start, stop - start):
         error = ctypes.get_errno()
         if error in (errno.EOPNOTSUPP, errno.ENOSYS):
             os.ftruncate(fd, stop)

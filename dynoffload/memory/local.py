@@ -1,10 +1,8 @@
 """The part of a tensor that lies in this process.
 
-What it is: a look through the wrapper of a tensor that is spread over processes (torch's
-`DTensor`), whose own storage has no bytes, to the plain tensor that has this process's part. What
-it is not: how tensors are spread, and by whom (`dynoffload.runtime.ranks.sharded`).
-
-Nothing of `torch.distributed` is imported: a tensor can be of a class only once that is there.
+A tensor that is spread over processes (torch's `DTensor`) wraps the plain tensor that has this
+process's part. Nothing of `torch.distributed` is imported: a tensor can be of a class only once
+that is there.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ account of the device's own: it brings regions in and out by explicit requests a
 account pass the capacity. What was touched without notice is found later, by looking at the page
 cache, and then counted or sent out. So the cap holds for all that is announced and is restored
 soon for the rest.
-
-What it is not: guarded. No access waits for anybody, so nothing can be locked.
 """
 
 from __future__ import annotations
@@ -22,19 +20,18 @@ from dynoffload.errors import BackendError, SpillError
 from dynoffload.memory.account import Account, Holding, State
 from dynoffload.memory.debug import Checksums
 from dynoffload.memory.device import Counters, Event
-from dynoffload.memory.following import Following
 from dynoffload.memory.mapping import Mapping
-from dynoffload.memory.places import Place, Places, arena_pages
+from dynoffload.memory.region_allocator import Place, RegionAllocator, arena_pages
 from dynoffload.memory.spill import UNREAD, UNWRITTEN, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.transfers import Transfers
-from dynoffload.memory.unguarded import Unguarded
+from dynoffload.planning.cursor import PlanCursor
 from dynoffload.planning.schedule import Schedule, Use
 
 _GRACE_S = 60.0  # how long to wait for somebody to unpin
 
 
-class MappedFile(Unguarded, Places):
+class MappedFile(RegionAllocator):
     """A `Device` whose absent memory is the file itself (Linux).
 
     Args:
@@ -43,7 +40,6 @@ class MappedFile(Unguarded, Places):
         spill_dir: where the spill file lies.
         need: bytes that the spill file will take at least.
         threads: transfer threads.
-        record: keep events.
         debug: checksum what leaves and compare it as it comes back.
 
     Raises:
@@ -52,6 +48,7 @@ class MappedFile(Unguarded, Places):
     """
 
     name = "mapped"
+    guarded = False
 
     def __init__(
         self,
@@ -61,7 +58,6 @@ class MappedFile(Unguarded, Places):
         *,
         need: int = 0,
         threads: int = 4,
-        record: bool = True,
         debug: bool = False,
     ) -> None:
         system_page = os.sysconf("SC_PAGE_SIZE")
@@ -88,11 +84,11 @@ class MappedFile(Unguarded, Places):
         self._process = os.getpid()
         self._closed = False
         self._mapping = mapping
-        self._account = Account(pages, record)
+        self._account = Account(pages)
         sums = Checksums(spill.fd) if debug else None
         self._transfers = Transfers(self._account, mapping, spill, threads, self.names, sums)
 
-    # Places
+    # Regions
 
     def _admit(self, region: int, place: Place) -> None:
         page = self.page_bytes
@@ -127,6 +123,12 @@ class MappedFile(Unguarded, Places):
         account = self._account
         with account.mutex:
             return [self._transfers.is_clear(account.holdings[region]) for region in regions]
+
+    def lock(self, regions: Sequence[int]) -> None:
+        """No access waits here: a caller asks whether a device is `guarded` first."""
+        raise AssertionError("the mapped file cannot lock regions")
+
+    unlock = lock
 
     # Residency
 
@@ -215,7 +217,7 @@ class MappedFile(Unguarded, Places):
 
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """See `Device.follow`."""
-        plan = Following(uses, schedule.actions)
+        plan = PlanCursor(uses, schedule.actions)
         account = self._account
         with account.mutex:
             account.plan = plan
@@ -228,7 +230,8 @@ class MappedFile(Unguarded, Places):
         """See `Device.advance`. What the use names counts as used: its accesses are not seen."""
         account = self._account
         with account.mutex:
-            for region in account.plan.advance(position):
+            account.plan.advance(position)
+            for region in account.plan.regions():
                 h = account.holdings.get(region)
                 if h is not None and h.state is State.PRESENT:
                     account.use(h)

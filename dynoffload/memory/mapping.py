@@ -1,8 +1,7 @@
 """The spill file as memory: a shared mapping whose pages come and go by request (Linux).
 
-What it is: the system calls of the mapped-file device, each on one range of the file. What it is
-not: an account; it moves what it is told to. All calls let go of the interpreter's lock, and all
-ranges are multiples of the system's page.
+Each call works on one range of the file, a multiple of the system's page, and releases the
+interpreter's lock.
 
 [Note: whole pages]  The kernel reads ahead of what is touched, by a window that may be larger than
 a region, and so fills memory that nobody asked for. On 2 MiB pages the mapping asks for huge pages
@@ -18,12 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import mmap
 import os
 
 import torch
 
+from dynoffload.memory.libc import check, libc, map_memory
 from dynoffload.units import KiB, MiB
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -47,29 +46,6 @@ class _CacheStat(ctypes.Structure):
     )
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    address, size, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
-    number = ctypes.c_int
-    libc.mmap.restype = address
-    libc.mmap.argtypes = (address, size, number, number, number, offset)
-    libc.munmap.argtypes = (address, size)
-    libc.madvise.argtypes = (address, size, number)
-    libc.msync.argtypes = (address, size, number)
-    libc.mincore.argtypes = (address, size, address)
-    libc.sync_file_range.argtypes = (number, offset, offset, ctypes.c_uint)
-    libc.fallocate.argtypes = (number, number, offset, offset)
-    libc.syscall.restype = ctypes.c_long
-    return libc
-
-
-def _check(answer: int) -> None:
-    if answer:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-
-
 class Mapping:
     """``nbytes`` of addresses over the file ``fd``; the file may be shorter and grow.
 
@@ -85,25 +61,14 @@ class Mapping:
     def __init__(self, fd: int, nbytes: int, page_bytes: int) -> None:
         self._fd, self._page = fd, page_bytes
         self._nbytes = nbytes + _HUGE
-        self._libc = _libc()
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         # Only addresses first, then the file over them where they are aligned.
-        room = self._libc.mmap(
-            None,
-            self._nbytes,
-            0,  # PROT_NONE
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
-            -1,
-            0,
-        )
-        if room == ctypes.c_void_p(-1).value:
-            _check(-1)
-        self._room = int(room)
+        self._room = map_memory(self._nbytes, 0, _MAP_NORESERVE)  # PROT_NONE
         self.address = -(-self._room // _HUGE) * _HUGE
         shared = mmap.MAP_SHARED | _MAP_NORESERVE | _MAP_FIXED
         try:
-            if self._libc.mmap(self.address, nbytes, protection, shared, fd, 0) != self.address:
-                _check(-1)
+            if libc().mmap(self.address, nbytes, protection, shared, fd, 0) != self.address:
+                check(-1)
             self._advise(0, nbytes, _DONTFORK)  # a child's write would be ours
             self._advise(0, nbytes, _DONTDUMP)
         except OSError:
@@ -131,7 +96,7 @@ class Mapping:
     def _advise(self, offset: int, nbytes: int, advice: int) -> None:
         while True:
             try:
-                return _check(self._libc.madvise(self.address + offset, nbytes, advice))
+                return check(libc().madvise(self.address + offset, nbytes, advice))
             except OSError as error:
                 if error.errno not in (errno.EINTR, errno.EAGAIN):
                     raise
@@ -186,14 +151,14 @@ class Mapping:
         """
         if self._ranges:
             try:
-                return _check(
-                    self._libc.sync_file_range(self._fd, offset, nbytes, _SYNC_WAIT_WRITE_WAIT)
+                return check(
+                    libc().sync_file_range(self._fd, offset, nbytes, _SYNC_WAIT_WRITE_WAIT)
                 )
             except OSError as error:
                 if error.errno not in _UNKNOWN:
                     raise
                 self._ranges = False
-        _check(self._libc.msync(self.address + offset, nbytes, 4))  # MS_SYNC
+        check(libc().msync(self.address + offset, nbytes, 4))  # MS_SYNC
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Let go of a range's clean pages, in this process and in the page cache."""
@@ -203,7 +168,7 @@ class Mapping:
     def forget(self, offset: int, nbytes: int) -> None:
         """Let go of a range's pages and of what they hold; see [Note: no content]."""
         try:
-            _check(self._libc.fallocate(self._fd, _ZERO_RANGE_KEEP_SIZE, offset, nbytes))
+            check(libc().fallocate(self._fd, _ZERO_RANGE_KEEP_SIZE, offset, nbytes))
         except OSError:  # not every file system can, nor always
             self.write_back(offset, nbytes)
             self.drop(offset, nbytes)
@@ -215,7 +180,7 @@ class Mapping:
             OSError: the file system keeps no zeros unwritten, and those written were refused.
         """
         try:
-            _check(self._libc.fallocate(self._fd, _ZERO_RANGE_KEEP_SIZE, offset, nbytes))
+            check(libc().fallocate(self._fd, _ZERO_RANGE_KEEP_SIZE, offset, nbytes))
         except OSError:
             ctypes.memset(self.address + offset, 0, nbytes)
             self.write_back(offset, nbytes)
@@ -234,7 +199,7 @@ class Mapping:
         if found is not None:
             return int(found.cached) * mmap.PAGESIZE
         pages = torch.empty(-(-nbytes // mmap.PAGESIZE), dtype=torch.uint8)
-        _check(self._libc.mincore(self.address + offset, nbytes, pages.data_ptr()))
+        check(libc().mincore(self.address + offset, nbytes, pages.data_ptr()))
         return int((pages & 1).sum()) * mmap.PAGESIZE
 
     def touched(self, offset: int, nbytes: int) -> bool:
@@ -255,7 +220,7 @@ class Mapping:
         found = _CacheStat()
         number = ctypes.c_long(_CACHESTAT)
         try:
-            _check(self._libc.syscall(number, self._fd, span, ctypes.byref(found), 0))
+            check(libc().syscall(number, self._fd, span, ctypes.byref(found), 0))
         except OSError as error:
             if error.errno not in _UNKNOWN:
                 raise
@@ -265,4 +230,4 @@ class Mapping:
 
     def close(self) -> None:
         """Give the addresses back."""
-        self._libc.munmap(self._room, self._nbytes)
+        libc().munmap(self._room, self._nbytes)

@@ -80,7 +80,6 @@ _INT = ctypes.c_int
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_probe": (_INT, ()),
     "pager_open": (_P, (_INT, _U64, _U32, _U32, _U32, _U32, _INT, _P)),
-    "pager_set_debug": (None, (_P,)),
     "pager_close": (None, (_P,)),
     "pager_base": (_U64, (_P,)),
     "pager_set_reserve": (None, (_P, _U32)),
@@ -104,8 +103,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pager_exchange": (_INT, (_P, _P, _P, _U32, _P)),
     "pager_plan": (_INT, (_P, _P, _P, _P, _U32, _P, _P, _U32)),
     "pager_advance": (None, (_P, _I64)),
-    "pager_states": (None, (_P, _P, _U32)),
-    "pager_pins": (None, (_P, _P, _U32)),
+    "pager_states": (None, (_P, _P, _P, _U32)),
     "pager_in_use": (_U64, (_P,)),
     "pager_taken": (_U64, (_P,)),
     "pager_counters": (None, (_P, _P)),

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dynoffload.errors import BackendError, BudgetError, DynOffloadError, SpillError
 from dynoffload.memory import native_pager
 from dynoffload.memory.device import Cause, Counters, Event, EventKind, called
 from dynoffload.memory.native_pager import FailureKind
-from dynoffload.memory.places import REGIONS, Place, Places, arena_pages
+from dynoffload.memory.region_allocator import REGIONS, Place, RegionAllocator, arena_pages
 from dynoffload.memory.spill import UNREAD, UNWRITTEN, SpillFile
 from dynoffload.memory.spill import failure as spill_failure
 from dynoffload.memory.spill import reason as reason_of
@@ -52,7 +53,7 @@ def in_user_mode() -> bool:
     return bool(native_pager.load().pager_probe() == _USER_MODE)
 
 
-class Pager(Places):
+class Pager(RegionAllocator):
     """A `Device` whose absent memory waits.
 
     Args:
@@ -61,7 +62,6 @@ class Pager(Places):
         spill_dir: where the spill file lies.
         need: bytes that the spill file will take at least.
         threads: transfer threads.
-        record: keep events.
         debug: checksum and compare what leaves and comes back, and poison what is free.
 
     Raises:
@@ -81,7 +81,6 @@ class Pager(Places):
         *,
         need: int = 0,
         threads: int = 4,
-        record: bool = True,
         debug: bool = False,
     ) -> None:
         reason = probe()
@@ -98,7 +97,7 @@ class Pager(Places):
             pages,
             REGIONS,
             threads,
-            record,
+            debug,
             ctypes.byref(error),
         )
         if not self._handle:
@@ -107,8 +106,6 @@ class Pager(Places):
                 f"the pager cannot take its pool of {format_bytes(capacity)}: "
                 f"{os.strerror(error.value)}; lower the budget, or use backend='mapped'"
             )
-        if debug:
-            self._native.pager_set_debug(self._handle)
         self._process = os.getpid()
         base = int(self._native.pager_base(self._handle))
         super().__init__(pages * page_bytes, page_bytes, spill, base)
@@ -186,11 +183,11 @@ class Pager(Places):
         self._native.pager_unlock(self._handle, ids, len(ids))
 
     def handed(self, timeout: float) -> int:
-        """See `Device.handed`."""
+        """Return a locked region that somebody waits for, -1 after ``timeout`` s, -2 at the end."""
         return int(self._native.pager_handed(self._handle, timeout))
 
     def show(self, regions: Sequence[int]) -> list[torch.UntypedStorage]:
-        """See `Device.show`. All are shown or none.
+        """Return storages that show locked regions' bytes elsewhere, until `hide`: of all or none.
 
         Raises:
             BackendError: a region is not locked, or the kernel holds its pages.
@@ -218,14 +215,14 @@ class Pager(Places):
         return storages
 
     def hide(self, regions: Sequence[int]) -> None:
-        """See `Device.hide`."""
+        """End `show`; the bytes are the regions' own again."""
         for region in regions:
             alias = self._aliases.pop(region)
             self._native.pager_hide(self._handle, region, alias)
             self._give(alias, self._places[region].pages)
 
     def withdraw(self, regions: Sequence[int]) -> list[int]:
-        """See `Device.withdraw`.
+        """Take regions from where they can be accessed, and return their `visits`.
 
         Raises:
             BackendError: the kernel holds a region's pages.
@@ -236,18 +233,25 @@ class Pager(Places):
         return list(visits)
 
     def visits(self, regions: Sequence[int]) -> list[int]:
-        """See `Device.visits`."""
+        """Return how often each region was where it can be accessed, was discarded or cleared.
+
+        A region withdrawn, and not visited since, was neither seen nor changed by anybody.
+        """
         ids, visits = _ids(regions), _ids(regions)
         self._native.pager_visits(self._handle, ids, len(ids), visits)
         return list(visits)
 
     def lend(self, regions: Sequence[int], twins: Sequence[int]) -> bool:
-        """See `Device.lend`."""
+        """Give each region's bytes in fast memory to its empty twin, without a copy.
+
+        The region keeps its content below. Returns False, and does nothing, if one of them is not
+        in fast memory, was visited, or was modified.
+        """
         ids = _ids(regions)
         return bool(self._native.pager_lend(self._handle, ids, _ids(twins), len(ids)))
 
     def exchange(self, regions: Sequence[int], twins: Sequence[int]) -> None:
-        """See `Device.exchange`.
+        """Let each region and its twin trade contents, wherever they are; moves no byte.
 
         Raises:
             BackendError: the kernel holds a region's pages; nothing was exchanged.
@@ -257,11 +261,6 @@ class Pager(Places):
             self._handle, ids, _ids(twins), len(ids), ctypes.byref(failure)
         ):
             raise self._failed(failure, regions)
-
-    def _pinned(self) -> list[int]:
-        pins = np.zeros(REGIONS, dtype=np.uint32)
-        self._native.pager_pins(self._handle, pins.ctypes.data, REGIONS)
-        return [int(region) for region in np.flatnonzero(pins)]
 
     def _failed(
         self, failure: native_pager.NativeFailure, regions: Sequence[int]
@@ -279,7 +278,7 @@ class Pager(Places):
                 f"{format_bytes(self.capacity)}: {self._spill.unwritable(one, why)}; {UNWRITTEN}",
             )
         if kind is FailureKind.PINNED:
-            return self._no_room(regions, self._pinned())
+            return self._no_room(regions, np.flatnonzero(self._states()[1]).tolist())
         if kind is FailureKind.LOCKED:
             return BackendError(
                 f"the pager cannot bring {one} in place: it is locked, or gone; unlock it first"
@@ -325,9 +324,13 @@ class Pager(Places):
 
     def resident(self) -> list[int]:
         """See `Device.resident`."""
-        states = np.zeros(REGIONS, dtype=np.uint8)
-        self._native.pager_states(self._handle, states.ctypes.data, REGIONS)
-        return [int(region) for region in np.flatnonzero(states >= 2)]
+        return [int(region) for region in np.flatnonzero(self._states()[0] >= 2)]
+
+    def _states(self) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+        """Return the state of each region, as pager.h numbers them, and its pins."""
+        states, pins = np.zeros(REGIONS, dtype=np.uint8), np.zeros(REGIONS, dtype=np.uint32)
+        self._native.pager_states(self._handle, states.ctypes.data, pins.ctypes.data, REGIONS)
+        return states, pins
 
     # What happened
 

@@ -1,7 +1,6 @@
 """What a device written in Python has done so far: its totals, and its latest events.
 
-What it is: plain counting, under its owner's lock. What it is not: an account of what is resident
-now; each device keeps its own.
+Its owner's lock is held.
 """
 
 from __future__ import annotations
@@ -14,18 +13,13 @@ _EVENTS = 65536  # kept between two calls of `Device.events`; those beyond are c
 
 
 class Tally:
-    """Totals and events of one device.
+    """Totals and events of one device."""
 
-    Args:
-        record: keep events.
-    """
-
-    def __init__(self, record: bool) -> None:
+    def __init__(self) -> None:
         self.bytes_in = self.bytes_out = 0
         self.prefetched_bytes = self.used_bytes = self.wasted_bytes = 0
         self.faults = self.stalls = 0
         self.stall_s = 0.0
-        self._record = record
         self._events: list[Event] = []
         self._events_lost = 0
 
@@ -39,8 +33,6 @@ class Tally:
         end: float | None = None,
     ) -> None:
         """Keep an event; it ends now, if ``end`` is not said."""
-        if not self._record:
-            return
         if len(self._events) == _EVENTS:
             self._events_lost += 1
             return

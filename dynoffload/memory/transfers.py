@@ -21,9 +21,9 @@ from dynoffload.errors import SpillError
 from dynoffload.memory.account import Account, Holding, State
 from dynoffload.memory.debug import Checksums
 from dynoffload.memory.device import Cause, EventKind, called
-from dynoffload.memory.following import NEVER
 from dynoffload.memory.mapping import Mapping
 from dynoffload.memory.spill import SpillFile, reason
+from dynoffload.planning.cursor import NEVER
 from dynoffload.planning.schedule import Kind
 
 _INSPECT_S = 0.1  # how long an unannounced access may stay unseen while nothing else is to do
@@ -330,8 +330,13 @@ class Transfers:
             account.faults += 1
             h.content, h.cleared = True, False
             next_use = account.plan.next_use(h.region)
-            while account.free < h.pages and (victim := account.victim(next_use - 1)) is not None:
-                self._evict(victim, Cause.ROOM)
+            while h.left_alone() and account.free < h.pages:
+                if account.free + account.writing >= h.pages:
+                    account.done.wait()  # room is on its way
+                elif (victim := account.victim(next_use - 1)) is not None:
+                    self._evict(victim, Cause.ROOM)
+                else:
+                    break
             if not h.left_alone():
                 continue
             if account.free < h.pages:

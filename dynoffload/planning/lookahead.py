@@ -29,7 +29,7 @@ from itertools import accumulate
 from operator import itemgetter
 
 from dynoffload.errors import ConfigError
-from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use, infeasible
+from dynoffload.planning.schedule import Action, Kind, Schedule, Use, infeasible
 
 _ABSENT, _HERE, _DEAD = 0, 1, 2
 
@@ -368,4 +368,4 @@ def _schedule(
     actions = [Action(start, evict, region) for start, region in evictions]
     actions += [Action(start, fetch, region) for start, region in fetches]
     actions.sort(key=itemgetter(0))
-    return Schedule(tuple(actions), peak, bytes_in, bytes_out, NextUse(uses))
+    return Schedule(tuple(actions), peak, bytes_in, bytes_out)

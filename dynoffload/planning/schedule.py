@@ -19,9 +19,8 @@ plain execution in order is correct too.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -68,33 +67,6 @@ class Action(NamedTuple):
     region: int
 
 
-class NextUse:
-    """When each region is used next, by the string that was planned.
-
-    It answers the runtime's question when a fault needs room: what is wanted last? The index over
-    the string is made at the first question.
-    """
-
-    def __init__(self, uses: Sequence[Use]) -> None:
-        self._uses = tuple(uses)
-        self._positions: dict[int, list[int]] | None = None
-
-    def __call__(self, region: int, position: int) -> int:
-        """Return the first use of ``region`` at ``position`` or later.
-
-        What is not used again in the string counts as if the string were repeated: its first use
-        plus the length of the string; what the string never uses gets twice the length.
-        """
-        if self._positions is None:
-            self._positions = _positions(self._uses)
-        positions = self._positions.get(region)
-        length = len(self._uses)
-        if positions is None:
-            return 2 * length
-        index = bisect_left(positions, position)
-        return positions[index] if index < len(positions) else length + positions[0]
-
-
 @dataclass(frozen=True)
 class Schedule:
     """What to move, and when, for one reference string.
@@ -104,14 +76,12 @@ class Schedule:
         peak: most bytes resident during one use if every action runs as early as it may.
         bytes_in: bytes that the fetches read.
         bytes_out: bytes that the evictions of dirty regions write.
-        next_use: ``next_use(region, position)``, for whoever must choose a victim at run time.
     """
 
     actions: tuple[Action, ...]
-    peak: int
-    bytes_in: int
-    bytes_out: int
-    next_use: NextUse = field(compare=False, repr=False)
+    peak: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
 
 
 class Policy(Protocol):
@@ -149,12 +119,3 @@ def infeasible(position: int, need: int, have: int) -> BudgetError:
     )
     error.lacking = need - have
     return error
-
-
-def _positions(uses: Sequence[Use]) -> dict[int, list[int]]:
-    """Return the positions at which each region is used, ascending."""
-    found: dict[int, list[int]] = {}
-    for position, use in enumerate(uses):
-        for region in {*use.regions, *use.creates}:
-            found.setdefault(region, []).append(position)
-    return found

@@ -18,7 +18,7 @@ from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
 from dynoffload.memory.pieces import pieces
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.held import held_parameters

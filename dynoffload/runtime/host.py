@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.streams import Streams
 from dynoffload.memory.limits import available_bytes
 from dynoffload.runtime.counting import ordinary_bytes
 from dynoffload.runtime.target import Target
@@ -51,7 +51,7 @@ def within(
 @contextmanager
 def within_accelerator(
     target: Target,
-    queues: Queues,
+    queues: Streams,
     budget: int,
     slack: int,
     model: nn.Module,

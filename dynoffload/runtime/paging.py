@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from dynoffload.config import OffloadConfig
 from dynoffload.memory.accelerator.accelerator import Accelerator
+from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adopting import Adoption
 from dynoffload.runtime.adoption.changes import Changes
 from dynoffload.runtime.adoption.held import has_its_own
@@ -241,7 +242,7 @@ class Paging:
         self._undo.callback(updates.close)
         if images is not None:
             updates.keep(images)
-        elif defer and self.device.guarded and self.device.serves and updates.splits:
+        elif defer and isinstance(self.device, Pager) and updates.splits:
             updates.drafts = Drafts(
                 optimizer,
                 self.store,
@@ -575,6 +576,7 @@ class Paging:
     def _serve(self) -> None:
         updates = self.updates
         assert updates is not None
+        assert isinstance(self.device, Pager)
         while not self._closing.is_set():
             region = self.device.handed(0.05)
             if region >= 0:

@@ -18,8 +18,8 @@ from torch import nn
 
 from dynoffload.config import ACCELERATOR, OffloadConfig
 from dynoffload.errors import ConfigError
-from dynoffload.memory.accelerator.queues import Queues, check_paging
-from dynoffload.memory.accelerator.streams import open_queues
+from dynoffload.memory.accelerator.streams import Streams, check_paging
+from dynoffload.memory.accelerator.torch_streams import open_streams
 from dynoffload.runtime.counting import parts_of
 from dynoffload.units import parse_bytes
 
@@ -37,7 +37,7 @@ class Target:
             file.
     """
 
-    queues: Queues | None = None
+    queues: Streams | None = None
     home: torch.device = _CPU
     host_budget: int | None = None
 
@@ -86,7 +86,7 @@ def target_of(
             )
         return Target()
     _check_backend(wanted, options)
-    queues = open_queues(wanted)
+    queues = open_streams(wanted)
     if here is not None and here.type != "cpu" and here != queues.device:
         raise ConfigError(
             f"this {type(model).__name__} is on {here}, and device={str(wanted)!r} was asked for: "

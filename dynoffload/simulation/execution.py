@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heappop, heappush
 
+from dynoffload.planning.cursor import NEVER
 from dynoffload.planning.schedule import Kind, Use, infeasible
-from dynoffload.simulation.following import NEVER, Following, Plan
+from dynoffload.simulation.following import Following, Plan
 from dynoffload.simulation.machine import Machine
 from dynoffload.simulation.traffic import Traffic, Transfer
 

@@ -24,7 +24,7 @@ from dynoffload.planning.reference import (
     drafted_regions,
     visits_made,
 )
-from dynoffload.planning.schedule import NextUse, Schedule
+from dynoffload.planning.schedule import Schedule
 from dynoffload.simulation.chunks import Chunks
 from dynoffload.simulation.execution import StepResult
 from dynoffload.simulation.machine import Machine
@@ -387,7 +387,7 @@ class Training:
         try:
             schedule = LookAhead().plan(reference.uses, sizes, self._capacity, resident, resident)
         except (BudgetError, ValueError):  # a plan is advice: such a step runs on demand
-            schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))
+            schedule = Schedule(())
         self._work(Counts(planned=len(reference.uses)))
         self.pager.follow(reference.uses, schedule)
         self.reference, self._position = reference, 0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynoffload.errors import BudgetError
-from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule
+from dynoffload.planning.schedule import Action, Kind, Schedule
 from dynoffload.simulation.execution import Execution, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Machine
@@ -161,7 +161,7 @@ def plan_of(step: Step, intervals: Sequence[Interval]) -> Plan:
         for region in _in_order(step, interval, wanted - here, intervals[number + 1 :][:1]):
             actions.append(Action(interval.start, Kind.FETCH, region))
         here = set(wanted)
-    schedule = Schedule(tuple(actions), 0, 0, 0, NextUse(step.uses))
+    schedule = Schedule(tuple(actions))
     return Plan(step.keys, step.uses, schedule)
 
 

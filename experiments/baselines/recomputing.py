@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from dynoffload.errors import BudgetError
-from dynoffload.planning.schedule import Action, Kind, NextUse, Schedule, Use
+from dynoffload.planning.schedule import Action, Kind, Schedule, Use
 from dynoffload.simulation.execution import Execution, State, StepResult
 from dynoffload.simulation.following import Plan
 from dynoffload.simulation.machine import Link, Machine
@@ -334,7 +334,7 @@ def plan_of(step: Step, sizes: Sequence[int], machine: Machine) -> Plan:
         for position in inside:
             excess[position] -= sizes[gap.region]
     actions.sort(key=lambda action: (action.position, action.kind is Kind.FETCH))
-    schedule = Schedule(tuple(actions), 0, 0, 0, NextUse(step.uses))
+    schedule = Schedule(tuple(actions))
     return Dropping(step.keys, step.uses, schedule, drops=tuple(sorted(drops)))
 
 

@@ -1,13 +1,12 @@
 """The device of an accelerator: regions in its memory, host memory behind it, a file behind that.
 
-What it is: residency made before use. Nothing here waits for a reader: whoever is about to give the
-accelerator work that touches regions says so (`Accelerator.use`), and what was absent is there by
-the time that work begins, in the order of the queues. An absent region's storage is empty, so that
-its tensors keep their identity, and all their aliases theirs. What it is not: who says so, which is
-the runtime's business; and how regions come and go (`residents`).
+Regions are made present before use. The runtime announces work that touches regions
+(`Accelerator.use`), and what was absent is there by the time that work begins, in the order of the
+streams. An absent region's storage is empty, so that its tensors and all their aliases keep their
+identity.
 
 [Note: ahead]  Room that is free only once a copy out has ended could be given away at once, with
-the compute queue told to wait; a copy in that follows would wait with it, and begin no sooner than
+the compute stream made to wait. A copy in that follows would wait with it, and begin no sooner than
 the work that needs it. So plans wait for room that is free by now, and the host is held from
 running further ahead than a few uses, as it would find no room then.
 """
@@ -17,100 +16,38 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.cells import Cell, State
-from dynoffload.memory.accelerator.lead import UNKNOWN
-from dynoffload.memory.accelerator.queues import Queues
-from dynoffload.memory.accelerator.residents import Residents
+from dynoffload.memory.accelerator.pool import RegionPool
+from dynoffload.memory.accelerator.region import DeviceRegion, State
 from dynoffload.memory.accelerator.rows import unseen
+from dynoffload.memory.accelerator.run_ahead import UNKNOWN
 from dynoffload.memory.accelerator.storages import RegionStorage
-from dynoffload.memory.accelerator.temporaries import Temporaries
 from dynoffload.memory.device import Cause, Counters, Event
-from dynoffload.memory.following import NEVER, Following
-from dynoffload.memory.places import Place, users_of
-from dynoffload.memory.spill import NoFile, SpillFile
-from dynoffload.memory.unguarded import Unguarded
+from dynoffload.memory.region_allocator import Place, users_of
+from dynoffload.planning.cursor import NEVER, PlanCursor
 from dynoffload.planning.schedule import Kind, Schedule, Use
-from dynoffload.units import KiB, format_bytes
+from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-PAGE = 4 * KiB
 _READ_AHEAD = 8  # planned fetches whose bytes are brought from the file before their turn
 
 
-class Accelerator(Unguarded, Residents):
+class Accelerator(RegionPool):
     """A `Device` whose regions are tensors of an accelerator.
 
     Attributes:
         on_locked: called with a locked region that somebody is about to use, in his thread; it
             unlocks it, or raises.
-
-    Args:
-        queues: of the accelerator.
-        capacity: bytes of its memory that regions may take.
-        page_bytes: regions are padded to this in every tier.
-        budget: bytes of its memory that regions and all else may take by its own allocator's
-            count, see [Note: temporaries]; None: no heed is paid to that.
-        spill_dir: where the file lies, if there is one.
-        least: bytes of ``capacity`` without which nothing works.
-        need: bytes that regions will take at least.
-        host_budget: bytes of host memory for what is not on the accelerator; the rest is in the
-            file. None: host memory holds all, and there is no file.
-        threads: that read and write the file.
-        record: keep events.
-
-    Raises:
-        BackendError: the accelerator cannot read a file.
-        BudgetError: the host has no such memory.
-        SpillError: the spill directory cannot be used.
     """
 
-    name = "accelerator"
     serves, guarded = False, True
 
-    def __init__(
-        self,
-        queues: Queues,
-        capacity: int,
-        spill_dir: Path,
-        *,
-        page_bytes: int = PAGE,
-        budget: int | None = None,
-        least: int = 0,
-        need: int = 0,
-        host_budget: int | None = None,
-        threads: int = 4,
-        record: bool = True,
-    ) -> None:
-        spill: SpillFile | NoFile = NoFile(spill_dir)
-        if host_budget is not None:
-            spill = SpillFile(spill_dir, need)
-        super().__init__(
-            queues,
-            capacity // page_bytes * page_bytes,
-            page_bytes,
-            spill,
-            host_budget,
-            need,
-            threads,
-            record,
-        )
-        self._temporaries = Temporaries(self.capacity, least, budget)
-        self._budget = self.capacity if budget is None else budget
-        self._reserve = 0
-        self._resize(self._temporaries.capacity)
-        self._closed = self._said_full = False
-        self._process = os.getpid()
-        self._locked: set[int] = set()
-        self.on_locked: Callable[[int], None] = self._locked.discard
-
-    # Places
+    # Regions
 
     def _admit(self, region: int, place: Place) -> None:
         padded = place.pages * self.page_bytes
@@ -119,7 +56,7 @@ class Accelerator(Unguarded, Residents):
                 f"a region of {format_bytes(place.nbytes)} does not fit host memory of "
                 f"{format_bytes(self._host.budget)}: raise host_budget"
             )
-        storage = RegionStorage(0, device=self._queues.device)  # type: ignore[no-untyped-call]
+        storage = RegionStorage(0, device=self._streams.device)  # type: ignore[no-untyped-call]
 
         def bring(writes: bool) -> None:
             if writes:
@@ -131,7 +68,7 @@ class Accelerator(Unguarded, Residents):
         offset = place.page * self.page_bytes
         with self._mutex:
             self._clock += 1
-            cell = Cell(region, place.nbytes, padded, offset, storage, self._clock)
+            cell = DeviceRegion(region, place.nbytes, padded, offset, storage, self._clock)
             self._cells[region] = cell
             self._by_storage[storage._cdata] = region
         storage.bring, storage.content = bring, place.nbytes
@@ -160,7 +97,7 @@ class Accelerator(Unguarded, Residents):
             BudgetError: there is no room beside what is held.
         """
         padded = self.padded(nbytes)
-        cell = Cell(-1, nbytes, padded, 0, RegionStorage(0, device=self.device), 0)  # type: ignore[no-untyped-call]
+        cell = DeviceRegion(-1, nbytes, padded, 0, RegionStorage(0, device=self.device), 0)  # type: ignore[no-untyped-call]
         with self._mutex:
             free = self.capacity - sum(c.padded for c in self._cells.values() if c.pins)
             if padded > free:
@@ -176,31 +113,20 @@ class Accelerator(Unguarded, Residents):
             with self._mutex:
                 self._free_unseen(cell)
 
-    def read_below(self, region: int, target: torch.Tensor) -> bool:
-        """See `Rows.read_below`."""
-        with self._mutex:
-            cell = self._cells[region]
-            if not cell.in_host:
-                return False
-            if cell.copied is not None:
-                cell.copied.wait()
-            target.copy_(self._host.content(cell))
-            return True
-
     @unseen
-    def _fill_scratch(self, cell: Cell) -> None:
+    def _fill_scratch(self, cell: DeviceRegion) -> None:
         self._make_room(cell.padded, True, [])
         while not self._fill(cell, True):
             pass
 
     @unseen
-    def _free_unseen(self, cell: Cell) -> None:
+    def _free_unseen(self, cell: DeviceRegion) -> None:
         self._free(cell)
 
     # What is used
 
     def use(self, regions: Sequence[int], written: Sequence[int] = ()) -> None:
-        """Work that touches ``regions`` is about to be given to the compute queue.
+        """Work that touches ``regions`` is about to be given to the compute stream.
 
         They are on the accelerator as it begins, and stay until `used`.
 
@@ -225,7 +151,7 @@ class Accelerator(Unguarded, Residents):
                 cell = self._cells.get(region)
                 if cell is not None:
                     cell.pins -= 1
-                    cell.tick = self._lead.use
+                    cell.tick = self._run_ahead.use
 
     def acquire(self, regions: Sequence[int], *, pin: bool = False) -> None:
         """See `Device.acquire`. Whoever asks may write the regions, and says no more.
@@ -329,17 +255,17 @@ class Accelerator(Unguarded, Residents):
     def follow(self, uses: Sequence[Use], schedule: Schedule) -> None:
         """See `Device.follow`."""
         with self._mutex:
-            self._plan = Following(uses, schedule.actions)
+            self._plan = PlanCursor(uses, schedule.actions)
             self._go_on()
 
     def advance(self, position: int) -> None:
         """See `Device.advance`."""
         with self._mutex:
-            behind = self._lead.next()
+            behind = self._run_ahead.next()
         if behind is not None:
             behind.wait()  # with no lock held: files go on
         with self._mutex:
-            self._temporaries.see(self._queues.given_bytes, self._bare)
+            self._workspace.see(self._streams.given_bytes, self._bare)
             self._plan.advance(position)
             self._go_on()
 
@@ -357,7 +283,7 @@ class Accelerator(Unguarded, Residents):
             if cell is not None and cell.in_file and not (cell.in_host or cell.here):
                 self._host.fetch(cell, wait=False)
 
-    def _carry_out(self, kind: Kind, cell: Cell) -> bool:
+    def _carry_out(self, kind: Kind, cell: DeviceRegion) -> bool:
         """Return whether an action was carried out, or reality has overtaken it."""
         next_use = self._plan.next_use(cell.region)
         if kind is Kind.EVICT:
@@ -396,52 +322,12 @@ class Accelerator(Unguarded, Residents):
         """See `Device.counters`."""
         with self._mutex:
             self._host.check()
-            self._telling.look()
             peak, self._peak = self._peak, self._used
             return self._tally.counters(self._used, peak)
-
-    @unseen
-    def allocated_bytes(self) -> int:
-        """See `Device.allocated_bytes`; the pool follows, by [Note: temporaries]."""
-        with self._mutex:
-            peak = self._queues.peak_bytes()
-            self._queues.trim(self._budget)
-            regions, self._bare_peak = self._bare_peak, self._bare
-            self._resize(self._temporaries.after(peak, regions))
-            return peak
-
-    def count_anew(self) -> None:
-        """Have `allocated_bytes` count from now on: what was taken so far was for no step."""
-        with self._mutex:
-            self._queues.peak_bytes()
-            self._bare_peak = self._bare
-
-    @unseen
-    def make_way(self) -> bool:
-        """An operator has found no memory: all regions that are not used make way, and the pool is
-        a quarter smaller, until its size is measured again; return whether any could."""
-        with self._mutex:
-            before = self.capacity, self._used
-            while self._used and self._send_out():
-                pass
-            freed = before[1] - self._used
-            self._resize(self._temporaries.shrunk())
-            if freed and not self._said_full:
-                self._said_full = True
-                logger.warning(
-                    "%s had no memory left for an operator, beside %s of regions, of which %s made "
-                    "way: lower the budget of %s, or end what else uses it",
-                    self._queues.name,
-                    format_bytes(before[1]),
-                    format_bytes(freed),
-                    format_bytes(before[0]),
-                )
-            return freed > 0
 
     def events(self) -> list[Event]:
         """See `Device.events`."""
         with self._mutex:
-            self._telling.look()
             return self._tally.take_events()
 
     # The end
@@ -458,7 +344,7 @@ class Accelerator(Unguarded, Residents):
                 return True
             self.capacity += cell.padded
             try:
-                while cell.state is State.ABSENT and cell.padded > self._queues.free_bytes():
+                while cell.state is State.ABSENT and cell.padded > self._streams.free_bytes():
                     if not self._send_out():
                         break
                 else:

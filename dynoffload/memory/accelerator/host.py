@@ -1,10 +1,8 @@
 """The tiers below the accelerator: host memory, and a file where that has a budget of its own.
 
-What it is: slots for regions, the file behind them, and who makes room for whom. What it is not:
-copies from and to the accelerator, which its device queues; here one waits for them at most.
-
-Everything here is called with the device's lock held, which is let go of while the file is waited
-for. Transfers of the file run in threads of their own.
+Everything here is called with the device's lock held, which is released while the file is waited
+for. Transfers of the file run in threads of their own; copies from and to the accelerator are given
+to its streams by the device, and are only waited for here.
 """
 
 from __future__ import annotations
@@ -17,19 +15,19 @@ from typing import NoReturn
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.cells import Cell, Traffic
-from dynoffload.memory.accelerator.queues import Queues
-from dynoffload.memory.accelerator.slab import Slab
+from dynoffload.memory.accelerator.pinned_pool import PinnedPool
+from dynoffload.memory.accelerator.region import DeviceRegion, Traffic
+from dynoffload.memory.accelerator.streams import Streams
 from dynoffload.memory.device import called
 from dynoffload.memory.spill import UNREAD, UNWRITTEN, NoFile, SpillFile, failure, reason, transfer
 from dynoffload.units import format_bytes
 
 
-class Host:
+class HostTier:
     """Host memory, and the file below it.
 
     Args:
-        queues: of the accelerator, whose copies go through the memory.
+        streams: of the accelerator, whose copies go through the memory.
         page_bytes: slots are multiples of it.
         need: bytes that regions will take at least.
         budget: bytes of host memory; None: as many as regions take.
@@ -43,12 +41,12 @@ class Host:
 
     def __init__(
         self,
-        queues: Queues,
+        streams: Streams,
         page_bytes: int,
         need: int,
         budget: int | None,
         spill: SpillFile | NoFile,
-        cells: Mapping[int, Cell],
+        cells: Mapping[int, DeviceRegion],
         mutex: threading.RLock,
         next_use: Callable[[int], int],
         names: Mapping[int, str],
@@ -57,28 +55,28 @@ class Host:
         self._spill, self._cells, self._names = spill, cells, names
         self._next_use = next_use
         pages = -(-need // page_bytes) if budget is None else budget // page_bytes
-        self._slab = Slab(queues, page_bytes, pages * page_bytes, grows=budget is None)
+        self._pool = PinnedPool(streams, page_bytes, pages * page_bytes, grows=budget is None)
         self.budget = budget
         self._settled = threading.Condition(mutex)  # told when a transfer of the file is over
-        self._draining: list[Cell] = []  # stand for slots that copies still use
+        self._draining: list[DeviceRegion] = []  # stand for slots that copies still use
         self._workers: ThreadPoolExecutor | None = None
         if isinstance(spill, SpillFile):
             self._workers = ThreadPoolExecutor(threads, "dynoffload-file")
-        self._failed: list[Cell] = []  # whose error somebody is to be told
+        self._failed: list[DeviceRegion] = []  # whose error somebody is to be told
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory taken, in use or not."""
-        return self._slab.nbytes
+        return self._pool.nbytes
 
-    def content(self, cell: Cell) -> torch.Tensor:
+    def content(self, cell: DeviceRegion) -> torch.Tensor:
         """Return the bytes of a region's slot, uint8."""
         assert cell.slot is not None
-        return self._slab.bytes_of(cell.slot, cell.nbytes)
+        return self._pool.bytes_of(cell.slot, cell.nbytes)
 
     # Slots
 
-    def place(self, cell: Cell, *, wait: bool) -> bool:
+    def place(self, cell: DeviceRegion, *, wait: bool) -> bool:
         """Give a region a slot, if it has none.
 
         Args:
@@ -96,7 +94,7 @@ class Host:
             self._failed.pop().error = 0
         while cell.slot is None:
             self._drain()
-            cell.slot = self._slab.take(cell.padded)
+            cell.slot = self._pool.take(cell.padded)
             if cell.slot is not None:
                 return True
             victim = self._victim(cell, any_time=wait)
@@ -108,29 +106,29 @@ class Host:
                 raise BudgetError(
                     f"no {format_bytes(cell.padded)} of host memory came free for "
                     f"{called(self._names, cell.region, cell.nbytes)}: raise host_budget "
-                    f"({format_bytes(self._slab.nbytes)})"
+                    f"({format_bytes(self._pool.nbytes)})"
                 )
             if wait:
                 self.check()
         return True
 
-    def give_away(self, cell: Cell) -> torch.UntypedStorage:
+    def give_away(self, cell: DeviceRegion) -> torch.UntypedStorage:
         """Return what a region's slot holds as a storage that outlives this; the slot is gone, and
         no copy of it is under way."""
         assert cell.slot is not None
         slot, cell.slot, cell.in_host = cell.slot, None, False
-        return self._slab.give_away(slot, cell.nbytes)
+        return self._pool.give_away(slot, cell.nbytes)
 
-    def leave(self, cell: Cell) -> None:
+    def leave(self, cell: DeviceRegion) -> None:
         """Take a region's slot from it; what it holds there is gone."""
         self.settle(cell)
         slot, cell.slot, cell.in_host = cell.slot, None, False
         if slot is None:
             return
         if cell.slot_is_idle():
-            self._slab.give(slot)
+            self._pool.give(slot)
         else:
-            stands = Cell(cell.region, cell.nbytes, cell.padded, 0, cell.storage, 0)
+            stands = DeviceRegion(cell.region, cell.nbytes, cell.padded, 0, cell.storage, 0)
             stands.slot, stands.copied, cell.copied = slot, cell.copied, None
             self._draining.append(stands)
 
@@ -139,14 +137,14 @@ class Host:
         for stands in draining:
             if stands.slot_is_idle():
                 assert stands.slot is not None
-                self._slab.give(stands.slot)
+                self._pool.give(stands.slot)
             else:
                 self._draining.append(stands)
 
-    def _victim(self, wanted: Cell, *, any_time: bool) -> Cell | None:
+    def _victim(self, wanted: DeviceRegion, *, any_time: bool) -> DeviceRegion | None:
         """Return who leaves host memory first for ``wanted``: whoever need not be written, then
         whoever is used last; not ``any_time``: if that is later than ``wanted`` is."""
-        found: Cell | None = None
+        found: DeviceRegion | None = None
         best = (False, -1 if any_time else self._next_use(wanted.region), 0)
         for cell in self._cells.values():
             if cell.slot is None or cell is wanted or not cell.slot_is_idle() or cell.error:
@@ -159,7 +157,7 @@ class Host:
                 found, best = cell, rank
         return found
 
-    def _send_out(self, cell: Cell) -> None:
+    def _send_out(self, cell: DeviceRegion) -> None:
         """Let a region leave host memory: at once, or once the file has it."""
         if not cell.in_host or cell.in_file:
             self.leave(cell)
@@ -181,7 +179,7 @@ class Host:
 
     # The file
 
-    def fetch(self, cell: Cell, *, wait: bool) -> bool:
+    def fetch(self, cell: DeviceRegion, *, wait: bool) -> bool:
         """Have a region's bytes brought from the file to its slot.
 
         Args:
@@ -209,22 +207,22 @@ class Host:
             self._fail(cell)
         return cell.in_host
 
-    def settle(self, cell: Cell) -> None:
+    def settle(self, cell: DeviceRegion) -> None:
         """Wait until the file does nothing with a region's slot."""
         while cell.traffic is not Traffic.NONE:
             self._settled.wait(1.0)
 
-    def _begin(self, cell: Cell, traffic: Traffic) -> None:
+    def _begin(self, cell: DeviceRegion, traffic: Traffic) -> None:
         assert self._workers is not None
         cell.traffic = traffic
         self._workers.submit(self._carry, cell, self._in_pages(cell))
 
-    def _in_pages(self, cell: Cell) -> torch.Tensor:
+    def _in_pages(self, cell: DeviceRegion) -> torch.Tensor:
         """Return a slot's bytes with their padding, as the file takes them."""
         assert cell.slot is not None
-        return self._slab.bytes_of(cell.slot, cell.padded)
+        return self._pool.bytes_of(cell.slot, cell.padded)
 
-    def _carry(self, cell: Cell, content: torch.Tensor) -> None:
+    def _carry(self, cell: DeviceRegion, content: torch.Tensor) -> None:
         """Read or write one region; in a thread of its own."""
         reads = cell.traffic is Traffic.READING
         number = 0
@@ -252,7 +250,7 @@ class Host:
         if self._failed:
             self._fail(self._failed[0])
 
-    def _fail(self, cell: Cell) -> NoReturn:
+    def _fail(self, cell: DeviceRegion) -> NoReturn:
         assert isinstance(self._spill, SpillFile)
         self._failed.remove(cell)
         number, cell.error = cell.error, 0
@@ -266,4 +264,4 @@ class Host:
         if self._workers is not None:
             self._workers.shutdown()
         self._draining.clear()
-        self._slab.close()
+        self._pool.close()

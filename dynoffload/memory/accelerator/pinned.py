@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 import mmap
 import os
@@ -26,24 +25,13 @@ from typing import Any
 
 import torch
 
+from dynoffload.memory.libc import libc, map_memory
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 _PAGE = mmap.PAGESIZE
 _PORTABLE = 1  # of cudaHostRegister: pinned for every device
-_FAILED = ctypes.c_void_p(-1).value
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.mmap.restype = address
-    libc.mmap.argtypes = (address, size, number, number, number, ctypes.c_int64)
-    libc.munmap.argtypes = (address, size)
-    libc.madvise.argtypes = (address, size, number)
-    return libc
 
 
 class HostMemory:
@@ -139,10 +127,10 @@ def _mapped(nbytes: int) -> torch.Tensor:
     Raises:
         MemoryError: there is none left.
     """
-    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = _libc().mmap(None, nbytes, access, kind, -1, 0)
-    if address == _FAILED:
-        raise MemoryError(os.strerror(ctypes.get_errno()))
+    try:
+        address = map_memory(nbytes)
+    except OSError as error:
+        raise MemoryError(error.strerror) from error
     buffer = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(buffer, _unmap, os.getpid(), address, nbytes).atexit = False
     memory = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -152,7 +140,7 @@ def _mapped(nbytes: int) -> torch.Tensor:
 
 def _unmap(process: int, address: int, nbytes: int) -> None:
     if os.getpid() == process:  # see [Note: forks]
-        _libc().munmap(address, nbytes)
+        libc().munmap(address, nbytes)
 
 
 def _pinned_by_torch(nbytes: int) -> torch.Tensor:
@@ -178,4 +166,4 @@ def _let_inherit(memory: torch.Tensor, *, inherited: bool) -> None:
     """
     advice = getattr(mmap, "MADV_DOFORK" if inherited else "MADV_DONTFORK", None)
     if advice is not None:
-        _libc().madvise(memory.data_ptr(), -(-memory.nbytes // _PAGE) * _PAGE, advice)
+        libc().madvise(memory.data_ptr(), -(-memory.nbytes // _PAGE) * _PAGE, advice)

@@ -1,8 +1,5 @@
 """Rows of an accelerator: tensors over many regions, each of which has a storage of its own.
 
-What it is: which slices of which row a tensor covers, and how a row's bytes are copied. What it is
-not: operators on such tensors, which get others in their place (`dynoffload.runtime.over_rows`).
-
 On the CPU the regions of a row lie side by side. Here each has memory where it is given some, and
 what lies over the row lies over a `RowStorage`, which has none. So views, strides, versions and
 identity are torch's as ever, and cost nothing.
@@ -22,7 +19,7 @@ import torch
 
 from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.memory.device import called
-from dynoffload.memory.places import Places, users_of
+from dynoffload.memory.region_allocator import RegionAllocator, users_of
 from dynoffload.memory.spill import NoFile, SpillFile
 
 logger = logging.getLogger(__name__)
@@ -101,7 +98,7 @@ def tensors_over(storage: torch.UntypedStorage) -> Iterator[torch.Tensor]:
             yield one
 
 
-class Rows(Places):
+class Rows(RegionAllocator):
     """The ground of an accelerator: which storage is which region's, or which row's."""
 
     def __init__(
@@ -120,18 +117,6 @@ class Rows(Places):
     @abstractmethod
     def used(self, regions: Sequence[int]) -> None:
         """That work was given."""
-
-    @abstractmethod
-    def meet_owner(self, regions: Sequence[int]) -> None:
-        """Have locked regions unlocked: what waits for their use is made."""
-
-    @abstractmethod
-    def read_below(self, region: int, target: torch.Tensor) -> bool:
-        """Copy a region's bytes from host memory, if that has the newest; return whether it has."""
-
-    @abstractmethod
-    def is_clear(self, regions: Sequence[int]) -> list[bool]:
-        """See `Device.is_clear`."""
 
     def allocate_row(self, count: int, nbytes: int, *, extra: bool = False) -> list[int]:
         """See `Device.allocate_row`."""
@@ -199,13 +184,9 @@ class Rows(Places):
         """Copy a row's bytes into an ordinary storage."""
         for number, region in enumerate(row.regions):
             theirs = bytes_of(target, number * row.slice_bytes, row.slice_bytes)
-            self.meet_owner([region])
-            if self.is_clear([region])[0]:
-                theirs.zero_()
-            elif theirs.device.type != "cpu" or not self.read_below(region, theirs):
-                self.use([region])
-                theirs.copy_(bytes_of(self.storage(region), 0, row.slice_bytes))
-                self.used([region])
+            self.use([region])
+            theirs.copy_(bytes_of(self.storage(region), 0, row.slice_bytes))
+            self.used([region])
 
     @unseen
     @torch.no_grad()

@@ -1,253 +1,150 @@
-"""The queues of a real accelerator: torch's streams and events, through `torch.accelerator`.
+"""What paging needs of an accelerator beside its memory: streams, events in them, and copies.
 
-[Note: fragments]  Regions of many sizes come and go, and torch's allocator cuts the blocks that it
-keeps. What it keeps and cannot use grows with that. Where it has taken more than the budget and
-`_BEYOND` of it, it is asked to hand whole unused blocks back, which costs a wait for the
-accelerator, and what it takes again costs time, too: so not for less.
-
-[Note: other streams]  The compute queue is the stream that is current. Where the user changes it,
-the new one goes on after all that the last one was given, from the next moment that is asked for
-on. Operators that need no copy ask for none: who uses two streams has each wait for the other.
+Work that is given to an accelerator is done later, in the order of its stream; streams know of each
+other only by the events that they wait for. The *compute* stream is the one on which torch runs
+operators for the calling thread, and there is one stream for copies in each direction.
+`torch_streams` implements this for real accelerators. Tests implement it with threads and vector
+clocks, which find every event that was not waited for.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from dynoffload.errors import BackendError
-from dynoffload.memory.accelerator.pinned import HostMemory
-from dynoffload.memory.accelerator.queues import Queues, lacking
-
-_BEYOND = 0.125
-_ORIGIN_S = 600.0
 
 
-class _Event:
-    """A `Moment` of a stream."""
-
-    def __init__(self, stream: torch.Stream, *, timed: bool = False) -> None:
-        self._event = torch.Event(stream.device, enable_timing=timed)
-        self._event.record(stream)
+class StreamEvent(Protocol):
+    """A place in a stream, reached when all that the stream was given before is done."""
 
     def reached(self) -> bool:
-        return bool(self._event.query())
+        """Return whether it is reached by now."""
 
     def wait(self) -> None:
-        self._event.synchronize()
-
-    def hold(self, stream: torch.Stream) -> None:
-        """Let ``stream`` go on after it."""
-        stream.wait_event(self._event)
-
-    def since(self, other: _Event) -> float:
-        """Return the seconds from another moment, both reached and timed."""
-        return float(other._event.elapsed_time(self._event)) / 1e3
+        """Hold the calling thread until it is reached."""
 
 
-class _Copy(_Event):
-    """The end of a copy; see `Copied`.
-
-    Args:
-        begin: of it, timed.
-        stream: of the copy.
-        origin: a timed moment that was reached at ``clock``.
-        clock: on `time.perf_counter`'s clock.
-    """
-
-    def __init__(self, begin: _Event, stream: torch.Stream, origin: _Event, clock: float) -> None:
-        super().__init__(stream, timed=True)
-        self._begin, self._origin, self._clock = begin, origin, clock
+class TimedEvent(Protocol):
+    """The end of a copy or of a wait whose time is measured."""
 
     def span(self) -> tuple[float, float] | None:
-        if not self.reached():
-            return None
-        begin = self._clock + self._begin.since(self._origin)
-        return begin, begin + self.since(self._begin)
+        """Return its begin and end on `time.perf_counter`'s clock; None until it is over."""
 
 
-class _Span:
-    """A `Lag` between two timed moments of the compute stream."""
-
-    def __init__(self, begin: _Event, end: _Event) -> None:
-        self._begin, self._end = begin, end
-
-    def seconds(self) -> float | None:
-        return self._end.since(self._begin) if self._end.reached() else None
+class CopyEvent(StreamEvent, TimedEvent, Protocol):
+    """The end of a copy."""
 
 
-def open_queues(device: torch.device) -> Queues:
-    """Return the queues of an accelerator.
+class Streams(Protocol):
+    """The streams of one accelerator.
 
-    Raises:
-        BackendError: there is no such accelerator.
-    """
-    return Streams(device)
-
-
-class Streams:
-    """`Queues` of the accelerator on which a device's tensors are.
-
-    Args:
-        device: of the type that `torch.accelerator` names.
-
-    Raises:
-        BackendError: there is no such accelerator, or it has no streams with timed events.
+    Attributes:
+        name: what plan lines and errors call the accelerator.
+        device: where its tensors are.
+        pinned: whether `host` gives memory that copies pass through without another copy.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        here = torch.accelerator.current_accelerator(check_available=True)
-        if here is None or here.type != device.type:
-            if here is None:
-                why = (
-                    f"torch {torch.__version__} finds no accelerator here, or was built for none: "
-                    "leave device= out (--device, on the command line) to train on the CPU"
-                )
-            else:
-                why = f"torch has {here.type!r} as its accelerator: pass device={here.type!r}"
-            raise BackendError(f"parameters are to be on {str(device)!r}, but {why}")
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        count = torch.accelerator.device_count()
-        if index >= count:  # some backends end the process where they are asked for it
-            raise BackendError(
-                f"parameters are to be on {str(device)!r}, but torch finds {count} of "
-                f"{here.type!r} here: pass device='{here.type}', or a number below {count} with it"
-            )
-        self.device = torch.device(device.type, index)
-        self.name = str(self.device)
-        self._host = HostMemory(self.device)
-        self._giving = threading.Lock()  # a stream is entered by one thread at a time
-        self._last: torch.Stream | None = None  # on which the calling thread was last
-        self.pinned = True
-        try:
-            self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
-            self._set_origin()
-        except RuntimeError as error:
-            raise lacking(self.device, "streams with timed events", error) from error
+    name: str
+    device: torch.device
+    pinned: bool
 
-    def _set_origin(self) -> None:
-        """From now on copies are timed from here."""
-        self._origin = _Event(self._compute(), timed=True)
-        self._origin.wait()
-        self._clock = time.perf_counter()
+    def now(self) -> StreamEvent:
+        """Return an event after all that the compute stream has been given."""
 
-    # Moments
-
-    def now(self) -> _Event:
-        """See `Queues.now`."""
-        return _Event(self._compute())
-
-    def after(self, moment: Any) -> _Span:
-        """See `Queues.after`."""
-        stream = self._compute()
-        begin = _Event(stream, timed=True)
-        moment.hold(stream)
-        return _Span(begin, _Event(stream, timed=True))
-
-    def _compute(self) -> torch.Stream:
-        """Return the stream of the calling thread; see [Note: other streams]."""
-        stream = torch.accelerator.current_stream(self.device)
-        if self._last is not None and stream.stream_id != self._last.stream_id:
-            _Event(self._last).hold(stream)
-        self._last = stream
-        return stream
-
-    # Memory of the accelerator
+    def after(self, event: StreamEvent) -> TimedEvent:
+        """Let the compute stream go on after ``event``; return the wait."""
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """See `Queues.fill`."""
-        storage.resize_(nbytes)
+        """Give an empty storage memory, whose bytes anything may be, for the compute stream.
+
+        Raises:
+            torch.OutOfMemoryError: the accelerator has none left.
+        """
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """See `Queues.empty`. The allocator gives it to later work of the same stream only."""
-        storage.resize_(0)
-
-    def peak_bytes(self) -> int:
-        """See `Queues.peak_bytes`."""
-        peak = torch.accelerator.max_memory_allocated(self.device)
-        torch.accelerator.reset_peak_memory_stats(self.device)
-        if time.perf_counter() - self._clock > _ORIGIN_S:  # what is elapsed is a float of 32 bits
-            self._set_origin()
-        return int(peak)
-
-    def given_bytes(self) -> int:
-        """See `Queues.given_bytes`."""
-        return int(torch.accelerator.memory_allocated(self.device))
-
-    def free_bytes(self) -> int:
-        """See `Queues.free_bytes`."""
-        free, total = torch.accelerator.get_memory_info(self.device)
-        reserved = int(torch.accelerator.memory_reserved(self.device))
-        if self.device.type == "cuda":  # a process may be allowed a part of it only
-            share = torch.cuda.get_per_process_memory_fraction(self.device)
-            free = min(int(free), int(share * total) - reserved)
-        return max(0, int(free)) + self._kept_bytes()
-
-    def trim(self, limit: int) -> None:
-        """See `Queues.trim`."""
-        beyond = int(_BEYOND * limit)
-        reserved = int(torch.accelerator.memory_reserved(self.device))
-        if reserved > limit + beyond and self._kept_bytes() > beyond:
-            torch.accelerator.empty_cache()
-
-    def _kept_bytes(self) -> int:
-        reserved = int(torch.accelerator.memory_reserved(self.device))
-        return reserved - int(torch.accelerator.memory_allocated(self.device))
-
-    # Copies
+        """Take a storage's memory back, for what the compute stream is given from now on."""
 
     def copy_in(
         self,
         target: torch.UntypedStorage | torch.Tensor,
         source: torch.Tensor,
-        after: Sequence[Any],
-    ) -> _Copy:
-        """See `Queues.copy_in`."""
-        return self._copy(self._in, target, source, after)
+        after: Sequence[StreamEvent],
+    ) -> CopyEvent:
+        """Copy host memory into a storage, on the stream for that, once ``after`` are reached.
+
+        Args:
+            target: of the accelerator; or a part of a storage, as a tensor like ``source``.
+            source: uint8 of the same size, of what `host` has given; it must stay as it is until
+                the event that is returned.
+        """
 
     def copy_out(
         self,
         target: torch.Tensor,
         source: torch.UntypedStorage | torch.Tensor,
-        after: Sequence[Any],
-    ) -> _Copy:
-        """See `Queues.copy_out`."""
-        return self._copy(self._out, target, source, after)
-
-    def _copy(
-        self,
-        stream: torch.Stream,
-        target: torch.UntypedStorage | torch.Tensor,
-        source: torch.UntypedStorage | torch.Tensor,
-        after: Sequence[Any],
-    ) -> _Copy:
-        # No mode may hear of it: ours would take it for a use, and the stream for the compute one.
-        with self._giving, torch._C._DisableTorchDispatch(), torch.no_grad():
-            for moment in after:
-                moment.hold(stream)
-            begin = _Event(stream, timed=True)
-            with stream:
-                _bytes_of(target).copy_(_bytes_of(source), non_blocking=True)
-            return _Copy(begin, stream, self._origin, self._clock)
-
-    # Host memory
+        after: Sequence[StreamEvent],
+    ) -> CopyEvent:
+        """Copy a storage, or a part of one, into host memory, on the stream for that, once
+        ``after`` are reached."""
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """See `Queues.host`."""
-        memory = self._host.take(nbytes)
-        self.pinned = self._host.pinned
-        return memory
+        """Return ``nbytes`` of host memory that copies can use, uint8, aligned to 4 KiB.
+
+        Raises:
+            MemoryError: there is none left.
+        """
 
     def release(self, memory: torch.Tensor, *, held: bool) -> None:
-        """See `Queues.release`. A mapping ends with the last tensor over it."""
-        self._host.give_back(memory)
+        """Give memory back that `host` has given; no copy of it is under way.
+
+        Args:
+            memory: all of it.
+            held: others read and write parts of it from now on: it is ordinary memory, theirs."""
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that the accelerator's own allocator had given since the last
+        call; 0 where it does not count."""
+
+    def given_bytes(self) -> int:
+        """Return the bytes that the accelerator's own allocator has given by now, regions and all
+        else; 0 where it does not count."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes of the accelerator that the process can still take: those that nobody
+        has, and those that its own allocator keeps unused."""
+
+    def trim(self, limit: int) -> None:
+        """Hand memory that the allocator keeps unused back, if it has far more than ``limit`` bytes
+        in all; see [Note: fragments] in `torch_streams`."""
 
 
-def _bytes_of(storage: torch.UntypedStorage | torch.Tensor) -> torch.Tensor:
-    if isinstance(storage, torch.Tensor):
-        return storage
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def check_paging(streams: Streams) -> None:
+    """Try what a backend of torch may lack and paging needs, before anything is touched.
+
+    Raises:
+        BackendError: it lacks something.
+    """
+    storage = torch.UntypedStorage(0, device=streams.device)  # type: ignore[no-untyped-call]
+    needed: list[tuple[str, Callable[[], Any]]] = [
+        ("torch.accelerator.memory_stats", streams.given_bytes),
+        ("torch.accelerator.get_memory_info", streams.free_bytes),
+        ("UntypedStorage.resize_ to more bytes", lambda: streams.fill(storage, 64)),
+        ("UntypedStorage.resize_ to no bytes", lambda: streams.empty(storage)),
+    ]
+    for what, call in needed:
+        try:
+            call()
+        except RuntimeError as error:
+            raise lacking(streams.device, what, error) from error
+
+
+def lacking(device: torch.device, what: str, error: RuntimeError) -> BackendError:
+    """Return the error for a device whose backend of torch lacks ``what``."""
+    said = str(error).partition("\n")[0]
+    return BackendError(
+        f"dynoffload needs {what} on {str(device)!r}, and it fails there ({said}): use a release "
+        "of that backend which has it, or leave device= out to train on the CPU"
+    )

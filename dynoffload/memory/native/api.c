@@ -63,7 +63,7 @@ static void forget(struct pager *p, uint32_t id)
     transfer_drop(p, id);
     r->visits++; /* it holds something else from now on */
     r->locked = r->busy = r->reported = 0;
-    letgo_unlocked(p);
+    gil_release_unlocked(p);
     pthread_cond_broadcast(&p->done);
 }
 
@@ -107,12 +107,6 @@ API void pager_release(struct pager *p, uint32_t id)
     free(r->slots);
     *r = (struct region){.state = FREE, .next_use = NEVER};
     pthread_mutex_unlock(&p->mutex);
-}
-
-static int fail(struct failure *failure, int kind, int error, uint32_t id)
-{
-    *failure = (struct failure){kind, error, id};
-    return 1;
 }
 
 /* Wait until the region is at its address; 1 with `*failure` if it cannot be. */
@@ -219,7 +213,7 @@ API void pager_unlock(struct pager *p, const uint32_t *ids, uint32_t count)
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count; i++)
         unlock(p, ids[i]);
-    letgo_unlocked(p);
+    gil_release_unlocked(p);
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->mutex);
 }
@@ -231,22 +225,16 @@ API int pager_lock(struct pager *p, const uint32_t *ids, uint32_t count, struct 
     int error = 0;
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count; i++) {
-        double since = pager_now();
-        struct region *r;
-        do {
-            r = settle(p, ids[i]);
-            error = r->state == RESIDENT ? pool_withdraw(p, r, MOVE_TRY_S) : 0;
-        } while (error && pool_again(p, error, since, MOVE_SURELY_S));
+        struct region *r = &p->regions[ids[i]];
+        error = region_put_aside(p, ids[i]);
         if (error) {
             fail(failure, FAILED_MOVE, error, ids[i]);
             while (i-- > 0)
                 unlock(p, ids[i]);
-            letgo_unlocked(p);
+            gil_release_unlocked(p);
             pthread_cond_broadcast(&p->work);
             break;
         }
-        if (r->state == RESIDENT)
-            r->state = STAGED;
         r->locked = 1;
         r->locks++;
         r->reported = 0;
@@ -389,21 +377,14 @@ API void pager_advance(struct pager *p, int64_t position)
     pthread_mutex_unlock(&p->mutex);
 }
 
-/* State of each region: FREE..WRITING. */
-API void pager_states(struct pager *p, uint8_t *states, uint32_t count)
+/* State of each region, FREE..WRITING, and how often it is pinned. */
+API void pager_states(struct pager *p, uint8_t *states, uint32_t *pins, uint32_t count)
 {
     pthread_mutex_lock(&p->mutex);
-    for (uint32_t i = 0; i < count; i++)
+    for (uint32_t i = 0; i < count; i++) {
         states[i] = i < p->region_high ? p->regions[i].state : FREE;
-    pthread_mutex_unlock(&p->mutex);
-}
-
-/* How often each region is pinned. */
-API void pager_pins(struct pager *p, uint32_t *pins, uint32_t count)
-{
-    pthread_mutex_lock(&p->mutex);
-    for (uint32_t i = 0; i < count; i++)
         pins[i] = i < p->region_high ? p->regions[i].pins : 0;
+    }
     pthread_mutex_unlock(&p->mutex);
 }
 

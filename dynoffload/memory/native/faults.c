@@ -66,7 +66,7 @@ static void serve(struct pager *p, uint64_t address, uint32_t thread)
         }
         if (r->told != thread) {
             r->told = thread;
-            letgo_tell(thread, address);
+            gil_release_signal(thread, address);
         }
     } else {
         r->asleep = 1;

@@ -61,9 +61,10 @@ API int pager_probe(void)
     return user_mode_only ? 2 : 1;
 }
 
-/* A new pager over `fd`, or NULL with `*error` set. Sizes are in pages of `page_bytes`. */
+/* A new pager over `fd`, or NULL with `*error` set. Sizes are in pages of `page_bytes`. With `debug`
+ * all bytes that leave are checksummed and what is free is poisoned. */
 API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, uint32_t pool_pages,
-                             uint32_t region_capacity, uint32_t workers, int record, int *error)
+                             uint32_t region_capacity, uint32_t workers, int debug, int *error)
 {
     struct pager *p = calloc(1, sizeof *p);
     if (!p) {
@@ -73,7 +74,7 @@ API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, 
     int user_mode_only;
     *p = (struct pager){.patience = PATIENCE, .page_bytes = page_bytes, .arena_pages = arena_pages,
                         .pool_pages = pool_pages, .region_capacity = region_capacity, .fd = fd,
-                        .pagemap = -1, .stop_pipe = {-1, -1}, .record = record};
+                        .pagemap = -1, .stop_pipe = {-1, -1}, .debug = debug};
     p->owner = calloc(arena_pages, sizeof *p->owner);
     p->full = calloc(pool_pages, sizeof *p->full);
     p->vacant = calloc(pool_pages, sizeof *p->vacant);
@@ -114,7 +115,7 @@ API struct pager *pager_open(int fd, uint64_t page_bytes, uint32_t arena_pages, 
         if (!(*error = pthread_create(&p->workers[i], NULL, transfer_worker, p)))
             p->worker_count++;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (!*error && !(*error = letgo_enter(p)))
+    if (!*error && !(*error = gil_release_enter(p)))
         return p;
     stop(p);
 failed:
@@ -125,7 +126,7 @@ failed:
 /* End the threads and unmap everything: no tensor may use the arena any more. */
 API void pager_close(struct pager *p)
 {
-    letgo_leave(p);
+    gil_release_leave(p);
     stop(p);
     destroy(p);
 }

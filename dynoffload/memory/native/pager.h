@@ -30,7 +30,7 @@
  * clip them. So one that was cleared and then visited is looked through, up to the first byte that
  * is not zero, before it is written or spoken for: zeros only, and it is clear again.
  *
- * [Note: letting go]  The owner needs the interpreter's lock, and the thread that waits may hold it:
+ * [Note: releasing the lock]  The owner needs the interpreter's lock, and the thread that waits may hold it:
  * numpy and pickle read memory under it. A signal to that thread interrupts its sleep; the handler,
  * which runs on it, lets go of the lock, sleeps until the region is unlocked, and takes the lock
  * again before the access is repeated. To the code in between this is one of the many places at
@@ -175,7 +175,7 @@ struct pager {
     int32_t write_error; /* errno of the last write, 0 if it went well */
     uint32_t write_region;
 
-    struct reader *reader; /* see [Note: letting go] */
+    struct reader *reader; /* see [Note: releasing the lock] */
     uint32_t unlocks;      /* a futex: regions unlocked so far */
 
     /* the plan */
@@ -196,7 +196,7 @@ struct pager {
     pthread_cond_t work, done, hand;
     pthread_t *workers, fault_thread;
     uint32_t worker_count;
-    int fault_started, stopping, record, debug;
+    int fault_started, stopping, debug; /* debug: see sums.c, and free slots are poisoned */
 };
 
 double pager_now(void);
@@ -204,6 +204,11 @@ double pager_now(void);
 static inline uint32_t pager_room(const struct pager *p)
 {
     return p->fulls + (p->pool_pages - p->populated);
+}
+static inline int fail(struct failure *failure, int kind, int error, uint32_t id)
+{
+    *failure = (struct failure){kind, error, id};
+    return 1;
 }
 char *arena_address(struct pager *, const struct region *);
 
@@ -237,6 +242,9 @@ void plan_advance(struct pager *, int64_t position);
 int plan_next(struct pager *, uint32_t *region);
 uint32_t plan_victim(struct pager *, int64_t later_than);
 
+/* swap.c */
+int region_put_aside(struct pager *, uint32_t id); /* address -> slots, and nobody waits for it */
+
 /* faults.c */
 void *fault_serve(void *);
 int fault_open(int *user_mode_only);
@@ -244,13 +252,10 @@ int fault_open(int *user_mode_only);
 /* sums.c */
 uint64_t sum_of(const struct pager *, const struct region *);
 
-/* debug.c */
-void debug_poison(const struct pager *, uint32_t slot);
-
-/* letgo.c */
-int letgo_enter(struct pager *); /* 0 or an errno */
-void letgo_leave(struct pager *);
-void letgo_tell(uint32_t thread, uint64_t address);
-void letgo_unlocked(struct pager *); /* a region was unlocked, or is no more */
+/* gil_release.c */
+int gil_release_enter(struct pager *); /* 0 or an errno */
+void gil_release_leave(struct pager *);
+void gil_release_signal(uint32_t thread, uint64_t address);
+void gil_release_unlocked(struct pager *); /* a region was unlocked, or is no more */
 
 #endif

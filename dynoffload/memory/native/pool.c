@@ -31,6 +31,7 @@ struct uffdio_move {
 #define PRESENT (1ull << 63) /* bits of /proc/self/pagemap */
 #define SWAPPED (1ull << 62)
 #define BACK_S 60.
+#define POISON 0xff /* a NaN in every format of floats */
 
 char *arena_address(struct pager *p, const struct region *r)
 {
@@ -40,6 +41,13 @@ char *arena_address(struct pager *p, const struct region *r)
 static char *slot_address(struct pager *p, uint32_t slot)
 {
     return p->base + (uint64_t)(p->arena_pages + slot) * p->page_bytes;
+}
+
+/* In debug mode nobody mistakes what lies in a free slot for content. */
+static void poison(struct pager *p, uint32_t slot)
+{
+    if (p->debug)
+        memset(slot_address(p, slot), POISON, p->page_bytes);
 }
 
 int pool_map(struct pager *p)
@@ -246,8 +254,7 @@ static void pool_grow(struct pager *p, uint32_t pages)
         abort();
     }
     for (uint32_t i = count; i-- > 0;) {
-        if (p->debug)
-            debug_poison(p, p->populated + i);
+        poison(p, p->populated + i);
         p->full[p->fulls++] = p->populated + i;
     }
     p->populated += count;
@@ -269,8 +276,7 @@ void pool_take_slots(struct pager *p, struct region *r)
 void pool_free_slots(struct pager *p, struct region *r)
 {
     for (uint32_t i = 0; i < r->pages; i++) {
-        if (p->debug)
-            debug_poison(p, r->slots[i]);
+        poison(p, r->slots[i]);
         p->full[p->fulls++] = r->slots[i];
     }
     p->counters.pages_in_use = p->populated - p->fulls;

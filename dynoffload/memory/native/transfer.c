@@ -20,8 +20,6 @@ double pager_now(void)
 
 void transfer_record(struct pager *p, int kind, int cause, uint32_t region, double start, uint64_t bytes)
 {
-    if (!p->record)
-        return;
     if (p->event_count == EVENT_CAPACITY) {
         p->counters.events_lost++;
         return;

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from dynoffload.errors import BudgetError
 from dynoffload.memory import heap
 from dynoffload.memory.device import Device
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.held import is_between_processes, references
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 from dynoffload.runtime.placing import put

@@ -17,7 +17,7 @@ from torch import nn
 
 from dynoffload.memory.accelerator.storages import RowStorage
 from dynoffload.memory.device import Device
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import Store, bytes_of, can_move, view_of

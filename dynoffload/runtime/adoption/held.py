@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dynoffload.memory.local import local
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.memory.reused import is_reused
 from dynoffload.runtime.ranks.sharded import aliases_of
 

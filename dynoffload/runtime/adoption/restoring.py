@@ -12,7 +12,7 @@ import torch
 
 from dynoffload.errors import SpillError
 from dynoffload.memory.device import Device
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.buffers import Buffers
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.homes import Room

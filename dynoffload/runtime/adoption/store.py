@@ -21,7 +21,7 @@ from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread, local, local_bytes
 from dynoffload.memory.pieces import is_dense
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.held import holders, is_torchs
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.placing import put, put_in_place

@@ -18,7 +18,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.planning.lookahead import LookAhead
 from dynoffload.planning.reference import Reference, Saved, Visit, completing, visits_made
-from dynoffload.planning.schedule import NextUse, Policy, Schedule
+from dynoffload.planning.schedule import Policy, Schedule
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.passes.activations import Activations
@@ -214,7 +214,7 @@ class Migrator:
                     else str(error),
                 )
             self._unplanned = True
-            schedule = Schedule((), 0, 0, 0, NextUse(reference.uses))
+            schedule = Schedule(())
         self._device.follow(reference.uses, schedule)
         self._reference = reference
         self.position = 0

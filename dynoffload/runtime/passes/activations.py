@@ -36,7 +36,7 @@ import torch
 from dynoffload.errors import BudgetError, StepLostError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pieces import is_dense
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import bytes_of, offset_of, view_of
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.passes.endings import Endings

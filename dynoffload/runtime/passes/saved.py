@@ -25,7 +25,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import offset_of
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.interrupts import uninterrupted

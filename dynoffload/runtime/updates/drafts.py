@@ -34,8 +34,8 @@ import torch
 from torch.optim import Optimizer
 
 from dynoffload.errors import BudgetError, SpillError, StepLostError
-from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread, local
+from dynoffload.memory.pager import Pager
 from dynoffload.planning.reference import choose_drafts, drafted_regions
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits, may_slice
@@ -74,7 +74,7 @@ class Drafts:
         optimizer: the user's.
         store: its parameters' slots.
         rows: the rows of those that are paged by slices.
-        device: a guarded one.
+        device: holds their regions.
         capacity: bytes of the pool that plans may use.
         share: of the parameters' bytes, 0 to 1, evenly over the network.
         run: makes an update on other memory, and returns the state it was given and left.
@@ -85,7 +85,7 @@ class Drafts:
         optimizer: Optimizer,
         store: Store,
         rows: FusedStore,
-        device: Device,
+        device: Pager,
         *,
         capacity: int,
         share: float,

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local
+from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import Store, offset_of, view_of
@@ -95,6 +96,7 @@ class Maker:
         """Make an update whose regions are locked, under other addresses; their own stay absent.
         The gradient's end is left to the caller."""
         update.modes.check_behind(self._optimizer)
+        assert isinstance(self._device, Pager)
         shown = self._device.show(update.regions)
         try:
             storages = dict(zip(update.regions, shown, strict=True))

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dynoffload.memory.device import Device
+from dynoffload.memory.pager import Pager
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits
 from dynoffload.runtime.adoption.slots import Fused, Slot
@@ -257,6 +258,7 @@ class SliceUpdates:
     def put_aside(self, slot: Slot, update: SliceUpdate, region: int) -> None:
         """The row of an update's gradient is to be filled anew: keep the gradient, at other
         addresses. Moves no byte."""
+        assert isinstance(self._device, Pager)
         twin = self._device.twin(region)
         self._store.own(twin, f"{slot.name}.grad (waiting)", slot)
         self._device.lock([twin])

@@ -28,7 +28,7 @@ import torch
 
 from dynoffload.errors import BudgetError
 from dynoffload.experiments.baselines.dtr.records import Ledger, Operator, Record, Saved, View
-from dynoffload.memory.places import users_of
+from dynoffload.memory.region_allocator import users_of
 from dynoffload.runtime.adoption.store import bytes_of
 from dynoffload.runtime.operators import replaced, tensors_of
 from dynoffload.units import format_bytes

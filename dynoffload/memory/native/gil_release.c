@@ -1,5 +1,5 @@
-/* Making a thread that waits for a locked region let go of the interpreter's lock: see
- * [Note: letting go]. */
+/* A signal by which a thread that waits for a locked region releases the interpreter's lock: see
+ * [Note: releasing the lock]. */
 #include "pager.h"
 
 #include <dlfcn.h>
@@ -102,7 +102,7 @@ static void find_signal(void)
     }
 }
 
-int letgo_enter(struct pager *p)
+int gil_release_enter(struct pager *p)
 {
     pthread_mutex_lock(&mutex);
     find_signal();
@@ -121,24 +121,24 @@ int letgo_enter(struct pager *p)
 }
 
 /* From now on no handler looks at the pager. */
-void letgo_leave(struct pager *p)
+void gil_release_leave(struct pager *p)
 {
     if (!p->reader)
         return;
     __atomic_store_n(&p->reader->pager, NULL, __ATOMIC_SEQ_CST);
-    letgo_unlocked(p);
+    gil_release_unlocked(p);
     while (__atomic_load_n(&p->reader->handlers, __ATOMIC_SEQ_CST))
         sched_yield();
     p->reader = NULL;
 }
 
-void letgo_unlocked(struct pager *p)
+void gil_release_unlocked(struct pager *p)
 {
     __atomic_add_fetch(&p->unlocks, 1, __ATOMIC_SEQ_CST);
     futex(&p->unlocks, FUTEX_WAKE, INT_MAX);
 }
 
-void letgo_tell(uint32_t thread, uint64_t address)
+void gil_release_signal(uint32_t thread, uint64_t address)
 {
     if (!let_go_signal)
         return;

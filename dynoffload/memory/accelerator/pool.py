@@ -1,78 +1,89 @@
-"""Regions that come to an accelerator's memory and leave it, in the order of its queues.
+"""The pool of an accelerator's regions, and the copies by which regions come and go.
 
-What it is: who has memory there, and the copies by which regions enter and leave. What it is not:
-who uses them, what is planned, and how large the pool is (`accelerator`).
-
-[Note: moments]  The host runs ahead of the accelerator: what it gives memory, copies and takes back
+[Note: streams]  The host runs ahead of the accelerator: what it gives memory, copies and takes back
 is done later. So memory that is taken back may be under work that was given before; it goes to
-later work of the compute queue alone, which comes after that by itself. A copy on another queue
-begins after the moment at which the compute queue has been given the memory (in), or has been given
-the last work that uses it (out), and the compute queue goes on after the copy before it uses the
-memory (in) or before that goes to others (out).
+later work of the compute stream alone, which comes after that by itself. A copy on another stream
+begins after the event at which the compute stream was given the memory (in), or the last work that
+uses it (out). The compute stream goes on after the copy before it uses the memory (in) or before
+the memory goes to others (out).
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-import time
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.cells import Cell, State
-from dynoffload.memory.accelerator.host import Host
-from dynoffload.memory.accelerator.lead import Lead
-from dynoffload.memory.accelerator.queues import Lag, Queues
-from dynoffload.memory.accelerator.rows import Rows, unseen
-from dynoffload.memory.accelerator.telling import Telling
+from dynoffload.memory.accelerator.host import HostTier
+from dynoffload.memory.accelerator.region import DeviceRegion, State
+from dynoffload.memory.accelerator.rows import Rows, bytes_of, unseen
+from dynoffload.memory.accelerator.run_ahead import RunAhead
+from dynoffload.memory.accelerator.streams import Streams, TimedEvent
+from dynoffload.memory.accelerator.tally import StreamTally
+from dynoffload.memory.accelerator.workspace import WorkspaceEstimate
 from dynoffload.memory.device import Cause, EventKind, called
-from dynoffload.memory.following import Following
 from dynoffload.memory.spill import NoFile, SpillFile
-from dynoffload.memory.tally import Tally
-from dynoffload.units import format_bytes
+from dynoffload.planning.cursor import PlanCursor
+from dynoffload.units import KiB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+PAGE = 4 * KiB
 
 
-class Residents(Rows):
+class RegionPool(Rows):
     """The ground of an accelerator: the pool, and the ways in and out of it.
 
-    All of it is called with ``_mutex`` held.
+    All of it but what `Device` names is called with ``_mutex`` held.
 
     Args:
-        queues: of the accelerator.
+        streams: of the accelerator.
         capacity: bytes of its memory that regions may take.
+        spill_dir: where the file lies, if there is one.
         page_bytes: regions are padded to this in every tier.
-        spill: the file below host memory, or what stands for none; closed if this fails.
-        host_budget: bytes of host memory; None: as many as regions take.
+        budget: bytes of its memory that regions and all else may take by its own allocator's
+            count, see [Note: workspace]; None: no heed is paid to that.
+        least: bytes of ``capacity`` without which nothing works.
         need: bytes that regions will take at least.
+        host_budget: bytes of host memory for what is not on the accelerator; the rest is in the
+            file. None: host memory holds all, and there is no file.
         threads: that read and write the file.
-        record: keep events.
 
     Raises:
         BudgetError: the host has no such memory.
+        SpillError: the spill directory cannot be used.
     """
 
     def __init__(
         self,
-        queues: Queues,
+        streams: Streams,
         capacity: int,
-        page_bytes: int,
-        spill: SpillFile | NoFile,
-        host_budget: int | None,
-        need: int,
-        threads: int,
-        record: bool,
+        spill_dir: Path,
+        *,
+        page_bytes: int = PAGE,
+        budget: int | None = None,
+        least: int = 0,
+        need: int = 0,
+        host_budget: int | None = None,
+        threads: int = 4,
     ) -> None:
-        super().__init__(capacity, page_bytes, spill, 0)
-        self.name, self.device = f"accelerator {queues.name}", queues.device
-        self._queues = queues
+        spill: SpillFile | NoFile = NoFile(spill_dir)
+        if host_budget is not None:
+            spill = SpillFile(spill_dir, need)
+        super().__init__(capacity // page_bytes * page_bytes, page_bytes, spill, 0)
+        self.name, self.device = f"accelerator {streams.name}", streams.device
+        self._streams = streams
         self._mutex = threading.RLock()
-        self._cells: dict[int, Cell] = {}
-        self._plan = Following()
+        self._cells: dict[int, DeviceRegion] = {}
+        self._plan = PlanCursor()
         try:
-            self._host = Host(
-                queues,
+            self._host = HostTier(
+                streams,
                 page_bytes,
                 need,
                 host_budget,
@@ -86,34 +97,37 @@ class Residents(Rows):
         except BaseException:
             spill.close()
             raise
-        self._tally = Tally(record)
-        self._telling, self._lead = Telling(self._tally), Lead(queues)
-        self._leaving: list[Cell] = []  # in order
+        self._tally, self._run_ahead = StreamTally(), RunAhead(streams)
+        self._leaving: list[DeviceRegion] = []  # in order
         self._clock = 0
         self._used = self._peak = 0
         self._bare = self._bare_peak = 0  # the same without padding, as the allocator gives it
+        self._workspace = WorkspaceEstimate(self.capacity, least, budget)
+        self._budget = self.capacity if budget is None else budget
+        self._reserve = 0
+        self._closed = self._said_full = False
+        self._process = os.getpid()
+        self._locked: set[int] = set()
+        self.on_locked: Callable[[int], None] = self._locked.discard
+        self._resize(self._workspace.capacity)
 
-    @abstractmethod
-    def make_way(self) -> bool:
-        """The accelerator has no memory left: have regions leave; return whether any could."""
-
-    def _use(self, cell: Cell) -> None:
-        """Let the compute queue go on once a region that has entered is there."""
+    def _use(self, cell: DeviceRegion) -> None:
+        """Let the compute stream go on once a region that has entered is there."""
         self._clock += 1
         cell.stamp = self._clock
         if cell.prefetched:
             cell.prefetched = False
             self._tally.used_bytes += cell.nbytes
         if cell.ready is not None:
-            ready, start = cell.ready, time.perf_counter()
-            late = not ready.reached()
-            lag = self._arrive(cell)
+            late = not cell.ready.reached()
+            wait = self._arrive(cell)
             if late:
-                self._telling.waits(lag, cell, start)
+                self._tally.stalls += 1
+                self._tally.begun(wait, EventKind.STALL, Cause.FAULT, cell.region, cell.nbytes)
 
     # In
 
-    def _enter(self, cell: Cell, cause: Cause, wanted: Sequence[Cell]) -> bool:
+    def _enter(self, cell: DeviceRegion, cause: Cause, wanted: Sequence[DeviceRegion]) -> bool:
         """Give a region memory, and queue the copy of what it holds.
 
         Args:
@@ -139,12 +153,12 @@ class Residents(Rows):
                 return False
         if cell.state is State.LEAVING:
             assert cell.gone is not None
-            self._queues.after(cell.gone)  # before anything may write it
+            self._streams.after(cell.gone)  # before anything may write it
             self._leaving.remove(cell)
             cell.state, cell.gone, cell.here = State.PRESENT, None, True
         return True
 
-    def _fill(self, cell: Cell, must: bool) -> bool:
+    def _fill(self, cell: DeviceRegion, must: bool) -> bool:
         """Give a region memory; return whether there was any, or others have made way and may have
         taken what the region is to hold from where it was.
 
@@ -152,12 +166,12 @@ class Residents(Rows):
             BudgetError: it must have some, and there is none.
         """
         try:
-            self._queues.fill(cell.storage, cell.nbytes)
+            self._streams.fill(cell.storage, cell.nbytes)
         except torch.OutOfMemoryError as error:
             if not must or self.make_way():
                 return False
             raise BudgetError(
-                f"{self._queues.name} has no {format_bytes(cell.nbytes)} left for "
+                f"{self._streams.name} has no {format_bytes(cell.nbytes)} left for "
                 f"{called(self.names, cell.region, cell.nbytes)}, beside "
                 f"{format_bytes(self._used)} of regions: lower the budget, so that operators find "
                 "room beside it"
@@ -169,7 +183,7 @@ class Residents(Rows):
         cell.state = State.PRESENT
         return True
 
-    def _give_content(self, cell: Cell, cause: Cause) -> None:
+    def _give_content(self, cell: DeviceRegion, cause: Cause) -> None:
         """Have memory that was given to a region hold what is the region's."""
         try:
             if cell.zero:
@@ -182,33 +196,32 @@ class Residents(Rows):
             raise
 
     @unseen
-    def _zero(self, cell: Cell) -> None:
-        _bytes_of(cell.storage).zero_()
+    def _zero(self, cell: DeviceRegion) -> None:
+        bytes_of(cell.storage, 0, cell.nbytes).zero_()
         cell.written()
 
-    def _copy_in(self, cell: Cell, cause: Cause) -> None:
-        now = self._queues.now()
-        content = self._host.content(cell)
-        cell.ready = moment = cell.copied = self._queues.copy_in(cell.storage, content, [now])
+    def _copy_in(self, cell: DeviceRegion, cause: Cause) -> None:
+        content, now = self._host.content(cell), self._streams.now()
+        cell.ready = cell.copied = copy = self._streams.copy_in(cell.storage, content, [now])
         cell.here = True
         self._tally.bytes_in += cell.nbytes
-        self._telling.copied(moment, EventKind.FETCH, cause, cell)
+        self._tally.begun(copy, EventKind.FETCH, cause, cell.region, cell.nbytes)
         if cause is Cause.PLAN:
             cell.prefetched = True
             self._tally.prefetched_bytes += cell.nbytes
         else:
             self._tally.faults += 1
 
-    def _arrive(self, cell: Cell) -> Lag:
-        """Let the compute queue go on once a region's bytes are there."""
+    def _arrive(self, cell: DeviceRegion) -> TimedEvent:
+        """Let the compute stream go on once a region's bytes are there."""
         assert cell.ready is not None
-        lag = self._queues.after(cell.ready)
+        wait = self._streams.after(cell.ready)
         cell.ready = None
-        return lag
+        return wait
 
     # Out
 
-    def _make_room(self, need: int, must: bool, wanted: Sequence[Cell]) -> bool:
+    def _make_room(self, need: int, must: bool, wanted: Sequence[DeviceRegion]) -> bool:
         """Have ``need`` bytes free; by a plan, only those that are free by now."""
         while self.capacity - self._used < need:
             if self._reap() or not must:
@@ -225,7 +238,7 @@ class Residents(Rows):
             self._end(self._leaving[0])
         return True
 
-    def _victim(self, later_than: int) -> Cell | None:
+    def _victim(self, later_than: int) -> DeviceRegion | None:
         """Return the region used latest among those used after ``later_than``; among equals what
         was used longest ago."""
         found, best = None, (later_than, 0)
@@ -236,7 +249,7 @@ class Residents(Rows):
                     found, best = cell, (next_use, -cell.stamp)
         return found
 
-    def _leave(self, cell: Cell, cause: Cause) -> bool:
+    def _leave(self, cell: DeviceRegion, cause: Cause) -> bool:
         """Send a region out: at once, or once host memory has its bytes.
 
         Returns:
@@ -259,18 +272,18 @@ class Residents(Rows):
         if cell.pins or cell.state is not State.PRESENT or not cell.is_dirty:
             return True  # things have moved on while host memory was waited for
         content = self._host.content(cell)
-        moment = self._queues.copy_out(content, cell.storage, [self._lead.after(cell.tick)])
-        cell.gone = cell.copied = moment
+        copy = self._streams.copy_out(content, cell.storage, [self._run_ahead.after(cell.tick)])
+        cell.gone = cell.copied = copy
         cell.state, cell.in_host = State.LEAVING, True
         self._leaving.append(cell)
         self._tally.bytes_out += cell.nbytes
-        self._telling.copied(moment, EventKind.EVICT, cause, cell)
+        self._tally.begun(copy, EventKind.EVICT, cause, cell.region, cell.nbytes)
         return True
 
-    def _end(self, cell: Cell) -> None:
-        """Take the memory of a region that is leaving; the compute queue waits for its copy."""
+    def _end(self, cell: DeviceRegion) -> None:
+        """Take the memory of a region that is leaving; the compute stream waits for its copy."""
         assert cell.gone is not None
-        self._queues.after(cell.gone)
+        self._streams.after(cell.gone)
         cell.gone = None
         self._leaving.remove(cell)
         self._free(cell)
@@ -282,14 +295,14 @@ class Residents(Rows):
             self._end(cell)
         return bool(gone)
 
-    def _free(self, cell: Cell) -> None:
-        self._queues.empty(cell.storage)
+    def _free(self, cell: DeviceRegion) -> None:
+        self._streams.empty(cell.storage)
         self._used -= cell.padded
         self._bare -= cell.nbytes
         cell.state, cell.here = State.ABSENT, False
 
     @unseen
-    def _forget(self, cell: Cell) -> None:
+    def _forget(self, cell: DeviceRegion) -> None:
         """Let go of a region's memory everywhere, and of what it held."""
         if cell.prefetched:
             self._tally.wasted_bytes += cell.nbytes
@@ -303,6 +316,44 @@ class Residents(Rows):
         cell.forget()
 
     # The pool, and the end
+
+    @unseen
+    def allocated_bytes(self) -> int:
+        """See `Device.allocated_bytes`; the pool follows, by [Note: workspace]."""
+        with self._mutex:
+            peak = self._streams.peak_bytes()
+            self._streams.trim(self._budget)
+            regions, self._bare_peak = self._bare_peak, self._bare
+            self._resize(self._workspace.after(peak, regions))
+            return peak
+
+    def count_anew(self) -> None:
+        """Have `allocated_bytes` count from now on: what was taken so far was for no step."""
+        with self._mutex:
+            self._streams.peak_bytes()
+            self._bare_peak = self._bare
+
+    @unseen
+    def make_way(self) -> bool:
+        """An operator has found no memory: all regions that are not used make way, and the pool is
+        a quarter smaller, until its size is measured again; return whether any could."""
+        with self._mutex:
+            before = self.capacity, self._used
+            while self._used and self._send_out():
+                pass
+            freed = before[1] - self._used
+            self._resize(self._workspace.shrunk())
+            if freed and not self._said_full:
+                self._said_full = True
+                logger.warning(
+                    "%s had no memory left for an operator, beside %s of regions, of which %s made "
+                    "way: lower the budget of %s, or end what else uses it",
+                    self._streams.name,
+                    format_bytes(before[1]),
+                    format_bytes(freed),
+                    format_bytes(before[0]),
+                )
+            return freed > 0
 
     def _resize(self, capacity: int) -> None:
         """Let regions take no more than ``capacity`` bytes, or as little as they can now."""
@@ -323,12 +374,8 @@ class Residents(Rows):
                 self._end(victim)
         return victim is not None
 
-    def _settle(self, cell: Cell) -> None:
-        for moment in (cell.ready, cell.gone, cell.copied):
-            if moment is not None:
-                moment.wait()
+    def _settle(self, cell: DeviceRegion) -> None:
+        for event in (cell.ready, cell.gone, cell.copied):
+            if event is not None:
+                event.wait()
         self._host.settle(cell)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

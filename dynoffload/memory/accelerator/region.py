@@ -1,9 +1,9 @@
 """Where the bytes of a region are: on the accelerator, in host memory, in a file, or nowhere.
 
-[Note: newest]  Several tiers may have a region's newest bytes at once. Whoever writes makes one of
-them the only one; a copy adds one, from the moment at which it is queued, and whoever reads it then
-waits for that moment. A region of which no tier has bytes has no content, and one that is `zero`
-holds zeros, which takes no bytes anywhere.
+[Note: newest]  Several tiers may have a region's newest bytes at once. A write makes one of them
+the only one; a copy adds one as it is given to a stream, and a reader then waits for its end. A
+region of which no tier has bytes has no content, and one that is `zero` holds zeros, which takes no
+bytes anywhere.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from dynoffload.memory.accelerator.queues import Moment
-from dynoffload.memory.accelerator.slab import Slot
+from dynoffload.memory.accelerator.pinned_pool import Slot
 from dynoffload.memory.accelerator.storages import RegionStorage
+from dynoffload.memory.accelerator.streams import StreamEvent
 
 
 class State(Enum):
@@ -33,7 +33,7 @@ class Traffic(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Cell:
+class DeviceRegion:
     """One region.
 
     Attributes:
@@ -50,7 +50,7 @@ class Cell:
         zero: it holds zeros.
         slot: its place in host memory, or None.
         copied: the last copy from or to the slot, until somebody has seen that it is over.
-        ready: the end of the copy in, for which the compute queue has not waited yet.
+        ready: the end of the copy in, for which the compute stream has not waited yet.
         gone: the end of the copy out, while it is leaving.
         traffic: what the file does with the slot.
         error: errno of a transfer of the file that somebody is to be told.
@@ -71,9 +71,9 @@ class Cell:
     in_file: bool = False
     zero: bool = False
     slot: Slot | None = None
-    copied: Moment | None = None
-    ready: Moment | None = None
-    gone: Moment | None = None
+    copied: StreamEvent | None = None
+    ready: StreamEvent | None = None
+    gone: StreamEvent | None = None
     traffic: Traffic = Traffic.NONE
     error: int = 0
     pins: int = 0

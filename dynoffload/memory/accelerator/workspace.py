@@ -1,15 +1,12 @@
 """How much of an accelerator's budget is left to regions, beside what operators take.
 
-What it is: `Temporaries`, by which the pool follows the allocator's own count from step to step.
-What it is not: the pool.
-
-[Note: temporaries]  An accelerator has one memory for regions and for all else: what operators make
-and do not save, workspaces of libraries, inputs. A budget is kept by the count of its allocator,
-which sees both; what the rest takes nobody knows before it has run. So the pool begins smaller by
-an eighth of the budget, and from then on is what the rest has left of it in the last steps: the
-most that it took at a look between two uses, and at least what the step's peak shows beyond the
-most of regions. What comes and goes between two looks, while regions are fewer, is not seen. The
-pool is never smaller than what the largest update needs.
+[Note: workspace]  An accelerator has one memory for regions and for all else: temporaries of
+operators, workspaces of libraries, inputs. A budget is kept by the count of its allocator, which
+sees both; what the rest takes is not known before it has run. So the pool begins smaller by an
+eighth of the budget, and from then on is what the rest has left of it in the last steps: the most
+that it took at a look between two uses, and at least what the step's peak shows beyond the most of
+regions. What comes and goes between two looks, while regions are fewer, is not seen. The pool is
+never smaller than what the largest update needs.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _STEPS = 32  # in which the rest was seen
 _LOOK_S = 0.001  # between two looks at the allocator's count within a step
 
 
-class Temporaries:
+class WorkspaceEstimate:
     """Sizes the pool.
 
     Args:

@@ -1,7 +1,4 @@
-"""Host memory for regions that are not on the accelerator, in as many bytes as they take.
-
-What it is: runs of pages out of a few large pieces, which are pinned once. What it is not: who
-lies where, or who has to make room.
+"""Pinned host memory for regions that are not on the accelerator: runs of pages in a few pieces.
 
 [Note: pieces]  A copy may not cross from one piece that was pinned into another. So a region lies
 in one piece, and a region larger than a piece gets one of its own.
@@ -14,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dynoffload.errors import BudgetError
-from dynoffload.memory.accelerator.queues import Queues
+from dynoffload.memory.accelerator.streams import Streams
 from dynoffload.planning.extents import Extents
 from dynoffload.units import MiB, format_bytes
 
@@ -22,25 +19,25 @@ _PIECE = 64 * MiB
 
 
 class Slot(NamedTuple):
-    """Bytes of the slab: the number of the piece, the first page there, and the pages."""
+    """Bytes of the pool: the number of the piece, the first page there, and the pages."""
 
     piece: int
     page: int
     pages: int
 
 
-class Slab:
+class PinnedPool:
     """Pages of host memory.
 
     Args:
-        queues: whose host memory it is.
+        streams: whose host memory it is.
         page_bytes: slots are multiples of it.
         begin: bytes of the first piece, which is taken at once.
         grows: take further pieces, as many as are asked for.
     """
 
-    def __init__(self, queues: Queues, page_bytes: int, begin: int, *, grows: bool) -> None:
-        self._queues, self._page, self._grows = queues, page_bytes, grows
+    def __init__(self, streams: Streams, page_bytes: int, begin: int, *, grows: bool) -> None:
+        self._streams, self._page, self._grows = streams, page_bytes, grows
         self._pieces: list[torch.Tensor] = []
         self._free: list[Extents] = []
         self._given: set[int] = set()  # pieces of which a slot was given away
@@ -76,7 +73,7 @@ class Slab:
         return self._pieces[slot.piece][begin : begin + nbytes]
 
     def give_away(self, slot: Slot, nbytes: int) -> torch.UntypedStorage:
-        """Return the first ``nbytes`` of a slot as a storage that outlives the slab, which has that
+        """Return the first ``nbytes`` of a slot as a storage that outlives the pool, which has that
         slot no more."""
         self._given.add(slot.piece)
         content = self.bytes_of(slot, nbytes).numpy().data
@@ -86,7 +83,7 @@ class Slab:
         """Give the memory back; no copy of it is under way."""
         while self._pieces:
             piece = self._pieces.pop()
-            self._queues.release(piece, held=len(self._pieces) in self._given)
+            self._streams.release(piece, held=len(self._pieces) in self._given)
         self._free.clear()
         self.nbytes = 0
 
@@ -94,7 +91,7 @@ class Slab:
         pages = -(-nbytes // self._page)
         try:
             with torch.inference_mode(False):  # it outlives whichever mode it is first asked for in
-                piece = self._queues.host(pages * self._page)
+                piece = self._streams.host(pages * self._page)
         except MemoryError as error:
             raise BudgetError(
                 f"the host has no {format_bytes(nbytes)} more beside the "

@@ -1,8 +1,4 @@
-"""Where regions lie: one page number each, the same in the arena of addresses and the spill file.
-
-What it is: the part of a CPU device that both have: allocation, addresses, storages, owners. What
-it is not: residency; whether a region's bytes are in memory is the device's business.
-"""
+"""Where regions lie: at the same page numbers in the arena of addresses and in the spill file."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Places(ABC):
+class RegionAllocator(ABC):
     """Gives regions their places; the ground of a `Device` whose memory is mapped addresses.
 
     Args:

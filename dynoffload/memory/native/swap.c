@@ -4,7 +4,7 @@
 #include <errno.h>
 
 /* Wait until its pages rest in slots or in the file; 0 or an errno. */
-static int put_aside(struct pager *p, uint32_t id)
+int region_put_aside(struct pager *p, uint32_t id)
 {
     struct region *r = &p->regions[id];
     double since = pager_now();
@@ -23,12 +23,6 @@ static int put_aside(struct pager *p, uint32_t id)
     return error;
 }
 
-static int fail(struct failure *failure, int error, uint32_t id)
-{
-    *failure = (struct failure){FAILED_MOVE, error, id};
-    return 1;
-}
-
 /* Take regions from their addresses and tell how often each was there. 0, or 1 with `*failure`. */
 API int pager_withdraw(struct pager *p, const uint32_t *ids, uint32_t count, uint32_t *visits,
                        struct failure *failure)
@@ -36,9 +30,9 @@ API int pager_withdraw(struct pager *p, const uint32_t *ids, uint32_t count, uin
     int failed = 0;
     pthread_mutex_lock(&p->mutex);
     for (uint32_t i = 0; i < count && !failed; i++) {
-        int error = put_aside(p, ids[i]);
+        int error = region_put_aside(p, ids[i]);
         if (error)
-            failed = fail(failure, error, ids[i]);
+            failed = fail(failure, FAILED_MOVE, error, ids[i]);
         visits[i] = p->regions[ids[i]].visits;
     }
     pthread_cond_broadcast(&p->work);
@@ -101,9 +95,9 @@ API int pager_exchange(struct pager *p, const uint32_t *ids, const uint32_t *twi
             struct region *r = &p->regions[id];
             if ((r->state == ABSENT || r->state == STAGED) && !r->shown && !r->queued && !r->asleep)
                 continue;
-            int error = put_aside(p, id);
+            int error = region_put_aside(p, id);
             if (error)
-                failed = fail(failure, error, id);
+                failed = fail(failure, FAILED_MOVE, error, id);
             at_rest = 0;
         }
     }

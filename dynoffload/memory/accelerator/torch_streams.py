@@ -1,0 +1,243 @@
+"""The streams of a real accelerator, through `torch.accelerator`.
+
+[Note: fragments]  Regions of many sizes come and go, and torch's allocator cuts the blocks that it
+keeps. What it keeps and cannot use grows with that. Beyond the budget and `_BEYOND` of it, the
+allocator is asked to hand whole unused blocks back. That costs a wait for the accelerator, and
+taking memory again costs time, so it is not done for less.
+
+[Note: other streams]  The compute stream is the current one. Where the user changes it, the new one
+goes on after all that the last one was given, from the next event that is asked for. Operators that
+need no copy ask for none: a user of two streams has each wait for the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dynoffload.errors import BackendError
+from dynoffload.memory.accelerator.pinned import HostMemory
+from dynoffload.memory.accelerator.streams import Streams, lacking
+
+_BEYOND = 0.125
+_ORIGIN_S = 600.0
+
+
+class _Event:
+    """A `StreamEvent` of torch."""
+
+    def __init__(self, stream: torch.Stream, *, timed: bool = False) -> None:
+        self._event = torch.Event(stream.device, enable_timing=timed)
+        self._event.record(stream)
+
+    def reached(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold(self, stream: torch.Stream) -> None:
+        """Let ``stream`` go on after it."""
+        stream.wait_event(self._event)
+
+    def since(self, other: _Event) -> float:
+        """Return the seconds from another event, both reached and timed."""
+        return float(other._event.elapsed_time(self._event)) / 1e3
+
+
+class _Timed(_Event):
+    """A `CopyEvent`, or the end of a wait.
+
+    Args:
+        begin: timed.
+        stream: that is now at the end.
+        origin: a timed event that was reached at ``clock``.
+        clock: on `time.perf_counter`'s clock.
+    """
+
+    def __init__(self, begin: _Event, stream: torch.Stream, origin: _Event, clock: float) -> None:
+        super().__init__(stream, timed=True)
+        self._begin, self._origin, self._clock = begin, origin, clock
+
+    def span(self) -> tuple[float, float] | None:
+        if not self.reached():
+            return None
+        begin = self._clock + self._begin.since(self._origin)
+        return begin, begin + self.since(self._begin)
+
+
+def open_streams(device: torch.device) -> Streams:
+    """Return the streams of an accelerator.
+
+    Raises:
+        BackendError: there is no such accelerator.
+    """
+    return TorchStreams(device)
+
+
+class TorchStreams:
+    """`Streams` of the accelerator on which a device's tensors are.
+
+    Args:
+        device: of the type that `torch.accelerator` names.
+
+    Raises:
+        BackendError: there is no such accelerator, or it has no streams with timed events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        here = torch.accelerator.current_accelerator(check_available=True)
+        if here is None or here.type != device.type:
+            if here is None:
+                why = (
+                    f"torch {torch.__version__} finds no accelerator here, or was built for none: "
+                    "leave device= out (--device, on the command line) to train on the CPU"
+                )
+            else:
+                why = f"torch has {here.type!r} as its accelerator: pass device={here.type!r}"
+            raise BackendError(f"parameters are to be on {str(device)!r}, but {why}")
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        count = torch.accelerator.device_count()
+        if index >= count:  # some backends end the process where they are asked for it
+            raise BackendError(
+                f"parameters are to be on {str(device)!r}, but torch finds {count} of "
+                f"{here.type!r} here: pass device='{here.type}', or a number below {count} with it"
+            )
+        self.device = torch.device(device.type, index)
+        self.name = str(self.device)
+        self._host = HostMemory(self.device)
+        self._giving = threading.Lock()  # a stream is entered by one thread at a time
+        self._last: torch.Stream | None = None  # on which the calling thread was last
+        self.pinned = True
+        try:
+            self._in, self._out = torch.Stream(self.device), torch.Stream(self.device)
+            self._set_origin()
+        except RuntimeError as error:
+            raise lacking(self.device, "streams with timed events", error) from error
+
+    def _set_origin(self) -> None:
+        """From now on copies are timed from here."""
+        self._origin = _Event(self._compute(), timed=True)
+        self._origin.wait()
+        self._clock = time.perf_counter()
+
+    # Events
+
+    def now(self) -> _Event:
+        """See `Streams.now`."""
+        return _Event(self._compute())
+
+    def after(self, event: Any) -> _Timed:
+        """See `Streams.after`."""
+        stream = self._compute()
+        begin = _Event(stream, timed=True)
+        event.hold(stream)
+        return _Timed(begin, stream, self._origin, self._clock)
+
+    def _compute(self) -> torch.Stream:
+        """Return the stream of the calling thread; see [Note: other streams]."""
+        stream = torch.accelerator.current_stream(self.device)
+        if self._last is not None and stream.stream_id != self._last.stream_id:
+            _Event(self._last).hold(stream)
+        self._last = stream
+        return stream
+
+    # Memory of the accelerator
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """See `Streams.fill`."""
+        storage.resize_(nbytes)
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """See `Streams.empty`. The allocator gives it to later work of the same stream only."""
+        storage.resize_(0)
+
+    def peak_bytes(self) -> int:
+        """See `Streams.peak_bytes`."""
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        if time.perf_counter() - self._clock > _ORIGIN_S:  # what is elapsed is a float of 32 bits
+            self._set_origin()
+        return int(peak)
+
+    def given_bytes(self) -> int:
+        """See `Streams.given_bytes`."""
+        return int(torch.accelerator.memory_allocated(self.device))
+
+    def free_bytes(self) -> int:
+        """See `Streams.free_bytes`."""
+        free, total = torch.accelerator.get_memory_info(self.device)
+        reserved = int(torch.accelerator.memory_reserved(self.device))
+        if self.device.type == "cuda":  # a process may be allowed a part of it only
+            share = torch.cuda.get_per_process_memory_fraction(self.device)
+            free = min(int(free), int(share * total) - reserved)
+        return max(0, int(free)) + self._kept_bytes()
+
+    def trim(self, limit: int) -> None:
+        """See `Streams.trim`."""
+        beyond = int(_BEYOND * limit)
+        reserved = int(torch.accelerator.memory_reserved(self.device))
+        if reserved > limit + beyond and self._kept_bytes() > beyond:
+            torch.accelerator.empty_cache()
+
+    def _kept_bytes(self) -> int:
+        reserved = int(torch.accelerator.memory_reserved(self.device))
+        return reserved - int(torch.accelerator.memory_allocated(self.device))
+
+    # Copies
+
+    def copy_in(
+        self,
+        target: torch.UntypedStorage | torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Any],
+    ) -> _Timed:
+        """See `Streams.copy_in`."""
+        return self._copy(self._in, target, source, after)
+
+    def copy_out(
+        self,
+        target: torch.Tensor,
+        source: torch.UntypedStorage | torch.Tensor,
+        after: Sequence[Any],
+    ) -> _Timed:
+        """See `Streams.copy_out`."""
+        return self._copy(self._out, target, source, after)
+
+    def _copy(
+        self,
+        stream: torch.Stream,
+        target: torch.UntypedStorage | torch.Tensor,
+        source: torch.UntypedStorage | torch.Tensor,
+        after: Sequence[Any],
+    ) -> _Timed:
+        # No mode may hear of it: ours would take it for a use, and the stream for the compute one.
+        with self._giving, torch._C._DisableTorchDispatch(), torch.no_grad():
+            for event in after:
+                event.hold(stream)
+            begin = _Event(stream, timed=True)
+            with stream:
+                _bytes_of(target).copy_(_bytes_of(source), non_blocking=True)
+            return _Timed(begin, stream, self._origin, self._clock)
+
+    # Host memory
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """See `Streams.host`."""
+        memory = self._host.take(nbytes)
+        self.pinned = self._host.pinned
+        return memory
+
+    def release(self, memory: torch.Tensor, *, held: bool) -> None:
+        """See `Streams.release`. A mapping ends with the last tensor over it."""
+        self._host.give_back(memory)
+
+
+def _bytes_of(storage: torch.UntypedStorage | torch.Tensor) -> torch.Tensor:
+    if isinstance(storage, torch.Tensor):
+        return storage
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
