@@ -36,7 +36,7 @@ from dynoffload.runtime import interrupts
 from dynoffload.runtime import session as sessions
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
-from dynoffload.runtime.updates import drafts
+from dynoffload.runtime.updates import speculative
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 
@@ -234,14 +234,14 @@ def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while the runtime has views of what is paged, and is caught outside."""
     model, optimizer, run = trained("auto", policy="repeat")
     before = descriptors()
-    real, sent = drafts.snapshot, []
+    real, sent = speculative.snapshot, []
 
     def snapshot(*args: Any) -> Any:
         if not sent:
             sent.append(signal.raise_signal(signal.SIGINT))
         return real(*args)
 
-    monkeypatch.setattr(drafts, "snapshot", snapshot)
+    monkeypatch.setattr(speculative, "snapshot", snapshot)
     with handled(), pytest.raises(KeyboardInterrupt) as caught:
         run()
     assert sent, "no draft was made"
