@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
@@ -39,18 +42,19 @@ from dynoffload.runtime.updates.pending import PendingUpdates
 from dynoffload.runtime.updates.runner import UpdateRunner
 from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.runtime.updates.step_commit import StepCommit
-from dynoffload.runtime.updates.step_hooks import (
-    StepHooks,
+from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
+from dynoffload.runtime.updates.undo_log import UndoLog
+from dynoffload.runtime.updates.update import Group, can_split, check_optimizer
+from dynoffload.runtime.updates.whole_steps import (
     WholeSteps,
     closure_of,
     warn_of_others,
     with_closure,
 )
-from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
-from dynoffload.runtime.updates.undo_log import UndoLog
-from dynoffload.runtime.updates.update import Group, can_split, check_optimizer
 
 logger = logging.getLogger(__name__)
+
+_REGISTER = "register_step_pre_hook"
 
 
 class DeferredOptimizer:
@@ -129,17 +133,24 @@ class DeferredOptimizer:
         )
         self._signature = inspect.signature(self.runner.step)
         self._observe()
-        self._hooks = StepHooks(optimizer, self._before, self._after)
-        self._hooks.add(
+        before = optimizer.register_step_pre_hook(self._before)
+        after = optimizer.register_step_post_hook(self._after)
+        first = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+        first.move_to_end(after.id, last=False)
+        self._register = getattr(optimizer, _REGISTER)
+        optimizer.__dict__[_REGISTER] = partial(self._register_before, before.id)
+        self._handles = [
+            before,
+            after,
             optimizer.register_state_dict_pre_hook(lambda _: self.pending.settle()),
             optimizer.register_load_state_dict_pre_hook(lambda _, __: self.begin_load()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
             warn_of_others(optimizer, lambda parameter: parameter in store.slots),
-        )
+        ]
         self._whole: WholeSteps | None = None
         if not self.splits and not isinstance(optimizer, HostOptimizer):
             self._whole = WholeSteps(optimizer, on_whole, self._end_step)
-            self._hooks.add(*self._whole.handles)
+            self._handles += self._whole.handles
 
     def _observe(self) -> None:
         state = self.optimizer.state
@@ -220,6 +231,17 @@ class DeferredOptimizer:
             self.speculative.drop_all()
 
     # The user's step()
+
+    def _register_before(self, ours: int, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a step pre-hook of the user's, to run before ours.
+
+        Ours is the last before the optimizer's own code, and the first after it: between the two
+        the optimizer has nothing left to do, and shows no parameters.
+        """
+        handle = cast(RemovableHandle, self._register(hook))
+        order = cast(OrderedDict[int, Any], self.optimizer._optimizer_step_pre_hooks)
+        order.move_to_end(ours)
+        return handle
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._hear()
@@ -305,7 +327,9 @@ class DeferredOptimizer:
         failure = self.pending.failure
         try:
             self.restore_groups()
-            self._hooks.remove()
+            self.optimizer.__dict__.pop(_REGISTER, None)
+            for handle in self._handles:
+                handle.remove()
             self._drop_speculative()
             if not failure or failure.undo():
                 self.pending.flush_all()

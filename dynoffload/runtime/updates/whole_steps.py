@@ -1,14 +1,13 @@
-"""Hooks on the user's optimizer: they notice its steps, its loads and reads of its state."""
+"""Steps that are not split: they run whole, or are of optimizers that the block was not given."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,8 +22,6 @@ logger = logging.getLogger(__name__)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What ``step`` is called with, the optimizer first."""
 
-_REGISTER = "register_step_pre_hook"
-
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the closure that ``step`` was given, or None."""
@@ -36,47 +33,6 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) ->
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
-
-
-class StepHooks:
-    """The hooks on one optimizer, until they are removed.
-
-    Ours is the last hook before the optimizer's own code, and the first after it: between the two
-    the optimizer has nothing left to do, and shows no parameters.
-
-    Args:
-        optimizer: the user's.
-        before: called as `torch.optim.Optimizer.register_step_pre_hook` says.
-        after: called as `torch.optim.Optimizer.register_step_post_hook` says.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
-    ) -> None:
-        self._optimizer = optimizer
-        self._before = optimizer.register_step_pre_hook(before)
-        end = optimizer.register_step_post_hook(after)
-        first = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
-        first.move_to_end(end.id, last=False)
-        self._register = getattr(optimizer, _REGISTER)
-        optimizer.__dict__[_REGISTER] = self._register_before_ours
-        self._handles = [self._before, end]
-
-    def add(self, *handles: RemovableHandle) -> None:
-        """Remove these with the others."""
-        self._handles += handles
-
-    def remove(self) -> None:
-        """Remove all."""
-        self._optimizer.__dict__.pop(_REGISTER, None)
-        for handle in self._handles:
-            handle.remove()
-
-    def _register_before_ours(self, hook: Callable[..., Any]) -> RemovableHandle:
-        handle = cast(RemovableHandle, self._register(hook))
-        order = cast(OrderedDict[int, Any], self._optimizer._optimizer_step_pre_hooks)
-        order.move_to_end(self._before.id)
-        return handle
 
 
 def warn_of_others(
