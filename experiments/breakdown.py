@@ -36,17 +36,20 @@ from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.migration.migrator import Migrator
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.updates.drafts import Drafts
-from dynoffload.runtime.updates.making import Maker
-from dynoffload.runtime.updates.waiting import Waiting
+from dynoffload.runtime.updates.pending import PendingUpdates
+from dynoffload.runtime.updates.runner import UpdateRunner
+from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 from dynoffload.units import format_seconds
 
 _UPDATES = "the optimizer's own updates"
 _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    _UPDATES: ((Maker, "run"),),
+    _UPDATES: ((UpdateRunner, "run"),),
     "gradients into their regions": ((Store, "adopt_gradient"), (Store, "end_gradient")),
-    "updates drafted in backward, besides": ((Drafts, "make"), (Drafts, "take")),
-    "updates put off, besides": ((Waiting, "flush"),),
+    "updates drafted in backward, besides": (
+        (SpeculativeUpdates, "make"),
+        (SpeculativeUpdates, "take"),
+    ),
+    "updates put off, besides": ((PendingUpdates, "flush"),),
     "saved activations, moved": ((Activations, "pack"),),
     "saved activations, given back": ((Activations, "unpack"),),
     "waiting for regions, or making them present": (

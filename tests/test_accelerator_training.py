@@ -144,7 +144,7 @@ def pending() -> Any:
     (session,) = managers.values()
     assert session._paging is not None
     assert session._paging.updates is not None
-    return session._paging.updates.waiting.pending
+    return session._paging.updates.pending.by_slot
 
 
 def test_counting_brings_nothing() -> None:

@@ -229,11 +229,11 @@ def test_counting_makes_no_update_that_was_put_off() -> None:
         assert session._paging is not None
         updates = session._paging.updates
         assert updates is not None
-        pending = list(updates.waiting.pending)
+        pending = list(updates.pending.by_slot)
         assert pending
         device = session._paging.device
         outside = ordinary_bytes(twin.model, twin.optimizer, device)
-        assert list(updates.waiting.pending) == pending
+        assert list(updates.pending.by_slot) == pending
         assert 0 < outside < ordinary_bytes(twin.model, twin.optimizer)
         assert outside <= session.sizing.small_bytes
 

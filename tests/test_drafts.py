@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import itertools
@@ -22,8 +21,8 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from dynoffload.errors import SpillError, StepLostError
 from dynoffload.memory.pager import Pager
-from dynoffload.runtime.updates.drafts import Drafts
-from dynoffload.runtime.updates.making import Maker
+from dynoffload.runtime.updates.runner import UpdateRunner
+from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 
 pytestmark = [needs_pager, pytest.mark.timeout(60)]
 
@@ -46,26 +45,26 @@ class Tally:
 def counted(patch: pytest.MonkeyPatch) -> Iterator[Tally]:
     """Count the drafts made inside."""
     tally = Tally()
-    make, take, drop = Drafts.make, Drafts.take, Drafts._drop
+    make, take, drop = SpeculativeUpdates.make, SpeculativeUpdates.take, SpeculativeUpdates._drop
 
-    def counting_make(self: Drafts, slot: Any) -> None:
+    def counting_make(self: SpeculativeUpdates, slot: Any) -> None:
         before = len(self._drafts)
         make(self, slot)
         tally.made += len(self._drafts) - before
 
-    def counting_take(self: Drafts, slot: Any, group: Any) -> bool:
+    def counting_take(self: SpeculativeUpdates, slot: Any, group: Any) -> bool:
         taken = take(self, slot, group)
         tally.taken += taken
         return taken
 
-    def counting_drop(self: Drafts, draft: Any) -> None:
+    def counting_drop(self: SpeculativeUpdates, draft: Any) -> None:
         tally.dropped += 1
         drop(self, draft)
 
     with patch.context() as inner:
-        inner.setattr(Drafts, "make", counting_make)
-        inner.setattr(Drafts, "take", counting_take)
-        inner.setattr(Drafts, "_drop", counting_drop)
+        inner.setattr(SpeculativeUpdates, "make", counting_make)
+        inner.setattr(SpeculativeUpdates, "take", counting_take)
+        inner.setattr(SpeculativeUpdates, "_drop", counting_drop)
         yield tally
 
 
@@ -141,22 +140,10 @@ def clip(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-def read_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.norm()
-
-
 def write_gradients_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.numpy()[...] *= 0.5
-
-
-def replace_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.sign()
 
 
 def drop_some_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -165,20 +152,9 @@ def drop_some_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> No
             parameter.grad = None
 
 
-def write_parameters(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.999)
-
-
 def write_parameters_unseen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     for parameter in model.parameters():
         parameter.data.numpy()[...] *= 0.999
-
-
-def read_parameters(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for parameter in model.parameters():
-        parameter.detach().norm()
 
 
 def change_rate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -195,16 +171,6 @@ def write_state(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 def replace_state(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     for state in optimizer.state.values():
         state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-
-
-def reload_state(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def put_gradients_elsewhere(model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.data = torch.full_like(parameter, 1e-3)
 
 
 def put_state_elsewhere(model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -242,18 +208,12 @@ def skip_step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 BETWEEN = [
     clip,
-    read_gradients,
     write_gradients_unseen,
-    replace_gradients,
     drop_some_gradients,
-    write_parameters,
     write_parameters_unseen,
-    read_parameters,
     change_rate,
     write_state,
     replace_state,
-    reload_state,
-    put_gradients_elsewhere,
     put_state_elsewhere,
     write_counts_unseen,
     transpose,
@@ -342,38 +302,6 @@ def test_a_closed_block_leaves_no_draft_behind() -> None:
                     optimizer.zero_grad()
     twin.optimizer.step()
     twin.its.step()
-    twin.assert_same()
-
-
-class Noisy(SGD):
-    """Not of torch.optim: it draws, counts its calls, and its step needs an argument."""
-
-    calls = 0
-
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        Noisy.calls += 1
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self.state[parameter]["mean"] = parameter.grad.clone()
-                        parameter.add_(
-                            parameter.grad + 0.01 * torch.randn_like(parameter), alpha=-0.01
-                        )
-        return closure
-
-
-def test_an_optimizer_of_somebody_else_is_never_run_ahead() -> None:
-    Noisy.calls = 0
-    twin = Twin(small(), lambda p: Noisy(p, lr=1e-2))
-    with twin.paged(footprint_of(twin.model) // 2, config={"draft_share": 1.0}):
-        for step in range(6):
-            for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-                torch.manual_seed(step)
-                small_loss(model, SAMPLES[step]).backward()
-                optimizer.step(None)  # type: ignore[arg-type]
-                optimizer.zero_grad()
-    assert Noisy.calls == 12
     twin.assert_same()
 
 
@@ -473,19 +401,20 @@ def test_memory_of_a_parameter_whose_update_waits_can_be_given_to_another() -> N
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "step"), [(Pager, "acquire", 5), (Pager, "allocate", 1), (Maker, "run_on", 5)]
+    ("owner", "name", "step"),
+    [(Pager, "acquire", 5), (UpdateRunner, "run_on", 5)],
 )
 def test_a_draft_that_fails_leaves_its_twins_empty(
     owner: type, name: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """State may be lent by then, and can be lent again only if its twin has nothing."""
     twin = Twin(small(), lambda p: AdamW(p, lr=1e-2))
-    make, real = Drafts.make, getattr(owner, name)
+    make, real = SpeculativeUpdates.make, getattr(owner, name)
     twins: set[int] = set()
     fails = drafting = False
     hits = 0
 
-    def making(self: Drafts, slot: Any) -> None:
+    def making(self: SpeculativeUpdates, slot: Any) -> None:
         nonlocal drafting
         drafting, before = True, set(self._drafts)
         twins.update(self._chosen.get(slot, {}).values())
@@ -503,7 +432,7 @@ def test_a_draft_that_fails_leaves_its_twins_empty(
             raise SpillError(errno.EIO, "the disk fails")
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(Drafts, "make", making)
+    monkeypatch.setattr(SpeculativeUpdates, "make", making)
     monkeypatch.setattr(owner, name, failing)
     config = {"draft_share": 1.0, "policy": "repeat"}
     with twin.paged(footprint_of(twin.model), config=config) as session:

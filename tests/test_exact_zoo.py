@@ -270,7 +270,7 @@ def test_updates_are_put_off_on_the_pager() -> None:
         loop.run(model, twin.optimizer, samples("moe", 3), loss_of)
         assert session._paging is not None
         assert session._paging.updates is not None
-        assert session._paging.updates.waiting.pending
+        assert session._paging.updates.pending.by_slot
 
 
 @pytest.mark.slow

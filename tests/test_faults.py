@@ -15,7 +15,6 @@ what one case does. Whatever happens, the outcome is one of three, and no file i
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -31,8 +30,6 @@ from faulty import LASTING, Case
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 OUTCOMES = {"exact", "lost", "ended"}
-STAGES = ("forward", "backward", "step", "after")
-
 PASSING = [
     Case("read", "EIO", "forward", 3, 1),
     Case("write", "EIO", "backward", 3, 1),
@@ -210,42 +207,3 @@ def test_a_step_that_a_disk_cuts_off_is_undone(
         assert found["outcome"] in ("exact", "ended"), found
         told += found["outcome"] == "exact" and bool(found["errors"])
     assert told >= 2, "nobody was told of an error"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_disk_that_fails_anywhere(backend: str, shim: Path, tmp_path: Path) -> None:
-    """Every fault in every part of a step, from several calls on."""
-    faults = [
-        ("read", "EIO", 1, True),
-        ("read", "EIO", LASTING, True),
-        ("read", "EIO", LASTING, False),
-        ("read", "EINTR", 9, True),
-        ("read", "short", 50, True),
-        ("read", "slow", 3, True),
-        ("write", "EIO", 1, True),
-        ("write", "EIO", LASTING, True),
-        ("write", "ENOSPC", LASTING, False),
-        ("write", "EINTR", 9, True),
-        ("write", "short", 50, True),
-        ("write", "slow", 3, True),
-    ]
-    cases = [
-        Case(call, how, stage, skip, count, recovers)
-        for (call, how, count, recovers), stage, skip in itertools.product(
-            faults, STAGES, (0, 1, 2, 5, 9)
-        )
-    ]
-    met = set()
-    for found in outcomes(shim, backend, tmp_path, possible(cases, backend), 3000):
-        case = Case(*found["case"])
-        if found["code"] or found["hits"]:
-            met.add((case.call, case.how, case.count, case.recovers, case.stage))
-        if found["code"] == 0 and found["hits"] == 0:
-            assert found["outcome"] == "exact", found  # it came too late to meet anything
-            continue
-        check(found, backend)
-        if case.count < LASTING:
-            assert found["outcome"] == "exact", found
-    kinds = {(c.call, c.how, c.count, c.recovers, c.stage) for c in possible(cases, backend)}
-    assert len(met) >= 0.9 * len(kinds), f"never met: {kinds - met}"

@@ -40,7 +40,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dynoffload
 from dynoffload.errors import ConfigError, StepLostError
-from dynoffload.runtime.updates.modes import depends_on_dtype
+from dynoffload.runtime.updates.torch_context import depends_on_dtype
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def test_the_guard_leaves_settings_of_the_process_alone(
                 optimizer.zero_grad()
         assert session._paging is not None
         assert session._paging.updates is not None
-        maker = session._paging.updates.maker
+        maker = session._paging.updates.runner
         step_of = maker.step
 
         def slow(optimizer: Any) -> None:
@@ -358,7 +358,7 @@ def test_a_mode_that_watches_the_step_sees_its_updates(backend: str) -> None:
             assert session is not None
             assert session._paging is not None
             assert session._paging.updates is not None
-            assert not session._paging.updates.waiting.pending
+            assert not session._paging.updates.pending.by_slot
             assert sum("addcdiv_" in call for call in counting.calls) == len([*model.parameters()])
 
 

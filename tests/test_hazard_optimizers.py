@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from exactness import assert_same
 from hazards import (
     Mlp,
     Side,
@@ -161,34 +160,11 @@ def test_updates_of_muon_wait(backend: str) -> None:
                 if session is not None:
                     assert session._paging is not None
                     assert session._paging.updates is not None
-                    waiting = session._paging.updates.waiting.pending
+                    waiting = session._paging.updates.pending.by_slot
                     assert len(waiting) >= 4, "all but the smallest"
                 side.see("weight", model.layers[step].weight)
 
     hazard(backend, program)
-
-
-@pytest.mark.parametrize("options", [{}, *EXTRAS["Muon"][:2]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_muon_updates_each_parameter_by_itself(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """In plain PyTorch: one step over a group gives the bits of a step for each of its
-    parameters."""
-    torch.manual_seed(0)
-    together = Matrices().to(dtype)
-    apart = copy.deepcopy(together)
-    one = Muon(together.parameters(), lr=1e-2, **options)
-    many = [Muon([p], lr=1e-2, **options) for p in apart.parameters()]
-    for step in range(4):
-        for model in (together, apart):
-            loss_of(model, step, width=67, classes=5).backward()
-        one.step()
-        for optimizer in reversed(many):
-            optimizer.step()
-        for model in (together, apart):
-            model.zero_grad()
-    states = [state for optimizer in many for state in optimizer.state.values()]
-    assert_same(list(apart.parameters()), list(together.parameters()), "parameters")
-    assert_same(states, list(one.state.values()), "momentum")
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

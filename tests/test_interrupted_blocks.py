@@ -12,8 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +28,7 @@ from exactness import (
     needs_pager,
 )
 from fused_networks import PAGES, Chosen, chosen_loss
+from signalled import At, handled
 from torch import nn
 
 import dynoffload
@@ -36,7 +36,7 @@ from dynoffload.runtime import interrupts
 from dynoffload.runtime import session as sessions
 from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.interrupts import interruptible, let_come, uninterrupted
-from dynoffload.runtime.updates import drafts
+from dynoffload.runtime.updates import speculative
 
 BACKENDS = [pytest.param("pager", marks=needs_pager), "mapped"]
 
@@ -45,33 +45,15 @@ import gc, os, random, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
 from exactness import *
 from fused_networks import PAGES, Chosen, chosen_loss
+from signalled import RUNTIME, At
 from torch.nn.modules import module as registry
 from dynoffload.runtime.meta_init import recipe_is_noted
 
 backend, what, count = sys.argv[2], sys.argv[3], int(sys.argv[4])
 signal.signal(signal.SIGINT, signal.default_int_handler)
-ROOT = str(Path(dynoffload.__file__).parent / "runtime")
-PLANS = tuple(f"{ROOT}/{name}.py" for name in ("sizing", "counting", "host"))  # they change nothing
+PLANS = tuple(f"{RUNTIME}/{name}.py" for name in ("sizing", "counting", "host"))  # no change
 swallowed = []
 sys.unraisablehook = swallowed.append
-
-
-class At:
-    # Sends the signal at the n-th line of the runtime.
-    def __init__(self, n):
-        self.left, self.lines = n, 0
-
-    def __call__(self, frame, event, arg):
-        file = frame.f_code.co_filename
-        return self.line if file.startswith(ROOT) and file not in PLANS else None
-
-    def line(self, frame, event, arg):
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.left:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                signal.raise_signal(signal.SIGINT)
-        return self.line
 
 
 def begin(meta):
@@ -120,7 +102,7 @@ def life(n, meta=False):
     model, optimizer = begin(meta)
     options = {**PAGES, "backend": backend, "step_aside": False}
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, options)
-    at = At(n)
+    at = At(n, without=PLANS)
     came = False
     sys.settrace(at if what != "leaving" else None)
     try:
@@ -189,16 +171,6 @@ def test_a_block_has_begun_or_has_not(backend: str, what: str, count: int) -> No
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@contextmanager
-def interrupting() -> Iterator[None]:
-    """Let Ctrl-C interrupt, also where the test runner was started without it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def descriptors() -> int:
     """Return how many files are open: a device that lives has its spill file."""
     gc.collect()
@@ -262,15 +234,15 @@ def test_an_interrupt_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while the runtime has views of what is paged, and is caught outside."""
     model, optimizer, run = trained("auto", policy="repeat")
     before = descriptors()
-    real, sent = drafts.snapshot, []
+    real, sent = speculative.snapshot, []
 
     def snapshot(*args: Any) -> Any:
         if not sent:
             sent.append(signal.raise_signal(signal.SIGINT))
         return real(*args)
 
-    monkeypatch.setattr(drafts, "snapshot", snapshot)
-    with interrupting(), pytest.raises(KeyboardInterrupt) as caught:
+    monkeypatch.setattr(speculative, "snapshot", snapshot)
+    with handled(), pytest.raises(KeyboardInterrupt) as caught:
         run()
     assert sent, "no draft was made"
     assert descriptors() == before, "the pool and the spill file stay"
@@ -323,7 +295,7 @@ def test_features_can_be_interrupted() -> None:
     plain = Chosen()
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 2, options)
-    with interrupting(), dynoffload.offload(model, optimizer, budget=budget, config=options):
+    with handled(), dynoffload.offload(model, optimizer, budget=budget, config=options):
         with pytest.raises(KeyboardInterrupt):
             chosen_loss(model, (0, [0, 3]))
         assert reached == ["called"]
@@ -355,7 +327,7 @@ def test_an_init_can_be_interrupted() -> None:
     before = descriptors()
     dynoffload.materialize(model, init)
     with (
-        interrupting(),
+        handled(),
         pytest.raises(KeyboardInterrupt),
         dynoffload.offload(model, budget="1MiB", config=SMALL_PAGES),
     ):
@@ -381,7 +353,7 @@ def test_signals_are_let_in_where_it_is_said() -> None:
         signal.raise_signal(signal.SIGINT)
         done.append("after")
 
-    with interrupting():
+    with handled():
         with pytest.raises(KeyboardInterrupt):
             call()
         let_come()
@@ -424,25 +396,13 @@ def test_what_is_the_users_is_interrupted_at_once() -> None:
             sys.settrace(None)
 
     def sends_at(line: int) -> bool:
-        left = line
-
-        def trace(frame: FrameType, event: str, argument: object) -> Any:
-            nonlocal left
-            if frame.f_code.co_filename != interrupts.__file__:
-                return None
-            if event == "line":
-                left -= 1
-                if left == -1:
-                    signal.raise_signal(signal.SIGUSR1)
-            return trace
-
+        at = At(line, interrupts.__file__, number=signal.SIGUSR1)
         with pytest.raises(KeyboardInterrupt):
-            outer(trace)
-        return left < 0
+            outer(at)
+        return at.lines >= line
 
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        line = 0
+    with handled(interrupt, *numbers):
+        line = 1
         while sends_at(line):
             assert [signal.getsignal(number) for number in numbers] == [interrupt] * 2, line
             assert (interrupts._depth, interrupts._held) == (0, None), line
@@ -451,7 +411,4 @@ def test_what_is_the_users_is_interrupted_at_once() -> None:
             came.clear()
             done.clear()
             line += 1
-    finally:
-        for number, old in zip(numbers, before, strict=True):
-            signal.signal(number, old)
     assert line > 20

@@ -11,13 +11,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
+from signalled import At, handled, tracing
 
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.interrupts import uninterrupted
@@ -26,45 +24,20 @@ SCRIPT = r"""
 import random, signal, sys
 sys.path.insert(0, sys.argv[3])
 from exactness import *
+from signalled import At, tracing
 
 backend, where, count = sys.argv[1], sys.argv[2], int(sys.argv[4])
 NUMBER = getattr(signal, sys.argv[5])
 signal.signal(NUMBER, signal.default_int_handler)
-ROOT = str(Path(dynoffload.__file__).parent / "runtime")
-
-
-class At:
-    # Sends the signal at the n-th line of the runtime; n < 0 only counts.
-    def __init__(self, n):
-        self.left, self.lines = n, 0
-
-    def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(ROOT):
-            return None
-        return self.line
-
-    def line(self, frame, event, arg):
-        if event == "line":
-            self.lines += 1
-            if self.left == 0:
-                sys.settrace(None)
-                self.left = -1
-                signal.raise_signal(NUMBER)
-            self.left -= self.left > 0
-        return self.line
 
 
 def step(model, optimizer, sample, traced=None):
     torch.manual_seed(0)
-    if traced is not None:
-        sys.settrace(traced)
-    try:
+    with tracing(traced):
         small_loss(model, sample).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if where == "clipping" else None
         optimizer.step()
         optimizer.zero_grad()
-    finally:
-        sys.settrace(None)
 
 
 def of(model, optimizer):
@@ -86,7 +59,7 @@ def interrupted_at(n):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = {**SMALL_PAGES, "backend": backend, "step_aside": False, "draft_share": 1.0}
     budget, _ = least_budget(model, optimizer, footprint_of(model) // 3, config)
-    at = At(n)
+    at = At(n, number=NUMBER)
     came = False
     with dynoffload.offload(model, optimizer, budget=budget, config=config):
         step(model, optimizer, samples[0])
@@ -99,7 +72,7 @@ def interrupted_at(n):
         now = of(model, optimizer)
         made = all(map(torch.equal, now["parameters"], states[3]["parameters"]))
         assert_same(now, states[3 if made else 2], f"interrupted at {n}")
-        assert came or made or n < 0
+        assert came or made or n == 0
         if not made:
             step(model, optimizer, samples[2])
         step(model, optimizer, samples[3])
@@ -108,10 +81,10 @@ def interrupted_at(n):
     return at.lines, came, made
 
 
-lines, _, _ = interrupted_at(-1)
+lines, _, _ = interrupted_at(0)
 chance = random.Random(1)
 every = lines // count
-points = [chance.randrange(start, start + every) for start in range(0, lines, every)]
+points = [chance.randrange(start, start + every) for start in range(1, lines, every)]
 points.append(int(0.94 * lines))  # the step is made by then, if not all of it
 outcomes = [interrupted_at(n)[1:] for n in points]
 print(len(points), sum(came for came, _ in outcomes), sum(came and made for came, made in outcomes))
@@ -150,38 +123,19 @@ import random, signal, sys
 sys.path.insert(0, sys.argv[1])
 from exactness import *
 from fused_networks import PAGES, Chosen, chosen_loss
+from signalled import LIBRARY, At, tracing
 
 backend, seed, attempts = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 signal.signal(signal.SIGINT, signal.default_int_handler)
-ROOT = str(Path(dynoffload.__file__).parent)
 swallowed = []
 sys.unraisablehook = swallowed.append
 chance = random.Random(seed)
 
 
-class At:
-    # Sends the signal at the n-th line of the library.
-    def __init__(self, n):
-        self.left, self.lines = n, 0
-
-    def __call__(self, frame, event, arg):
-        return self.line if frame.f_code.co_filename.startswith(ROOT) else None
-
-    def line(self, frame, event, arg):
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.left:
-                signal.raise_signal(signal.SIGINT)
-        return self.line
-
-
 def gradients(model, sample, at=None):
-    sys.settrace(at)
-    try:
+    with tracing(at):
         loss = chosen_loss(model, sample)
         loss.backward()
-    finally:
-        sys.settrace(None)
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
@@ -205,7 +159,7 @@ step = came = tries = lines = 0
 with dynoffload.offload(model, optimizer, budget=budget, config=config):
     while came < attempts:
         disturbed = step > 2 and tries < 3
-        at = At(chance.randrange(1, int(1.3 * lines)) if disturbed else -1)
+        at = At(chance.randrange(1, int(1.3 * lines)) if disturbed else 0, LIBRARY)
         try:
             ours = gradients(model, sample(step), at)
         except KeyboardInterrupt:
@@ -247,16 +201,6 @@ def test_interrupts_all_along(backend: str, seed: int, attempts: int) -> None:
     assert steps >= came // 3
 
 
-@contextmanager
-def interrupting() -> Iterator[None]:
-    """Let Ctrl-C interrupt, also where the test runner was started without it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_a_signal_waits_for_the_outermost_call() -> None:
     """And is passed on once, with the result lost, as when it comes right after the call."""
     done: list[str] = []
@@ -271,23 +215,13 @@ def test_a_signal_waits_for_the_outermost_call() -> None:
         inner()
         done.append("outer")
 
-    with interrupting():
+    with handled():
         with pytest.raises(KeyboardInterrupt):
             outer()
         assert done == ["inner", "outer"]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
-def handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
-    before = [signal.signal(number, handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, old in zip(numbers, before, strict=True):
-            signal.signal(number, old)
 
 
 def test_every_handler_in_python_waits() -> None:
@@ -322,32 +256,14 @@ def test_handlers_are_put_back_whatever_is_raised_meanwhile() -> None:
 
     def sends_at(line: int) -> bool:
         """Send a signal at a line; return whether there are so many."""
-        left = line
-
-        def trace(frame: FrameType, event: str, argument: object) -> Any:
-            nonlocal left
-            if frame.f_code.co_filename != interrupts.__file__:
-                return None
-            if event == "line":
-                left -= 1
-                if left == -1:
-                    signal.raise_signal(signal.SIGUSR1)
-            return trace
-
-        def traced() -> None:
-            sys.settrace(trace)
-            try:
-                call()
-            finally:
-                sys.settrace(None)
-
+        at = At(line, interrupts.__file__, number=signal.SIGUSR1)
         came.clear()
-        with pytest.raises(KeyboardInterrupt):
-            traced()
-        return left < 0
+        with pytest.raises(KeyboardInterrupt), tracing(at):
+            call()
+        return at.lines >= line
 
     with handled(interrupt, *numbers):
-        line = 0
+        line = 1
         while sends_at(line):
             assert came.count(signal.SIGUSR1) == 1, line
             assert [signal.getsignal(number) for number in numbers] == [interrupt] * 3, line
@@ -363,7 +279,7 @@ def test_an_error_of_the_call_is_the_interrupts_context() -> None:
         signal.raise_signal(signal.SIGINT)
         raise ValueError("mine")
 
-    with interrupting(), pytest.raises(KeyboardInterrupt) as caught:
+    with handled(), pytest.raises(KeyboardInterrupt) as caught:
         fails()
     assert isinstance(caught.value.__context__, ValueError)
 
@@ -371,8 +287,7 @@ def test_an_error_of_the_call_is_the_interrupts_context() -> None:
 def test_handlers_of_the_users_are_kept() -> None:
     """One that returns, and one that the call itself sets."""
     came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    try:
+    with handled(lambda number, frame: came.append(number), signal.SIGTERM):
 
         @uninterrupted
         def call() -> str:
@@ -389,5 +304,3 @@ def test_handlers_of_the_users_are_kept() -> None:
 
         sets()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dynoffload.runtime.counting import tensors_of
-from dynoffload.runtime.kept_state import state_of, tensors_within
 from dynoffload.runtime.session import Session
+from dynoffload.runtime.updates.kept_state import state_of, tensors_within
 
 LEAST = 4096  # bytes: more than what stays in memory under the budgets of hazards
 
@@ -236,51 +236,6 @@ class Twice(Optimizer):
         self.zero_grad()
 
 
-@each_backend
-def test_steps_of_a_wrapped_optimizer_are_steps(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = Twice(model.parameters())
-        with side.offload(model, optimizer) as session:
-            for step in range(4):
-                loss_of(model, step).backward()
-                optimizer.first_step()
-                loss = loss_of(model, step)
-                loss.backward()
-                optimizer.second_step()
-                side.see("loss", loss)
-                _assert_paged(session, optimizer)
-        if session is not None and session.paging:
-            assert len(session.log.steps) == 4
-        _see(side, optimizer)
-
-    hazard(backend, program, aside=False)
-
-
-def _two_calls(side: Side, model: nn.Module, optimizer: Twice, step: int) -> None:
-    loss_of(model, step).backward()
-    optimizer.first_step()
-    loss = loss_of(model, step)
-    loss.backward()
-    optimizer.second_step()
-    side.see("loss", loss)
-
-
-@each_paged
-def test_an_optimizer_that_knows_who_wraps_it(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = Twice(model.parameters())
-        optimizer.base.owner = optimizer  # type: ignore[attr-defined]
-        with side.offload(model, optimizer) as session:
-            for step in range(3):
-                _two_calls(side, model, optimizer, step)
-                _assert_paged(session, optimizer)
-            assert session is None or len(session.log.steps) == 3
-
-    hazard(backend, program)
-
-
 class Bare(Optimizer):
     """Torch's `__init__` has never run; it passes all to what it wraps."""
 
@@ -291,27 +246,6 @@ class Bare(Optimizer):
         return self.inner.step(closure)
 
 
-@each_paged
-@pytest.mark.parametrize("aliased", [False, True])
-def test_steps_behind_a_wrapper_without_torchs_init_are_steps(backend: str, aliased: bool) -> None:
-    """Each once, also where two attributes hold the same optimizer."""
-
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = Twice(model.parameters())
-        inner = optimizer.base
-        optimizer.base = Bare(inner)  # type: ignore[assignment]
-        if aliased:
-            optimizer.also = inner  # type: ignore[attr-defined]
-        with side.offload(model, optimizer) as session:
-            for step in range(3):
-                _two_calls(side, model, optimizer, step)
-                _assert_paged(session, optimizer)
-            assert session is None or len(session.log.steps) == 3
-
-    hazard(backend, program)
-
-
 class Failing(Twice):
     """Its step fails, itself or in its closure."""
 
@@ -319,28 +253,6 @@ class Failing(Twice):
         if closure is not None:
             closure()
         raise ValueError("on purpose")
-
-
-def _fail() -> None:
-    raise ValueError("on purpose")
-
-
-@each_paged
-@pytest.mark.parametrize("closure", [None, _fail], ids=["itself", "its closure"])
-def test_steps_after_one_that_failed_are_steps(
-    backend: str, closure: Callable[[], None] | None
-) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = Failing(model.parameters())
-        with side.offload(model, optimizer) as session:
-            side.fails("step", optimizer.step, closure)
-            for step in range(3):
-                _two_calls(side, model, optimizer, step)
-                _assert_paged(session, optimizer)
-            assert session is None or len(session.log.steps) == 3
-
-    hazard(backend, program)
 
 
 class Closed(Twice):
@@ -356,25 +268,6 @@ class Closed(Twice):
         return loss
 
 
-@each_paged
-def test_a_step_with_forwards_in_its_closure_is_one(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = Closed(model.parameters())
-        with side.offload(model, optimizer) as session:
-            for step in range(3):
-
-                def closure(step: int = step) -> Tensor:
-                    loss = loss_of(model, step)
-                    loss.backward()
-                    return loss
-
-                side.see("loss", optimizer.step(closure))
-            assert session is None or len(session.log.steps) == 3
-
-    hazard(backend, program)
-
-
 class Stored(Twice):
     """Its step runs a forward of its own."""
 
@@ -382,21 +275,6 @@ class Stored(Twice):
         with torch.enable_grad():
             self.again()  # type: ignore[attr-defined]
         self.base.step()
-
-
-@each_paged
-def test_a_step_that_runs_a_forward_is_one(backend: str) -> None:
-    def program(side: Side) -> None:
-        model = Mlp()
-        optimizer = Stored(model.parameters())
-        with side.offload(model, optimizer) as session:
-            for step in range(3):
-                optimizer.again = lambda step=step: loss_of(model, step).backward()  # type: ignore[attr-defined]
-                optimizer.step()
-                optimizer.zero_grad()
-            assert session is None or len(session.log.steps) == 3
-
-    hazard(backend, program)
 
 
 class Several(Optimizer):
@@ -412,16 +290,85 @@ class Several(Optimizer):
             one.step()
 
 
+def _owned(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return one whose wrapped optimizer knows who wraps it."""
+    optimizer = Twice(parameters)
+    optimizer.base.owner = optimizer  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _behind(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return one that wraps a wrapper, and holds the innermost by two attributes."""
+    optimizer = Twice(parameters)
+    optimizer.also = optimizer.base  # type: ignore[attr-defined]
+    optimizer.base = Bare(optimizer.base)  # type: ignore[assignment]
+    return optimizer
+
+
+def _one_call(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    side.step(loss_of(model, step), optimizer)
+
+
+def _two_calls(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    loss_of(model, step).backward()
+    optimizer.first_step()
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.second_step()
+    side.see("loss", loss)
+
+
+def _after_failures(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    for closure in (None, fail):
+        if step == 0:
+            side.fails("step", optimizer.step, closure)
+    _two_calls(side, model, optimizer, step)
+
+
+def _with_closure(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    def closure() -> Tensor:
+        loss = loss_of(model, step)
+        loss.backward()
+        return loss
+
+    side.see("loss", optimizer.step(closure))
+
+
+def _with_forward(side: Side, model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.again = lambda: loss_of(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+WRAPPING: dict[str, tuple[Callable[[Any], Optimizer], Callable[..., None]]] = {
+    "two calls": (Twice, _two_calls),
+    "two calls, owned": (_owned, _two_calls),
+    "two calls, behind a wrapper": (_behind, _two_calls),
+    "after failures": (Failing, _after_failures),
+    "a closure with forwards": (Closed, _with_closure),
+    "a forward within": (Stored, _with_forward),
+    "several in a list": (Several, _one_call),
+}
+
+
 @each_paged
-def test_the_state_of_optimizers_in_a_list_is_paged(backend: str) -> None:
+@pytest.mark.parametrize("how", WRAPPING)
+def test_steps_of_optimizers_that_wrap_others(backend: str, how: str) -> None:
+    """Each is counted once, and what both keep is paged after it."""
+    make, train = WRAPPING[how]
+
     def program(side: Side) -> None:
         model = Mlp()
-        optimizer = Several(model.parameters())
+        optimizer = make(model.parameters())
         with side.offload(model, optimizer) as session:
             for step in range(3):
-                side.step(loss_of(model, step), optimizer)
+                train(side, model, optimizer, step)
                 _assert_paged(session, optimizer)
             assert session is None or len(session.log.steps) == 3
+        _see(side, optimizer)
 
     hazard(backend, program)
 

@@ -29,7 +29,7 @@ from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime import paging
 from dynoffload.runtime.sizing import sizing_of, update_bytes
-from dynoffload.runtime.updates.drafts import Drafts
+from dynoffload.runtime.updates.speculative import SpeculativeUpdates
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -269,8 +269,8 @@ def test_updates_drafted_in_backward(
 ) -> None:
     """On twins, which take room too: with three times the least budget there is some for them."""
     made: list[bool] = []
-    take = Drafts.take
-    monkeypatch.setattr(Drafts, "take", lambda *a: made.append(take(*a)) or made[-1])
+    take = SpeculativeUpdates.take
+    monkeypatch.setattr(SpeculativeUpdates, "take", lambda *a: made.append(take(*a)) or made[-1])
     torch.manual_seed(0)
     options: dict[str, Any] = {"times": times, "policy": "repeat", "draft_share": 1.0}
     if network == "plain":

@@ -182,21 +182,6 @@ def test_less_does_not(backend: str, load: Callable[[nn.Module, dict[str, Any]],
     twin.assert_same()
 
 
-@guarded
-def test_each_loss_needs_both_again(backend: str) -> None:
-    """What was loaded before a step was lost makes up for nothing."""
-    with lost(backend) as (twin, (weights, state)):
-        twin.model.load_state_dict(weights)
-        twin.optimizer.load_state_dict(copy.deepcopy(state))  # which is trained from then on
-        lose(twin.model, twin.optimizer)
-        twin.optimizer.load_state_dict(state)
-        assert_lost(twin)
-        twin.model.load_state_dict(weights)
-        for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
-            train(model, optimizer, 2, 3)
-    twin.assert_same()
-
-
 def test_a_parameter_outside_of_the_model_is_not_loaded_with_it() -> None:
     """So a model's load does not make up for a step that may have changed it."""
     model, outside = Mlp(depth=2), nn.Parameter(torch.ones(64, 64))
@@ -280,20 +265,6 @@ def test_a_model_that_was_loaded_is_free_of_its_optimizer(backend: str, tmp_path
     dynoffload.save_checkpoint(twin.model, twin.optimizer, tmp_path / "run")
     gc.collect()
     assert old() is None
-
-
-@guarded
-def test_another_optimizer_that_is_loaded_frees_the_model_alone(
-    backend: str, tmp_path: Path
-) -> None:
-    """What was lost of the first stays lost."""
-    twin, _ = left(backend)
-    dynoffload.save_checkpoint(twin.reference, twin.its, tmp_path / "run")
-    another = optimizer_of(twin.model.parameters())
-    dynoffload.load_checkpoint(twin.model, another, tmp_path / "run")
-    assert_refused(twin, OF_OPTIMIZER)
-    twin.optimizer = another
-    go_on(twin, 4)
 
 
 @guarded

@@ -245,13 +245,13 @@ def test_loops_of_transformers(step: Step, network: str) -> None:
     matched(network, step, bounded=True)
 
 
+# Graphs
+
+
 @pytest.mark.parametrize("network", ["parts", "whole"])
 def test_transformers_on_the_mapped_file(network: str) -> None:
     """Both ways into the experts."""
     matched(network, accumulated, backend="mapped", steps=4)
-
-
-# Graphs
 
 
 def two_backwards(model: nn.Module, optimizer: Optimizer, loss: Loss, number: int) -> Any:
@@ -593,7 +593,7 @@ def test_half_precision(make: Callable[[Any], Optimizer], threads: int) -> None:
                 ):
                     (network(x, range(5)) ** 2).mean().backward()
                     for one in fused_of(session).values() if network is twin.model else ():
-                        by_slices = updates.maker.slices.splits(one, optimizer.param_groups[0])
+                        by_slices = updates.runner.slices.splits(one, optimizer.param_groups[0])
                         assert by_slices == (threads == 1 or make is fused_adam) or not number
                     optimizer.step()
                     optimizer.zero_grad()
@@ -780,7 +780,7 @@ def test_a_slice_lags_behind_by_so_many_steps(monkeypatch: pytest.MonkeyPatch) -
         caught_up: dict[Any, list[int]] = {}
         for number in range(40):
             train(twin, lambda model, n: chosen_loss(model, (n, [0])), range(number, number + 1))
-            pending = updates.waiting.pending
+            pending = updates.pending.by_slot
             lags = {s: len(u.steps) for s, u in pending.items() if isinstance(u, SliceUpdate)}
             for slot, lag in before.items():
                 if slot.number and lags.get(slot, 0) < lag:
@@ -885,15 +885,6 @@ def test_gradients_are_made_per_expert(implementation: str) -> None:
 # Around
 
 
-def test_turned_off() -> None:
-    """``slices=False`` pages parameters whole."""
-    twin = Twin(Chosen(), lambda p: AdamW(p, lr=1e-2))
-    with twin.paged(footprint_of(twin.model), config={**PAGES, "slices": False}) as session:
-        assert not fused_of(session)
-        train(twin, chosen_step, range(3))
-    twin.assert_same()
-
-
 def test_what_is_no_multiple_of_a_page_stays_whole() -> None:
     """As do parameters over a part of a storage, and those of other forms."""
     twin = Twin(Chosen(3, 34), lambda p: AdamW(p, lr=1e-2))
@@ -958,20 +949,6 @@ def test_slices_are_blocks_of_their_own() -> None:
         assert any(".experts[" in name for name in session.log.blocks[-1].actual)
 
 
-def test_a_held_gradient_outlives_the_block() -> None:
-    """It was made inside, and can be read when all else is ordinary again."""
-    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
-    with twin.paged(footprint_of(twin.model), config=PAGES):
-        train(twin, mixtral_loss, range(2))
-        for model in (twin.model, twin.reference):
-            mixtral_loss(model, 5).backward()
-        held = [p.grad for p in fused(twin.model)]
-        expected = [p.grad for p in fused(twin.reference)]
-        twin.optimizer.zero_grad()
-        twin.its.zero_grad()
-    assert_same(held, expected, "gradients")
-
-
 def test_stepping_aside_and_back() -> None:
     """Rows become ordinary tensors while everything fits, and rows again for a larger sample."""
     twin = Twin(Chosen(), lambda p: AdamW(p, lr=1e-2))
@@ -1013,7 +990,7 @@ def test_updates_of_slices_are_drafted_in_backward() -> None:
     with twin.paged(footprint_of(twin.model), config={**PAGES, "draft_share": 1.0}) as session:
         updates = paging_of(session).updates
         assert updates is not None
-        assert updates.drafts is not None
+        assert updates.speculative is not None
         taken: list[bool] = []
         for number in range(14):
             for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
@@ -1022,12 +999,12 @@ def test_updates_of_slices_are_drafted_in_backward() -> None:
                     for parameter in fused(model):
                         assert parameter.grad is not None
                         parameter.grad.mul_(2)
-                drafts = updates.drafts
+                drafts = updates.speculative
                 before = [slot for f in fused_of(session).values() for slot in f.slots]
                 before = [slot for slot in before if drafts.has(slot)]
                 optimizer.step()
                 if model is twin.model:
-                    waiting = [slot for slot in before if slot in updates.waiting.pending]
+                    waiting = [slot for slot in before if slot in updates.pending.by_slot]
                     taken.append(bool(before) and not waiting)
                     assert number != 10 or waiting == before
                 optimizer.zero_grad()
@@ -1046,7 +1023,7 @@ def test_a_gradient_that_waits_outlives_a_draft_of_the_step_before() -> None:
     with twin.paged(footprint_of(twin.model), config=config) as session:
         updates = paging_of(session).updates
         assert updates is not None
-        assert updates.drafts is not None
+        assert updates.speculative is not None
         for number in range(6):
             for model, optimizer in ((twin.model, twin.optimizer), (twin.reference, twin.its)):
                 mixtral_loss(model, number).backward()
@@ -1054,7 +1031,7 @@ def test_a_gradient_that_waits_outlives_a_draft_of_the_step_before() -> None:
                 optimizer.zero_grad()
                 if number < 3:
                     continue
-                spent = set(updates.drafts._spent)
+                spent = set(updates.speculative._spent)
                 hidden = model.model(input_ids=ids).last_hidden_state  # type: ignore[operator]
                 model.lm_head(hidden).square().mean().backward()  # type: ignore[operator]
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -1118,25 +1095,3 @@ def test_checkpoints(backend: str, tmp_path: Path) -> None:
             for number in range(4, 7):
                 plain(again, optimizer, partial(chosen_step, again), number)
         assert_same_training(again, optimizer, twin.reference, twin.its)
-
-
-@needs_pager
-def test_an_interrupt_leaves_the_state_before_or_after() -> None:
-    """Ctrl-C in the midst of a backward that puts experts' gradients in their places."""
-    twin = Twin(transformers_mixtral("eager"), lambda p: AdamW(p, lr=1e-2))
-    with twin.paged(footprint_of(twin.model) // 2, config=PAGES):
-        train(twin, mixtral_loss, range(2))
-
-        def interrupt(gradient: Tensor) -> None:
-            raise KeyboardInterrupt
-
-        for model in (twin.model, twin.reference):
-            first = next(iter(model.parameters()))  # the last gradient of a backward
-            handle = first.register_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                mixtral_loss(model, 9).backward()
-            handle.remove()
-        twin.optimizer.zero_grad()
-        twin.its.zero_grad()
-        train(twin, mixtral_loss, range(2, 5))
-    twin.assert_same()

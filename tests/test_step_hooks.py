@@ -14,27 +14,11 @@ import torch
 from torch import nn
 
 import dynoffload
-from dynoffload.errors import StepLostError
 
 
 def _network() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
-
-
-def _hook(optimizer: torch.optim.Optimizer, seen: list[int]) -> None:
-    def halve(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = [p for group in opt.param_groups for p in group["params"]]
-        seen.append(len(parameters))
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-    def count(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        seen.append(sum(len(group["params"]) for group in opt.param_groups))
-
-    optimizer.register_step_pre_hook(halve)
-    optimizer.register_step_post_hook(count)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -> list[float]:
@@ -47,28 +31,6 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-@pytest.mark.parametrize("when", ["before", "inside"])
-@pytest.mark.parametrize("budget", [200_000, 64 * 2**20])
-def test_hooks_see_the_whole_optimizer(when: str, budget: int) -> None:
-    """Paged, and with a budget under which the session steps aside in the middle."""
-    plain, ours = _network(), copy.deepcopy(_network())
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    mine = torch.optim.AdamW(ours.parameters(), lr=1e-2)
-    expected: list[int] = []
-    seen: list[int] = []
-    _hook(theirs, expected)
-    if when == "before":
-        _hook(mine, seen)
-    with dynoffload.offload(ours, mine, budget=budget, pilot=None):
-        if when == "inside":
-            _hook(mine, seen)
-        losses = _train(ours, mine)
-    assert losses == _train(plain, theirs)
-    assert seen == expected
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("defer", ["auto", "never"])
@@ -139,43 +101,3 @@ def test_a_hook_that_raises_right_before_a_step_leaves_all_as_it_was() -> None:
     run(plain, theirs)
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_an_update_that_is_interrupted_is_made_later_or_declared_lost() -> None:
-    """An interrupt before the optimizer's code runs loses nothing; one inside it is told."""
-    plain, ours = _network(), copy.deepcopy(_network())
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    mine = torch.optim.AdamW(ours.parameters(), lr=1e-2)
-    with dynoffload.offload(ours, mine, budget=200_000, pilot=None) as session:
-        first = _train(ours, mine, 2)
-        device = session._paging.device  # type: ignore[union-attr]
-        acquire, calls = device.acquire, []
-
-        def interrupted(*args: Any, **kwargs: Any) -> None:
-            calls.append(args)
-            raise KeyboardInterrupt
-
-        device.acquire = interrupted  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            ours(torch.randn(8, 64, generator=torch.Generator().manual_seed(1)))
-        assert calls
-        device.acquire = acquire  # type: ignore[method-assign]
-        second = _train(ours, mine, 2)
-    assert first == _train(plain, theirs, 2)
-    assert second == _train(plain, theirs, 2)
-
-    with dynoffload.offload(ours, mine, budget=200_000, pilot=None) as session:
-        _train(ours, mine, 2)
-        updates = session._paging.updates  # type: ignore[union-attr]
-        assert updates is not None
-        step = updates.maker.step
-
-        def cut_off(*args: Any) -> None:
-            raise KeyboardInterrupt
-
-        updates.maker.step = cut_off
-        with pytest.raises(KeyboardInterrupt):
-            ours(torch.randn(8, 64))
-        updates.maker.step = step
-        with pytest.raises(StepLostError, match="the step is lost; go on from the last checkpoint"):
-            _train(ours, mine, 2)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import dynoffload
 from dynoffload.runtime.counting import ordinary_bytes
-from dynoffload.runtime.kept_state import state_of
+from dynoffload.runtime.updates.kept_state import state_of
 
 WIDTH, DEPTH, STEPS = 256, 10, 4
 SLOWEST, LEAST_S = 20, 0.1  # times plain, of steps that take so long

@@ -30,10 +30,10 @@ from dynoffload.runtime.adoption.staying import beside, staying_bytes
 from dynoffload.runtime.adoption.store import Store, can_move
 from dynoffload.runtime.counting import States, parts_of, state_tensors, tensors_of
 from dynoffload.runtime.interrupts import let_come
-from dynoffload.runtime.kept_state import state_of
 from dynoffload.runtime.ranks.sharded import aliases_of
 from dynoffload.runtime.sizing import Sizing, update_bytes
-from dynoffload.runtime.updates.updates import can_split
+from dynoffload.runtime.updates.kept_state import state_of
+from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import MiB, format_bytes
 
 # By new optimizer state, which the first step makes all at once. No more than a part of a small

@@ -17,8 +17,8 @@ from dynoffload.runtime.checkpoints.peers import peers_of
 from dynoffload.runtime.checkpoints.saving import save
 from dynoffload.runtime.checkpoints.tensors import Ordinary
 from dynoffload.runtime.ranks.replicas import unwrapped
-from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.session import Session
+from dynoffload.runtime.updates.failure import Aftermath
 
 
 def save_checkpoint(

@@ -19,9 +19,9 @@ from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.accelerator.storages import size_of
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local, local_bytes
-from dynoffload.runtime.kept_state import state_of
 from dynoffload.runtime.ranks.sharded import aliases_of
-from dynoffload.runtime.updates.updates import can_split
+from dynoffload.runtime.updates.kept_state import state_of
+from dynoffload.runtime.updates.update import can_split
 
 _STATES = {"SGD": 0, "ASGD": 1, "Adagrad": 1, "Muon": 1, "RMSprop": 1, "Rprop": 2}
 _STATES_OF_ADAM = 2

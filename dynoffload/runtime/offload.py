@@ -47,8 +47,7 @@ from dynoffload.runtime.ranks.replicas import (
 from dynoffload.runtime.session import Session
 from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.target import target_of
-from dynoffload.runtime.updates.update import check_optimizer, innermost
-from dynoffload.runtime.updates.updates import can_split
+from dynoffload.runtime.updates.update import can_split, check_optimizer, innermost
 from dynoffload.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,11 @@
 """Operators on tensors over rows, whose storage has no memory: they get others in their place.
 
-What it is: for each operator that touches such tensors, what it is run on. A tensor within one
-slice is given as one over that slice's own region, so only what an expert's code touches is there.
-What reaches over several slices is taken slice by slice where that gives the same bits; else the
-slices are gathered in memory that counts as regions do, and go back to their places where the
-operator wrote them. What it is not: who hears of operators (`dynoffload.runtime.residency`).
-
-The user's own tensors come back where an operator returns what it was given, and results that
-share memory with what was given in a tensor's place are made views of the row again.
-
-[Note: by slices]  Operators that treat every element by itself give the same bits by slices, but
-for the ends of what a thread of the CPU treats (see the note on tails in
-`dynoffload.runtime.adoption.slicing`). Tensors of the same shape are cut alike, smaller ones are
-given to each slice as they are. Where a slice is clear, and is multiplied or clamped, it stays so:
-the factor is looked at, which makes the host wait for the accelerator once.
+A tensor within one slice is given as one over that slice's own region, so only what an expert's
+code touches is there. What reaches over several slices is taken slice by slice where that gives the
+same bits (`slice_cuts`); else the slices are gathered in memory that counts as regions do, and go
+back to their places where the operator wrote them. The user's own tensors come back where an
+operator returns what it was given, and results that share memory with what was given in a tensor's
+place are made views of the row again.
 
 [Note: composite operators]  Operators made of others are taken apart before a mode hears of them,
 but not in inference mode. They are taken apart here then: some may be views, and may be copies.
@@ -23,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +26,17 @@ from dynoffload.below_modes import call_below, noting_views
 from dynoffload.errors import BackendError
 from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS, Row, bytes_of
-from dynoffload.runtime.adoption.slicing import ends_evenly
 from dynoffload.runtime.counting import parts_of
 from dynoffload.runtime.operators import effects_of, replaced, tensors_of
+from dynoffload.runtime.slice_cuts import (
+    KEEPING_ZEROS,
+    ZEROING,
+    Cut,
+    Over,
+    cut_of,
+    is_by_element,
+    is_over_lists,
+)
 from dynoffload.runtime.touching import held_by, in_parts, is_list_of_tensors, unwrapped
 
 _aten = torch.ops.aten
@@ -50,33 +49,7 @@ OF_EMPTY = {
 }
 """Views that torch makes of empty storages, too."""
 
-_ZEROING = {_aten.zero_.default, _aten._foreach_zero_.default}
-_COPYING = {_aten.copy_.default, _aten.clone.default, _aten._to_copy.default}
-_COPYING |= {_aten._foreach_copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor}
-
-
-def _is_positive(number: float) -> bool:
-    return math.isfinite(number) and math.copysign(1.0, number) > 0
-
-
-_KEEPING_ZEROS: dict[Any, tuple[int, Callable[[float], bool]]] = {
-    # which argument decides, and whether it leaves +0 as it is
-    _aten.mul_.Tensor: (1, _is_positive),
-    _aten.mul_.Scalar: (1, _is_positive),
-    _aten._foreach_mul_.Tensor: (1, _is_positive),
-    _aten._foreach_mul_.Scalar: (1, _is_positive),
-    _aten._amp_foreach_non_finite_check_and_unscale_.default: (2, _is_positive),
-    _aten._foreach_clamp_min_.Scalar: (1, lambda least: least < 0),
-    _aten._foreach_clamp_max_.Scalar: (1, lambda most: most > 0),
-}
 _MAKES_NO_USE = {"set_", "resize_", "resize_as_"}
-
-
-@functools.cache
-def is_over_lists(func: Any) -> bool:
-    """Return whether an operator treats each place of its lists by itself."""
-    name = func._schema.name.rpartition("::")[2]
-    return bool(name.startswith(("_foreach_", "_amp_foreach_")))
 
 
 @functools.cache
@@ -94,33 +67,6 @@ def _touches_no_byte(func: Any) -> bool:
     if func.is_view or func in OF_EMPTY or name in _MAKES_NO_USE:
         return True
     return bool(name.endswith("_like") or name.startswith("new_"))
-
-
-@functools.cache
-def _is_by_element(func: Any) -> bool:
-    """Return whether an operator treats every element by itself, and has one result at most."""
-    if is_over_lists(func):
-        return bool(func._schema.name.endswith("_"))
-    by_element = torch.Tag.pointwise in func.tags or func in _ZEROING or func in _COPYING
-    returns = [str(one.type) for one in func._schema.returns]
-    return by_element and not effects_of(func).draws and returns == ["Tensor"]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Over:
-    """A tensor over a row.
-
-    Attributes:
-        given: as it was given.
-        plain: below the wrappers of `torch.func`.
-        row: what it lies over.
-        slices: between its first and its last byte.
-    """
-
-    given: torch.Tensor
-    plain: torch.Tensor
-    row: Row
-    slices: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +89,6 @@ class _Span:
 
 _Places = dict[_Span, tuple[torch.UntypedStorage, int]]
 """What stands for slices, and for which byte of their row it begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How tensors of one shape are cut into slices: so many pieces of so many places along their
-    first dimension."""
-
-    shape: torch.Size
-    pieces: int
-    length: int
-
-    def piece(self, value: Any, number: int) -> Any:
-        """Return one piece of an argument; itself if it is the same for all."""
-        if isinstance(value, torch.Tensor) and value.shape == self.shape:
-            return unwrapped(value).narrow(0, number * self.length, self.length)
-        return value
 
 
 class OverRows:
@@ -191,21 +121,22 @@ class OverRows:
         if any(len(one.slices) > 1 for one in over):
             tensors = list(tensors_of((args, kwargs)))
             lists = any(is_list_of_tensors(one) for one in (*args, *kwargs.values()))
-            cut = None if lists else self._cut(func, tensors, self._written(func, args, kwargs))
+            written = self._written(func, args, kwargs)
+            cut = None if lists else cut_of(func, tensors, over, written)
             if cut is not None:
                 return self._by_slices(func, args, kwargs, cut)
         return self._run(func, args, kwargs, over)
 
-    def _over(self, args: Any, kwargs: Any) -> list[_Over]:
+    def _over(self, args: Any, kwargs: Any) -> list[Over]:
         """Return the arguments that lie over rows, each once."""
-        found: dict[int, _Over] = {}
+        found: dict[int, Over] = {}
         for given in tensors_of((args, kwargs)):
             plain = unwrapped(given)
             if plain.layout is torch.strided:
                 number = self._device.lookup(plain)
                 if number < NOBODYS:
                     row = self._device.row(number)
-                    found[id(given)] = _Over(given, plain, row, row.under(plain))
+                    found[id(given)] = Over(given, plain, row, row.under(plain))
         return list(found.values())
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -216,7 +147,7 @@ class OverRows:
 
     # On other tensors in their place
 
-    def _run(self, func: Any, args: Any, kwargs: Any, over: Sequence[_Over]) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, over: Sequence[Over]) -> Any:
         """Run an operator on what is given in place of ``over``."""
         spans = _spans(over)
         written = self._written(func, args, kwargs)
@@ -249,7 +180,7 @@ class OverRows:
         return result
 
     def _on_others(
-        self, func: Any, args: Any, kwargs: Any, spans: dict[_Over, _Span], places: _Places
+        self, func: Any, args: Any, kwargs: Any, spans: dict[Over, _Span], places: _Places
     ) -> Any:
         others = {id(one.given): _other(one, places.get(span)) for one, span in spans.items()}
         mine = {id(other): one for other, one in zip(others.values(), spans, strict=True)}
@@ -303,7 +234,7 @@ class OverRows:
                 self._exchange(row, number, storage, place, out=True)
             yield storage
 
-    def _bring_back(self, one: _Over, storage: torch.UntypedStorage, start: int) -> None:
+    def _bring_back(self, one: Over, storage: torch.UntypedStorage, start: int) -> None:
         """Give slices what an operator wrote in their place."""
         for number in one.slices:
             place = number - start // one.row.slice_bytes
@@ -328,50 +259,7 @@ class OverRows:
 
     # Slice by slice
 
-    def _cut(
-        self, func: Any, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
-    ) -> _Cut | None:
-        """Return how an operator on ``tensors`` is cut, None if it cannot be; see [Note: by
-        slices]."""
-        over = self._over(tensors, {})
-        lead = max(over, key=lambda one: len(one.slices), default=None)
-        if lead is None or len(lead.slices) < 2 or not _is_by_element(func):
-            return None
-        shape, row = lead.plain.shape, lead.row
-        step = lead.plain.stride(0) * lead.plain.element_size()
-        length, rest = divmod(row.slice_bytes, step)
-        begins = lead.plain.storage_offset() * lead.plain.element_size() % row.slice_bytes == 0
-        if rest or not begins or shape[0] % length:
-            return None
-        for tensor in tensors:
-            if tensor.shape == shape:
-                if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                    return None
-            elif not _is_same_for_all(tensor.shape, shape):
-                return None
-        if any(tensor.shape != shape for tensor in written) or self._overlap(over, written):
-            return None
-        exact = func in _COPYING or func in _ZEROING
-        if lead.plain.device.type == "cpu" and not exact:
-            threads, count = torch.get_num_threads(), shape.numel()
-            part = count // (shape[0] // length)
-            if not (ends_evenly(count, threads) and ends_evenly(part, threads)):
-                return None
-        return _Cut(shape, shape[0] // length, length)
-
-    def _overlap(self, over: Sequence[_Over], written: Sequence[torch.Tensor]) -> bool:
-        """Return whether an operator reads what it writes, at other places."""
-        into = [one for one in over if any(one.given is other for other in written)]
-        return any(
-            one.row is other.row
-            and one.slices
-            and (one.plain.shape, one.plain.storage_offset())
-            != (other.plain.shape, other.plain.storage_offset())
-            for one in over
-            for other in into
-        )
-
-    def _by_slices(self, func: Any, args: Any, kwargs: Any, cut: _Cut) -> Any:
+    def _by_slices(self, func: Any, args: Any, kwargs: Any, cut: Cut) -> Any:
         written = self._written(func, args, kwargs)
         stays = self._stay_clear(func, args)
         whole: torch.Tensor | None = None
@@ -400,17 +288,17 @@ class OverRows:
             return False
         region = one.row.regions[one.slices.start]
         self._device.meet_owner([region])
-        if func in _ZEROING:
+        if func in ZEROING:
             self._device.clear([region])
             return True
-        return func in _KEEPING_ZEROS and self._device.is_clear([region])[0] and stays()
+        return func in KEEPING_ZEROS and self._device.is_clear([region])[0] and stays()
 
     def _stay_clear(self, func: Any, args: Any) -> Callable[[], bool]:
         """Return what tells whether zeros stay +0; it looks at the factor when it is asked."""
 
         @functools.cache
         def stays() -> bool:
-            place, keeps = _KEEPING_ZEROS[func]
+            place, keeps = KEEPING_ZEROS[func]
             factor = args[place]
             if isinstance(factor, torch.Tensor):
                 if factor.numel() != 1 or self._device.lookup(unwrapped(factor)) != NOBODYS:
@@ -423,7 +311,7 @@ class OverRows:
     # Over lists
 
     def _call_over_lists(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_by_element(func):
+        if is_by_element(func):
             args = self._in_slices(func, args)
             if not args[0]:
                 return None
@@ -457,7 +345,7 @@ class OverRows:
         for place in range(count):
             values = {n: args[n][place] for n in lists}
             tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
-            cut = self._cut(func, tensors, [values[0]])
+            cut = cut_of(func, tensors, self._over(tensors, {}), [values[0]])
             for number in range(cut.pieces if cut else 1):
                 piece = {n: cut.piece(v, number) if cut else v for n, v in values.items()}
                 if not self._settles(func, piece[0], stays):
@@ -466,18 +354,10 @@ class OverRows:
         return tuple(made.get(n, one) for n, one in enumerate(args))
 
 
-def _is_same_for_all(shape: torch.Size, of: torch.Size) -> bool:
-    """Return whether a tensor of ``shape`` is the same for all pieces of one of another shape."""
-    if len(shape) > len(of) or (len(shape) == len(of) and shape[0] != 1):
-        return False
-    ends = of[len(of) - len(shape) :]
-    return all(size in (1, whole) for size, whole in zip(shape, ends, strict=True))
-
-
-def _spans(over: Sequence[_Over]) -> dict[_Over, _Span]:
+def _spans(over: Sequence[Over]) -> dict[Over, _Span]:
     """Return which slices stand together for each tensor."""
-    found: dict[_Over, _Span] = {}
-    by_row: dict[Row, list[_Over]] = {}
+    found: dict[Over, _Span] = {}
+    by_row: dict[Row, list[Over]] = {}
     for one in over:
         by_row.setdefault(one.row, []).append(one)
     for row, ones in by_row.items():
@@ -494,7 +374,7 @@ def _spans(over: Sequence[_Over]) -> dict[_Over, _Span]:
     return found
 
 
-def _other(one: _Over, place: tuple[torch.UntypedStorage, int] | None) -> torch.Tensor:
+def _other(one: Over, place: tuple[torch.UntypedStorage, int] | None) -> torch.Tensor:
     """Return what an operator gets in place of a tensor over a row."""
     plain = one.plain
     with torch._C._DisableTorchDispatch():

@@ -12,7 +12,7 @@ from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import local_bytes
 from dynoffload.runtime.counting import parts_of
-from dynoffload.runtime.kept_state import state_of
+from dynoffload.runtime.updates.kept_state import state_of
 
 
 def largest_outside(

@@ -50,16 +50,14 @@ from dynoffload.runtime.passes.saved import Chunk
 from dynoffload.runtime.placing import is_held, leave_for_meta
 from dynoffload.runtime.ranks.replicas import as_backward_ends
 from dynoffload.runtime.ranks.sharded import Gathered, groups_of, reshard
-from dynoffload.runtime.recovery import Recovery
 from dynoffload.runtime.residency import Residence
 from dynoffload.runtime.sizing import Sizing, enough_for, may_queue
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.unseen import unseen
-from dynoffload.runtime.updates.drafts import Drafts
-from dynoffload.runtime.updates.images import Images
-from dynoffload.runtime.updates.loss import Loss
-from dynoffload.runtime.updates.update import check_host
-from dynoffload.runtime.updates.updates import Updates, can_split
+from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
+from dynoffload.runtime.updates.failure import Recovery, StepFailure
+from dynoffload.runtime.updates.undo_log import UndoLog
+from dynoffload.runtime.updates.update import can_split, check_host
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -117,8 +115,8 @@ class Paging:
         self._said_of_graphs = False  # that gradients have one
         self._meta = [parameter for parameter in model.parameters() if parameter.is_meta]
         self._undoes = True  # by ending before it has begun
-        self.loss = Loss("model") if optimizer is None else Loss("model", "optimizer")
-        self.updates: Updates | None = None
+        self.loss = StepFailure("model") if optimizer is None else StepFailure("model", "optimizer")
+        self.updates: DeferredOptimizer | None = None
         self._guard: threading.Thread | None = None
         self._hooks: Hooks | None = None
         self._undo = contextlib.ExitStack()  # what is to be undone at the end, last first
@@ -218,21 +216,23 @@ class Paging:
         self._watch()
         if self.updates is not None and isinstance(self.device, Accelerator):
             assert self._residence is not None
-            self.device.on_locked = self._residence.heard(self.updates.waiting.meet)
+            self.device.on_locked = self._residence.heard(self.updates.pending.meet)
         elif self.updates is not None and self.device.guarded:
             self._guard = threading.Thread(target=self._serve, name="dynoffload-guard", daemon=True)
             self._guard.start()
 
     def _split_steps(self, optimizer: Optimizer, config: OffloadConfig) -> None:
-        images = self._images(optimizer) if config.rollback else None
-        defer = config.defer_updates == "auto"
-        updates = self.updates = Updates(
+        log = self._undo_log(optimizer) if config.rollback else None
+        updates = self.updates = DeferredOptimizer(
             optimizer,
             self.store,
             self.rows,
             self.device,
             self.loss,
-            defer=defer,
+            defer=config.defer_updates == "auto",
+            log=log,
+            share=config.draft_share,
+            capacity=self.sizing.pool_bytes - self.sizing.reserve_bytes,
             hear=self.hear,
             check=self._check_step,
             on_whole=self._begin_whole_step,
@@ -240,24 +240,12 @@ class Paging:
         )
         self._undo.callback(self._end_guard)
         self._undo.callback(updates.close)
-        if images is not None:
-            updates.keep(images)
-        elif defer and isinstance(self.device, Pager) and updates.splits:
-            updates.drafts = Drafts(
-                optimizer,
-                self.store,
-                self.rows,
-                self.device,
-                capacity=self.sizing.pool_bytes - self.sizing.reserve_bytes,
-                share=config.draft_share,
-                run=updates.maker.run_on,
-            )
         for parameter in (*self.store.slots, *self.store.fused):
             let_come()
-            updates.maker.adopt_state(parameter, optimizer.state)
+            updates.runner.adopt_state(parameter, optimizer.state)
         self.adoption.adopt_whole_state()
 
-    def _images(self, optimizer: Optimizer) -> Images | None:
+    def _undo_log(self, optimizer: Optimizer) -> UndoLog | None:
         if not can_split(optimizer):
             logger.warning(
                 "rollback: a step of %s that is cut off is not undone, as it is not one of "
@@ -266,9 +254,9 @@ class Paging:
             )
             return None
         need = images_bytes(self.model, optimizer)
-        images = Images(optimizer, self.adoption, self.spill_dir, need)
-        self._undo.callback(images.close)
-        return images
+        log = UndoLog(optimizer, self.adoption, self.spill_dir, need)
+        self._undo.callback(log.close)
+        return log
 
     def _unhook(self) -> None:
         hooks, self._hooks = self._hooks, None
@@ -397,7 +385,7 @@ class Paging:
     def flush(self) -> None:
         """Make every update that was put off."""
         if self.updates is not None:
-            self.updates.waiting.flush_all()
+            self.updates.pending.flush_all()
 
     def settle(self) -> None:
         """Make every update that was put off.
@@ -407,7 +395,7 @@ class Paging:
         """
         self.loss.check()
         if self.updates is not None:
-            self.updates.waiting.settle()
+            self.updates.pending.settle()
 
     def begin_load(self) -> None:
         """A checkpoint is about to be loaded into the model alone."""
@@ -438,8 +426,8 @@ class Paging:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], order: list[Unit] | None
     ) -> None:
         self._awaits_end = False  # of a backward that was cut off
-        if self.updates is not None and self.updates.drafts is not None:
-            self.updates.drafts.begin_forward()
+        if self.updates is not None and self.updates.speculative is not None:
+            self.updates.speculative.begin_forward()
         self.activations.begin_forward(tensors_in((args, kwargs), depth=4))
         self.migrator.set_prefetch(self._forecast.pays)
         self.migrator.begin_forward(order)
@@ -472,7 +460,7 @@ class Paging:
         if gradient is not None and gradient.requires_grad:
             self._say_of_graphs(slot.name)
         if self.updates is not None:
-            self.updates.draft(slot)
+            self.updates.speculate(slot)
         else:
             self._say_without_optimizer()
 
@@ -537,10 +525,10 @@ class Paging:
     @unseen
     def _make_ready(self, units: Sequence[Unit]) -> None:
         """What is put off for these units is made, and they are in fast memory."""
-        if self.updates is not None and self.updates.waiting.pending:
+        if self.updates is not None and self.updates.pending.by_slot:
             for unit in units:
                 for slot in unit.slots:
-                    self.updates.waiting.flush(slot)
+                    self.updates.pending.flush(slot)
         self.device.touch([region for unit in units for region in unit.regions])
 
     @uninterrupted
@@ -580,7 +568,7 @@ class Paging:
         while not self._closing.is_set():
             region = self.device.handed(0.05)
             if region >= 0:
-                updates.waiting.serve(region)
+                updates.pending.serve(region)
             elif region == -2:
                 return
 
@@ -589,8 +577,8 @@ class Paging:
     def lose(self, error: BaseException) -> None:
         """A load was cut off: until another, this is no state to save."""
         if self.updates is not None:
-            self.updates.forget_images()
-        self.loss.set(error, told=True)
+            self.updates.forget_undo()
+        self.loss.set(error)
 
     def absent_bytes(self, whole: int) -> int:
         """Return the bytes that no step has had in memory, and that would be there without paging:
@@ -610,7 +598,7 @@ class Paging:
         if self._ends:
             return
         if self.updates is not None:
-            self.updates.waiting.end_in_child(refusal("the optimizer's state"))
+            self.updates.pending.end_in_child(refusal("the optimizer's state"))
         for tensor in tensors_of(self.model, self.optimizer):
             if tensor.layout is torch.strided and not tensor.is_meta:
                 region = self.device.owner(tensor)
@@ -697,5 +685,5 @@ class Paging:
             room = room_for(self._target, self._place, self.spill_dir)
             self._where = self.adoption.restore(self._place, room)
         except BaseException as error:
-            self.loss.set(error, told=True)
+            self.loss.set(error)
             raise

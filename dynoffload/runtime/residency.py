@@ -51,7 +51,8 @@ from dynoffload.memory.accelerator.accelerator import Accelerator
 from dynoffload.memory.accelerator.rows import NOBODYS
 from dynoffload.runtime.interrupts import admit, hold, uninterrupted
 from dynoffload.runtime.operators import counting_writes, effects_of
-from dynoffload.runtime.over_rows import OF_EMPTY, OverRows, is_over_lists
+from dynoffload.runtime.over_rows import OF_EMPTY, OverRows
+from dynoffload.runtime.slice_cuts import is_over_lists
 from dynoffload.runtime.touching import held_by, in_parts
 from dynoffload.runtime.unseen import unseen
 

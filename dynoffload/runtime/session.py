@@ -46,10 +46,10 @@ from dynoffload.runtime.ranks.sharded import groups_of, said_of
 from dynoffload.runtime.ranks.status import RankStatus
 from dynoffload.runtime.ranks.watchdog import RankWatchdog, watch_ranks
 from dynoffload.runtime.recording import Recording
-from dynoffload.runtime.recovery import Aftermath
 from dynoffload.runtime.sizing import Sizing
 from dynoffload.runtime.target import Target
 from dynoffload.runtime.unseen import unseen
+from dynoffload.runtime.updates.failure import Aftermath
 from dynoffload.telemetry import RunLog, StepStats, table_of
 from dynoffload.units import format_bytes
 

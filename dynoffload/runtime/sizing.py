@@ -10,8 +10,8 @@ and counted by `counting.ordinary_bytes` from then on.
 time, and more, or whoever waits for room waits for ever. Pinned are: the regions of the update that
 is being made (`update_bytes`), of one only, as updates are made one after the other; in forward the
 chunk that is being filled; a saved tensor larger than a chunk, while it is copied; what is drafted,
-of which `Drafts` takes on no more than fits half of the pool. A second chunk and the reserve remain
-for whoever makes the update, and for the operator that runs.
+of which `SpeculativeUpdates` takes on no more than fits half of the pool. A second chunk and the
+reserve remain for whoever makes the update, and for the operator that runs.
 
 [Note: the spill file]  What it needs is allocated before anything is touched: parameters, gradients
 and optimizer state, padded; for what is paged by slices the gradients once more, as those of one
@@ -39,7 +39,7 @@ from dynoffload.runtime.adoption.held import held_parameters
 from dynoffload.runtime.adoption.slicing import may_slice, slice_bytes, slices_of, sole_owners
 from dynoffload.runtime.adoption.store import can_move, moved_bytes
 from dynoffload.runtime.counting import SCALARS, States, is_trained, parts_of
-from dynoffload.runtime.updates.updates import can_split
+from dynoffload.runtime.updates.update import can_split
 from dynoffload.units import KiB, MiB, Quantity, format_bytes, parse_bytes
 
 _LEAST_PAGES = 40  # of a pool, so that regions of several pages find room

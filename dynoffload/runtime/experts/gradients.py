@@ -28,7 +28,7 @@ from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.interrupts import uninterrupted
 from dynoffload.runtime.placing import put
 from dynoffload.runtime.unseen import unseen
-from dynoffload.runtime.updates.updates import Updates
+from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 
 
 class Filling:
@@ -90,7 +90,7 @@ class FusedGradients:
         updates: may still have to read gradients; None without an optimizer.
     """
 
-    def __init__(self, rows: FusedStore, device: Device, updates: Updates | None) -> None:
+    def __init__(self, rows: FusedStore, device: Device, updates: DeferredOptimizer | None) -> None:
         self.rows, self._device, self._updates = rows, device, updates
 
     def watch(self, fused: Fused) -> Callable[[], None]:
@@ -118,7 +118,7 @@ class FusedGradients:
         row = self.rows.free_row(fused)
         if self._updates is not None:
             for slot in fused.slots:
-                self._updates.waiting.vacate(slot, row[slot.number])
+                self._updates.pending.vacate(slot, row[slot.number])
         self._device.clear(row)
         return row
 
@@ -130,7 +130,7 @@ class FusedGradients:
     def draft(self, slot: Slot) -> None:
         """The gradient of a slice is probably complete."""
         if self._updates is not None:
-            self._updates.draft(slot)
+            self._updates.speculate(slot)
 
     @unseen
     def adopt(self, fused: Fused) -> None:
@@ -207,4 +207,4 @@ class FusedGradients:
     def _settle(self, slot: Slot, region: int) -> None:
         """Make the update that still has to read the gradient in ``region``."""
         if self._updates is not None and slot.owed == region:
-            self._updates.waiting.flush(slot)
+            self._updates.pending.flush(slot)

@@ -23,7 +23,7 @@ from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.units import Unit
 from dynoffload.runtime.passes.activations import Activations
 from dynoffload.runtime.passes.saved import Chunk
-from dynoffload.runtime.updates.updates import Updates
+from dynoffload.runtime.updates.deferred_optimizer import DeferredOptimizer
 from dynoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Migrator:
     def __init__(
         self,
         device: Device,
-        updates: Updates | None,
+        updates: DeferredOptimizer | None,
         activations: Activations,
         *,
         reserve_bytes: int,
@@ -186,7 +186,7 @@ class Migrator:
         self, reference: Reference[Slot], visits: Sequence[Visit[Slot]], order: Sequence[Unit]
     ) -> None:
         """Add the backward over ``visits``, and the next forward, of ``order``."""
-        drafts = None if self._updates is None else self._updates.drafts
+        drafts = None if self._updates is None else self._updates.speculative
         drafted = None if drafts is None else drafts.choose(completing(visits))
         reference.add_return(visits, order, drafted)
 
@@ -251,4 +251,4 @@ class Migrator:
         return self._saved.visits(order, regions)
 
     def _is_pending(self, slot: Slot) -> bool:
-        return self._updates is not None and slot in self._updates.waiting.pending
+        return self._updates is not None and slot in self._updates.pending.by_slot

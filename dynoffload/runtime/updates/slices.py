@@ -32,9 +32,9 @@ from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits
 from dynoffload.runtime.adoption.slots import Fused, Slot
 from dynoffload.runtime.adoption.store import Store, view_of
-from dynoffload.runtime.updates.images import Images
-from dynoffload.runtime.updates.modes import Modes
-from dynoffload.runtime.updates.update import Group
+from dynoffload.runtime.updates.torch_context import TorchContext
+from dynoffload.runtime.updates.undo_log import UndoLog
+from dynoffload.runtime.updates.update import Group, copied
 
 MOST_STEPS = 256
 """Steps that a slice may lag behind: what waits is bounded, and so is the time to catch up. Some
@@ -51,13 +51,13 @@ class Step:
         group: the hyperparameters at the time of ``step()``, without parameters.
         small: the state that is not of the parameter's form, as it was; None before the first step.
         zero: the gradient is zero.
-        modes: of torch at that time.
+        context: the settings of torch at that time.
     """
 
     group: Group
     small: dict[str, Any] | None
     zero: bool
-    modes: Modes
+    context: TorchContext
 
 
 @dataclass(eq=False)
@@ -77,9 +77,9 @@ class SliceUpdate:
     begun: bool = False
 
     @property
-    def modes(self) -> Modes:
-        """The modes of the first step."""
-        return self.steps[0].modes
+    def context(self) -> TorchContext:
+        """The settings of the first step."""
+        return self.steps[0].context
 
 
 class SliceUpdates:
@@ -115,14 +115,14 @@ class SliceUpdates:
         state = self._state_of(fused)
         small = None
         if state:
-            small = {k: _clone(v) for k, v in state.items() if k not in fused.states}
+            small = {k: copied(v) for k, v in state.items() if k not in fused.states}
         writes = self._count(fused, group, state)
         row = self.rows.row_of(fused, fused.parameter.grad)
         assert row is not None
         self.rows.point(fused, row)  # the user may have put a gradient there that was made for him
         clear = self._device.is_clear(row)
-        modes = Modes.now(self._device.device.type)
-        zero, other = Step(group, small, True, modes), Step(group, small, False, modes)
+        context = TorchContext.now()
+        zero, other = Step(group, small, True, context), Step(group, small, False, context)
         torch.autograd.graph.increment_version(fused.parameter)
         return [
             (slot, zero if is_clear and not writes else other)
@@ -180,7 +180,7 @@ class SliceUpdates:
         slot: Slot,
         update: SliceUpdate,
         storages: Mapping[int, torch.UntypedStorage],
-        images: Images | None,
+        undo_log: UndoLog | None,
     ) -> None:
         """Make an update, whose regions are at hand.
 
@@ -188,7 +188,7 @@ class SliceUpdates:
             slot: the slice.
             update: its update.
             storages: where regions are shown; the others are at their own addresses.
-            images: takes what it changes, as it was.
+            undo_log: takes what it changes, as it was.
         """
         assert slot.fused is not None
         like = slot.fused.like[0]
@@ -199,10 +199,10 @@ class SliceUpdates:
 
         data = tensor(slot.region)
         states = {key: tensor(region) for key, region in slot.states.items()}
-        if images is not None:
+        if undo_log is not None:
             for key, kept in ((None, slot.region), *slot.states.items()):
                 own = view_of(self._device.storage(kept), like)
-                images.keep_tensor(slot.parameter, key, slot.number, own, tensor(kept))
+                undo_log.keep_tensor(slot.parameter, key, slot.number, own, tensor(kept))
         zeros = self._zeros_like(slot.fused) if any(step.zero for step in update.steps) else None
         if zeros is not None:
             self._device.acquire([zeros], pin=True)
@@ -211,8 +211,9 @@ class SliceUpdates:
                 region = zeros if step.zero else update.gradient
                 assert region is not None
                 update.begun = True
-                others = step.modes != update.modes
-                with step.modes.again(guard=bool(storages)) if others else nullcontext():
+                others = step.context != update.context
+                kind, guard = self._device.device.type, bool(storages)
+                with step.context.again(kind, guard=guard) if others else nullcontext():
                     self._make(data, tensor(region), states, step)
         finally:
             if zeros is not None:
@@ -242,7 +243,7 @@ class SliceUpdates:
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         if step.small is not None:
             # The order of keys is the optimizer's own business: it asks for them by name.
-            given = {**states, **{key: _clone(value) for key, value in step.small.items()}}
+            given = {**states, **{key: copied(value) for key, value in step.small.items()}}
             own[stand_in] = dict(given)
         self._run([{**step.group, "params": [stand_in]}], own)
         for key, value in own.get(stand_in, {}).items():
@@ -266,7 +267,3 @@ class SliceUpdates:
         self._device.unlock([region])
         update.regions[update.regions.index(region)] = twin
         update.gradient = slot.owed = twin
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

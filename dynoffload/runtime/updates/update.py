@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from dynoffload.errors import ConfigError
@@ -23,7 +23,7 @@ from dynoffload.host_optimizer import HostOptimizer
 from dynoffload.memory.device import Device
 from dynoffload.memory.local import is_spread
 from dynoffload.runtime.ranks.sharded import replica_beside
-from dynoffload.runtime.updates.modes import Modes
+from dynoffload.runtime.updates.torch_context import TorchContext
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Update:
         gradient: what it will consume.
         state: the tensors of its optimizer state at that time, None before the first step.
         regions: what it will read and write, locked until then.
-        modes: of torch at that time.
+        context: the settings of torch at that time.
         states: the optimizer's mapping of states at that time, which takes up what is new; the user
             may have put another in its place since.
         begun: whether the optimizer's code has started on it.
@@ -59,9 +59,14 @@ class Update:
     gradient: torch.Tensor
     state: dict[str, Any] | None
     regions: list[int]
-    modes: Modes
+    context: TorchContext
     states: MutableMapping[torch.Tensor, Any]
     begun: bool = False
+
+
+def can_split(optimizer: Optimizer) -> bool:
+    """Return whether the updates of ``optimizer`` are known to be made one by one like together."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
@@ -132,7 +137,7 @@ def check_host(optimizer: Optimizer | None, device: Device) -> None:
 
 def snapshot(group: Group) -> Group:
     """Return a group's hyperparameters as they are now, tensors copied, without parameters."""
-    return {key: _copied(value) for key, value in group.items() if key != "params"}
+    return {key: copied(value) for key, value in group.items() if key != "params"}
 
 
 def first_timers(optimizer: Optimizer, group: Group) -> tuple[torch.dtype, ...]:
@@ -162,6 +167,11 @@ def _is_foreach(group: Group) -> bool:
     return bool(foreach)
 
 
+def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
+    """Return whether a step over ``group`` changes gradients, as they are added to momentum."""
+    return type(optimizer) is SGD and bool(group.get("nesterov")) and _is_foreach(group)
+
+
 def neighbours(group: Group, device: torch.device) -> list[nn.Parameter]:
     """Return the parameters beside which an update with the hyperparameters ``group`` is made, on
     ``device``."""
@@ -188,9 +198,10 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return a copy of a tensor, or of the tensors in a list or tuple; else ``value`` itself."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, tuple | list) and any(isinstance(part, torch.Tensor) for part in value):
-        return type(value)(_copied(part) for part in value)
+        return type(value)(copied(part) for part in value)
     return value

@@ -1,26 +1,23 @@
-"""Updates made in backward, ahead of ``step()``: drafts, which ``step()`` takes over or drops.
+"""Updates made in backward, ahead of ``step()``, which takes them over or drops them.
 
-[Note: drafts]  A put-off update reads a parameter, its gradient and its state during the next
-forward and writes three of them back: most of a step's traffic, in its shortest phase. But the
-hyperparameters of a step are mostly known before it, and so is the gradient, once backward has
-completed it. So for a share of the parameters the update is made then and there, on *twins*: the
-parameter is copied, its state's pages are lent, and what was there before stays as it was. When
-``step()`` comes, the regions trade contents with their twins, which moves no byte.
+[Note: speculation]  An update that waits reads a parameter, its gradient and its state in the next
+forward, and writes three of them back: most of a step's traffic, in its shortest phase. But once
+backward has completed a gradient, the update is mostly known. So for a share of the parameters it
+is made then, on *twins*: the parameter is copied, its state's pages are lent, and what was there
+before stays in the file. When ``step()`` comes, regions and twins trade contents, which moves no
+byte.
 
-A draft counts only if the update it was made for is the one to be made: the same gradient, state
-and parameter tensors over the same memory, none of their regions visited since (by anybody, reading
-or writing), equal values in the state that is not paged, and equal hyperparameters. Otherwise it is
-dropped, and the update is made from what was there before. So a draft costs time at worst; loops
-that always change gradients after backward, as by clipping, are left without drafts for longer and
-longer.
+A draft, which is such an update, counts only if it is the update to be made: the same tensors over
+the same memory, none of their regions visited since, and equal hyperparameters, settings of torch
+and values of the state that is not paged. Otherwise it is dropped, and the update is made from what
+was there before. Loops that always change gradients after backward, as by clipping, are left
+without drafts for longer and longer.
 
-The gradient of a slice of a fused parameter (see `fused`) is taken for complete once its expert has
-been through backward; what else may still be added is a visit of its region, and voids the draft.
-State that is the parameter's as a whole is counted on by `slices`, not here.
+The gradient of a slice counts as complete once its expert has been through backward; what is still
+added is a visit of its region. State that is the parameter's as a whole is counted on by `slices`.
 
-Some optimizers write into the gradient while they step (SGD with ``foreach`` and ``nesterov``).
-Nobody may see that before ``step()``. Whether one does depends on which hyperparameters are set, so
-for each combination of these the first draft is made with a copy of the gradient, to see.
+Optimizers that write into the gradient while they step get no drafts: nobody may see that before
+``step()``.
 """
 
 from __future__ import annotations
@@ -41,8 +38,15 @@ from dynoffload.runtime.adoption.fused import FusedStore
 from dynoffload.runtime.adoption.slicing import keeps_bits, may_slice
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import Store, bytes_of, offset_of, view_of
-from dynoffload.runtime.updates.modes import Modes, may_wait
-from dynoffload.runtime.updates.update import Group, Update, same, snapshot
+from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
+from dynoffload.runtime.updates.update import (
+    Group,
+    Update,
+    copied,
+    same,
+    snapshot,
+    writes_gradients,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ class _Draft:
     """An update made on twins, and what it was made from."""
 
     group: Group
-    modes: Modes
+    context: TorchContext
     gradient: torch.Tensor | None  # the user's; None for a slice: it is known by its region
     places: list[tuple[Any, ...]]  # where the tensors lie, how, and at which version
     state: dict[str, Any]
@@ -67,7 +71,7 @@ class _Draft:
     visits: list[int]
 
 
-class Drafts:
+class SpeculativeUpdates:
     """The drafts of one optimizer's updates.
 
     Args:
@@ -99,7 +103,6 @@ class Drafts:
         self._spent: list[Slot] = []  # whose update was taken over and whose gradient may go
         self._dropped = 0
         self._pause = self._rest = 0
-        self._suits: dict[frozenset[tuple[str, bool]], bool] = {}
 
     # What is drafted
 
@@ -138,13 +141,14 @@ class Drafts:
     def _is_eligible(self, slot: Slot) -> bool:
         parameter = slot.parameter
         state = dict.get(self._optimizer.state, parameter)
-        if slot.shared or parameter not in self._groups or not state:
+        group = self._groups.get(parameter)
+        if slot.shared or group is None or not state or writes_gradients(self._optimizer, group):
             return False
         if is_spread(parameter) and not may_slice(self._optimizer):
             return False
         if slot.fused is not None:
             return self._rows.holds(slot.fused, state) and keeps_bits(
-                self._groups[parameter], slot.fused.like, slot.fused.count
+                group, slot.fused.like, slot.fused.count
             )
         owner = self._device.owner
         return owner(parameter) == slot.region and all(
@@ -173,70 +177,50 @@ class Drafts:
     def _make(self, slot: Slot, twins: Mapping[int, int]) -> None:
         assert slot.gradient is not None
         device, whole = self._device, slot.fused is None
-        gradient = slot.parameter.grad if whole else self._part(slot, slot.gradient)
-        if gradient is None:
+        theirs = slot.parameter.grad if whole else self._part(slot, slot.gradient)
+        if theirs is None or theirs.layout is not torch.strided:
             return
-        if gradient.layout is not torch.strided:
-            return
-        theirs, gradient = gradient, local(gradient)
+        gradient = local(theirs)
         if device.owner(gradient) != slot.gradient or not self._is_eligible(slot):
             return
         parameter, states = slot.parameter, list(slot.states.values())
         state = dict.get(self._optimizer.state, parameter, {})
         paged = slot.states.keys()
-        before = {key: _clone(local(value)) for key, value in state.items() if key not in paged}
-        own = {k: local(v) if k in paged else _clone(local(v)) for k, v in state.items()}
+        before = {key: copied(local(value)) for key, value in state.items() if key not in paged}
+        own = {k: local(v) if k in paged else copied(local(v)) for k, v in state.items()}
         data = local(parameter).data
         if not whole:
             data = self._part(slot, slot.region)
             own |= {key: self._part(slot, region) for key, region in slot.states.items()}
-        group = snapshot(self._groups[parameter])
-        flags = frozenset((key, _is_set(value)) for key, value in group.items())
-        keeps = self._suits.get(flags)
-        if keeps is False:
-            return
-        try:
-            trial = None if keeps else self._twin(slot.gradient)
-        except (SpillError, BudgetError) as error:
-            self._stop(error)
-            return
-        copied = [slot.region]  # its pages are in use; those of the state are lent
+        group, context = snapshot(self._groups[parameter]), TorchContext.now()
+        duplicated = [slot.region]  # its pages are in use; those of the state are lent
         if not device.lend(states, [twins[region] for region in states]):
             if not set(states) <= set(device.resident()):
                 return  # not read yet: it is made later, from what is in the file
-            copied += states  # modified since they were read, by an update that was not drafted
-        used = slot.gradient if trial is None else trial
-        given_gradient = view_of(device.storage(used), gradient, offset_of(gradient))
+            duplicated += states  # modified since they were read, by an update made in step()
+        given_gradient = view_of(device.storage(slot.gradient), gradient, offset_of(gradient))
         version = given_gradient._version
-        modes = Modes.now(self._device.device.type)
-        update = Update(group, data, given_gradient, own, [], modes, self._optimizer.state)
-        if trial is not None:
-            copied.append(slot.gradient)
-            twins = {**twins, slot.gradient: trial}
-        pinned = list({*copied, slot.gradient, *twins.values()})
+        update = Update(group, data, given_gradient, own, [], context, self._optimizer.state)
+        pinned = list({*duplicated, slot.gradient, *twins.values()})
         device.acquire(pinned, pin=True)
         try:
-            for region in copied:
+            for region in duplicated:
                 ours, twin = device.storage(region), device.storage(twins[region])
                 bytes_of(twin).copy_(bytes_of(ours))
             given, made = self._run(update, {r: device.storage(t) for r, t in twins.items()})
-            if keeps and given_gradient._version != version:
-                raise StepLostError(
-                    f"{type(self._optimizer).__name__} has changed the gradient of {slot.name} in "
-                    "an update made ahead of step(), which it did not do before: the step is lost; "
-                    "go on from the last checkpoint with config={'draft_share': 0}"
-                )
-            keeps = given_gradient._version == version
         finally:
             device.unpin(pinned)
-            if trial is not None:
-                device.discard(trial)
-        self._suits[flags] = keeps
+        if given_gradient._version != version:
+            raise StepLostError(
+                f"{type(self._optimizer).__name__} has changed the gradient of {slot.name} in an "
+                "update made ahead of step(): the step is lost; go on from the last checkpoint "
+                "with config={'draft_share': 0}"
+            )
         regions = [slot.region, *states]
         watched = [*regions, slot.gradient]
         draft = _Draft(
             group=group,
-            modes=modes,
+            context=context,
             gradient=theirs if whole else None,
             places=_places(slot, theirs if whole else None, state),
             state=dict(state),
@@ -246,11 +230,11 @@ class Drafts:
             watched=watched,
             visits=device.withdraw(watched),
         )
-        if keeps and made.keys() == state.keys() and all(made[key] is given[key] for key in paged):
+        if made.keys() == state.keys() and all(made[key] is given[key] for key in paged):
             self._drafts[slot] = draft
-        else:  # an optimizer that writes gradients, or puts other tensors in place of its state
+        else:  # an optimizer that puts other tensors in the place of its state
             self._forget(draft)
-            self._suits[flags] = False
+            self._share = 0.0
 
     def _part(self, slot: Slot, region: int) -> torch.Tensor:
         """Return a slice, or what goes with it, that lies in ``region``."""
@@ -298,8 +282,8 @@ class Drafts:
             and all(state.get(key) is value for key, value in draft.state.items())
             and _places(slot, draft.gradient, state) == draft.places
             and same(group, draft.group)
-            and draft.modes.suit(self._optimizer, Modes.now(self._device.device.type))
-            and may_wait()
+            and draft.context == TorchContext.now()
+            and may_wait(self._optimizer, self._device.device.type)
             and same({key: local(state[key]) for key in draft.before}, draft.before)
             and self._device.visits(draft.watched) == draft.visits
         )
@@ -344,14 +328,6 @@ class Drafts:
         elif self._spent:
             self._pause = 0
         self._dropped = 0
-
-
-def _is_set(value: Any) -> bool:
-    return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _places(

@@ -1,13 +1,12 @@
-"""Before-images: what a step changes, as it was before, until all of it is changed.
+"""The undo log of one optimizer step: what it overwrites, as it was before.
 
-A step that is cut off half way has made some updates and not others. With what they have
-overwritten it is undone, and model and optimizer are again those of the last finished step. Before
-an update is made, its parameter and state are written to a file of their own; the next step begins
-the file anew, once every update of this one is made.
+A step that is cut off half-way has made some updates and not others. Before an update is made, its
+parameter and state are written to a file, piece by piece through one small buffer. If the step is
+cut off, they are read back, and model and optimizer are those of the last finished step. The log
+begins anew with each step, once every update of the last one is made.
 
-[Note: what is not kept]  Gradients, which are consumed; buffers, which forward changes; and what
-the user's loop changes: hyperparameters, the state of a scheduler or a scaler. Where the user has
-given a parameter, or its state, other memory since, nothing is undone: it would be written there.
+Not kept are gradients, buffers, hyperparameters, and what schedulers and scalers count. Where the
+user has given a parameter, or its state, other memory since, nothing is undone.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from dynoffload.errors import SpillError
 from dynoffload.memory.accelerator.storages import place_of
-from dynoffload.memory.copies import Copies
 from dynoffload.memory.local import local
-from dynoffload.memory.pieces import Holder
+from dynoffload.memory.pieces import Buffer, Holder, same_bits
+from dynoffload.memory.spill import SpillFile, reason, transfer
 
 _SMALL = 16  # elements of a state tensor that is kept in memory
 
@@ -31,7 +31,7 @@ _IN_FILE = object()  # in place of a larger one
 
 
 @dataclass(frozen=True)
-class _Image:
+class _Entry:
     """Where the bytes of a tensor are kept: of a parameter, of its state, or of a slice of one."""
 
     parameter: torch.Tensor
@@ -43,8 +43,8 @@ class _Image:
     shape: torch.Size
 
 
-class Images:
-    """The before-images of one step.
+class UndoLog:
+    """What one step has overwritten.
 
     Args:
         optimizer: whose step it is.
@@ -57,21 +57,16 @@ class Images:
     """
 
     def __init__(self, optimizer: Optimizer, memory: Holder, directory: Path, need: int) -> None:
-        self._optimizer = optimizer
-        self._copies = Copies(
-            memory,
-            directory,
-            need,
-            what="a before-image",
-            purpose="rollback",
-            unwritten="its update was not made, and nothing is lost by this",
-        )
-        self._images: list[_Image] = []
+        self._optimizer, self._memory = optimizer, memory
+        self._file = SpillFile(directory, need, direct=False, purpose="rollback")
+        self._buffer = Buffer()
+        self._end = 0  # of what is written
+        self._entries: list[_Entry] = []
         self._states: dict[torch.Tensor, dict[str, Any] | None] = {}
 
     def close(self) -> None:
         """Give the file back."""
-        self._copies.close()
+        self._file.close()
 
     def any(self) -> bool:
         """Return whether a step is kept."""
@@ -79,9 +74,9 @@ class Images:
 
     def forget(self) -> None:
         """What was kept is of no use any more."""
-        self._images.clear()
+        self._entries.clear()
         self._states.clear()
-        self._copies.forget()
+        self._end = 0
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """A step over ``parameters`` begins, and all before it is made."""
@@ -119,24 +114,25 @@ class Images:
             return
         before = self._states[parameter] or {}
         if key is None or before.get(key) is _IN_FILE:
-            at, place = self._copies.write(shown), place_of(local(own))
-            image = _Image(parameter, key, number, at, place, shown.dtype, shown.shape)
-            self._images.append(image)
+            at, place = self._write(shown.detach()), place_of(local(own))
+            self._entries.append(
+                _Entry(parameter, key, number, at, place, shown.dtype, shown.shape)
+            )
 
     def undo(self) -> None:
         """Give parameters and state back what they had before the step.
 
         Raises:
-            SpillError: an image, or what lies beside one, cannot be read: the step stays lost.
+            SpillError: the log, or what lies beside an entry, cannot be read: the step stays lost.
             ValueError: a tensor lies elsewhere by now; nothing was changed.
         """
-        tensors = [self._tensor_of(image) for image in self._images]
+        tensors = [self._tensor_of(entry) for entry in self._entries]
         states = self._optimizer.state
         for parameter, before in self._states.items():
             if before and dict.get(states, parameter) is None:
                 raise ValueError("the optimizer has no state any more where it had some")
-        for image, tensor in reversed(list(zip(self._images, tensors, strict=True))):
-            self._copies.read(image.offset, tensor)
+        for entry, tensor in reversed(list(zip(self._entries, tensors, strict=True))):
+            self._read(entry.offset, tensor)
         for parameter, before in self._states.items():
             if before is None:
                 if parameter in states:
@@ -146,31 +142,66 @@ class Images:
             torch.autograd.graph.increment_version(parameter)
         self.forget()
 
-    def _tensor_of(self, image: _Image) -> torch.Tensor:
-        """Return the tensor that ``image`` is of."""
-        tensor: Any = local(image.parameter).data
-        if image.key is not None:
-            tensor = local((dict.get(self._optimizer.state, image.parameter) or {}).get(image.key))
-        if isinstance(tensor, torch.Tensor) and image.number is not None:
-            tensor = tensor[image.number]
+    def _tensor_of(self, entry: _Entry) -> torch.Tensor:
+        """Return the tensor that ``entry`` is of."""
+        tensor: Any = local(entry.parameter).data
+        if entry.key is not None:
+            tensor = local((dict.get(self._optimizer.state, entry.parameter) or {}).get(entry.key))
+        if isinstance(tensor, torch.Tensor) and entry.number is not None:
+            tensor = tensor[entry.number]
         found = None
         if isinstance(tensor, torch.Tensor):
             found = place_of(tensor), tensor.dtype, tensor.shape
-        if found != (image.place, image.dtype, image.shape):
+        if found != (entry.place, entry.dtype, entry.shape):
             raise ValueError("a tensor that the step has changed lies elsewhere by now")
         return cast(torch.Tensor, tensor).detach()
+
+    def _write(self, tensor: torch.Tensor) -> int:
+        """Append the bytes of ``tensor``; return where they begin."""
+        start = at = self._end
+        self._file.grow(start + tensor.nbytes)
+        for piece in self._memory.pieces(tensor):
+            content = self._buffer.like(piece)
+            with self._memory.held(piece), torch.no_grad():
+                content.copy_(piece)
+            try:
+                transfer(self._file.fd, _raw(content), at, reads=False)
+            except OSError as error:
+                message = self._file.unwritable("a before-image", reason(error.errno or 0))
+                unharmed = "its update was not made, and nothing is lost by this"
+                raise SpillError(error.errno, f"{message}; {unharmed}") from error
+            at += piece.nbytes
+        self._end = at
+        return start
+
+    def _read(self, at: int, tensor: torch.Tensor) -> None:
+        """Give ``tensor`` the bytes from ``at`` on; it is written to only where they differ."""
+        for piece in self._memory.pieces(tensor):
+            before = self._buffer.like(piece)
+            try:
+                transfer(self._file.fd, _raw(before), at, reads=True)
+            except OSError as error:
+                message = self._file.unreadable("a before-image", reason(error.errno or 0))
+                raise SpillError(error.errno, message) from error
+            at += piece.nbytes
+            with self._memory.held(piece), torch.no_grad():
+                if not same_bits(piece, before):
+                    piece.copy_(before)
+
+
+def _raw(content: torch.Tensor) -> torch.Tensor:
+    return content.reshape(-1).view(torch.uint8)
 
 
 def _small(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a parameter's state, with `_IN_FILE` for what is large."""
-    return {
-        key: value
-        if not isinstance(value, torch.Tensor)
-        else value.clone()
-        if value.numel() <= _SMALL
-        else _IN_FILE
-        for key, value in state.items()
-    }
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.clone() if value.numel() <= _SMALL else _IN_FILE
+
+    return {key: kept(value) for key, value in state.items()}
 
 
 def _give_back(state: dict[str, Any], before: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """Making updates: the optimizer's own code, on one parameter at a time.
 
-[Note: stand-ins]  A put-off update may be made on the guard's thread while the user's thread runs
+[Note: stand-ins]  A deferred update may be made on the guard's thread while the user's thread runs
 on. So it is made by a shadow of the optimizer, with groups and state of its own, on a stand-in for
-the parameter, over the same memory or over what shows it elsewhere; nothing that the user's thread
-may be reading is changed for the time being. What the user replaces while an update waits was
-replaced after the update: it is made on the old tensors, and the new ones stay.
+the parameter, over the same memory or over other addresses of it: nothing that the user's thread
+may be reading is changed meanwhile. What the user replaces while an update waits was replaced after
+the update: it is made on the old tensors, and the new ones stay.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import Store, offset_of, view_of
 from dynoffload.runtime.ranks.sharded import spread_like
 from dynoffload.runtime.unseen import unseen
-from dynoffload.runtime.updates.images import Images
 from dynoffload.runtime.updates.slices import SliceUpdate, SliceUpdates
+from dynoffload.runtime.updates.undo_log import UndoLog
 from dynoffload.runtime.updates.update import Group, Update, neighbours
 
 OF_SCALER = ("grad_scale", "found_inf")
 """What a `GradScaler` gives an optimizer for one step."""
 
 
-class Maker:
+class UpdateRunner:
     """Makes updates of one optimizer, now.
 
     Args:
@@ -46,7 +46,7 @@ class Maker:
 
     Attributes:
         slices: makes those of slices.
-        images: what is kept of what updates change, or None.
+        undo_log: what updates have overwritten, or None.
         scaled: whether the updates that are made are those of a scaled step.
         step: the optimizer's own ``step``, without hooks.
     """
@@ -56,7 +56,7 @@ class Maker:
     ) -> None:
         self._optimizer, self._store, self._device = optimizer, store, device
         self.slices = SliceUpdates(optimizer, store, rows, device, self.run)
-        self.images: Images | None = None
+        self.undo_log: UndoLog | None = None
         self.scaled = False
         step = type(optimizer).step
         self.step: Callable[..., Any] = (
@@ -95,12 +95,12 @@ class Maker:
     def make_behind(self, slot: Slot, update: Update | SliceUpdate) -> None:
         """Make an update whose regions are locked, under other addresses; their own stay absent.
         The gradient's end is left to the caller."""
-        update.modes.check_behind(self._optimizer)
+        update.context.check_behind(self._optimizer)
         assert isinstance(self._device, Pager)
         shown = self._device.show(update.regions)
         try:
             storages = dict(zip(update.regions, shown, strict=True))
-            with update.modes.again(guard=True):
+            with update.context.again(self._device.device.type, guard=True):
                 self._apply(slot, update, storages)
         finally:
             storages.clear()
@@ -123,7 +123,7 @@ class Maker:
             storages: where regions are shown; the others are at their own addresses.
         """
         if isinstance(update, SliceUpdate):
-            self.slices.apply(slot, update, storages, self.images)
+            self.slices.apply(slot, update, storages, self.undo_log)
             return
         parameter = slot.parameter
         given, made = self.run_on(update, storages, parameter)
@@ -147,7 +147,7 @@ class Maker:
         Args:
             update: the update.
             storages: as for `_apply`.
-            changed: the parameter that it changes, of which images are to be kept.
+            changed: the parameter that it changes, for the undo log.
 
         Returns:
             The state that the stand-in was given, and what the optimizer left there.
@@ -172,10 +172,10 @@ class Maker:
         own: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         if update.state is not None:
             own[stand_in] = dict(given)
-        if changed is not None and self.images is not None:
-            self.images.keep_tensor(changed, None, None, update.data, stand_in.detach())
+        if changed is not None and self.undo_log is not None:
+            self.undo_log.keep_tensor(changed, None, None, update.data, stand_in.detach())
             for key, value in (update.state or {}).items():
-                self.images.keep_tensor(changed, key, None, value, given[key])
+                self.undo_log.keep_tensor(changed, key, None, value, given[key])
         update.begun = True
         self.run([{**update.group, "params": [stand_in]}], own)
         return given, own.get(stand_in, {})

@@ -7,7 +7,7 @@ they are reached through ``optimizer.state`` only, so this is where a look at th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ class Order:
             dict.update(entries, ordered)
 
 
-class WatchedState(State):
-    """``optimizer.state``, which says when somebody looks.
+class ObservedState(State):
+    """``optimizer.state``, which reports when somebody looks.
 
     Whoever holds the state as it was before sees new entries there too, and finds it in its place
     again at the end.
@@ -62,10 +62,6 @@ class WatchedState(State):
         self._before.update(super().items())
         return self._before
 
-    def plain(self) -> State:
-        """Return the same entries, unwatched."""
-        return defaultdict(self.default_factory, super().items())
-
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
         self._on_look(key)
         super().__setitem__(key, value)
@@ -76,12 +72,21 @@ class WatchedState(State):
         super().__delitem__(key)
         self._before.pop(key, None)
 
+    def __contains__(self, key: object) -> bool:
+        self._on_look(key if isinstance(key, torch.Tensor) else None)
+        return super().__contains__(key)
+
     def setdefault(self, key: torch.Tensor, default: Any = None) -> Any:
         """Return the entry of ``key``, made of ``default`` if there is none."""
-        self._on_look(key)
-        if not super().__contains__(key):
+        if key not in self:
             self[key] = default
         return super().__getitem__(key)
+
+    def pop(self, key: torch.Tensor, *default: Any) -> Any:
+        """Remove and return the entry of ``key``."""
+        self._on_look(key)
+        self._before.pop(key, None)
+        return super().pop(key, *default)
 
     def popitem(self) -> tuple[torch.Tensor, Any]:
         """Remove and return the last entry."""
@@ -90,97 +95,55 @@ class WatchedState(State):
         self._before.pop(key, None)
         return key, value
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Take entries over."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def __eq__(self, other: object) -> bool:
-        self._on_look(None)
-        return super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __repr__(self) -> str:
-        self._on_look(None)
-        return super().__repr__()
-
-    def __or__(self, other: Any) -> Any:
-        self._on_look(None)
-        return self.plain() | other
-
-    def __ior__(self, other: Any) -> WatchedState:  # type: ignore[override]
-        self.update(other)
-        return self
-
-    def __ror__(self, other: Any) -> Any:
-        self._on_look(None)
-        return other | self.plain()
-
-    def __getitem__(self, key: torch.Tensor) -> Any:
-        self._on_look(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self._on_look(key if isinstance(key, torch.Tensor) else None)
-        return super().__contains__(key)
-
-    def get(self, key: torch.Tensor, default: Any = None) -> Any:
-        """Return the entry of ``key``, or ``default``; it makes none."""
-        self._on_look(key)
-        return super().get(key, default)
-
-    def pop(self, key: torch.Tensor, *default: Any) -> Any:
-        """Remove and return the entry of ``key``."""
-        self._on_look(key)
-        self._before.pop(key, None)
-        return super().pop(key, *default)
-
     def clear(self) -> None:
         """Remove all entries."""
         self._on_look(None)
         super().clear()
         self._before.clear()
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self._on_look(None)
-        return super().__iter__()
-
-    def __reversed__(self) -> Iterator[torch.Tensor]:
-        self._on_look(None)
-        return super().__reversed__()
-
-    def __len__(self) -> int:
-        self._on_look(None)
-        return super().__len__()
-
-    def keys(self) -> Any:
-        """Return the parameters that have state."""
-        self._on_look(None)
-        return super().keys()
-
-    def values(self) -> Any:
-        """Return the entries."""
-        self._on_look(None)
-        return super().values()
-
-    def items(self) -> Any:
-        """Return the parameters with their entries."""
-        self._on_look(None)
-        return super().items()
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Take entries over."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
 
     def copy(self) -> State:  # type: ignore[override]
-        """Return the same entries, unwatched."""
+        """Return the same entries, in a mapping that reports nothing."""
         self._on_look(None)
-        return self.plain()
+        return defaultdict(self.default_factory, super().items())
 
-    def __copy__(self) -> State:  # type: ignore[override]
-        return self.copy()
+    __copy__ = copy  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __ior__(self, other: Any) -> ObservedState:  # type: ignore[override]
+        self.update(other)
+        return self
 
     def __reduce__(self) -> Any:
         """Copy and pickle as the plain mapping."""
         self._on_look(None)
         return defaultdict, (self.default_factory,), None, None, iter(super().items())
+
+
+def _reporting(name: str, *, of_one: bool) -> Callable[..., Any]:
+    """Return a method of a mapping, of one entry or of all, that reports the look first."""
+    read = getattr(defaultdict, name)
+
+    def call(state: ObservedState, *args: Any) -> Any:
+        state._on_look(args[0] if of_one else None)
+        return read(state, *args)
+
+    return call
+
+
+for _name in ("__getitem__", "get"):
+    setattr(ObservedState, _name, _reporting(_name, of_one=True))
+for _name in ("__iter__", "__reversed__", "__len__", "__eq__", "__ne__", "__repr__"):
+    setattr(ObservedState, _name, _reporting(_name, of_one=False))
+for _name in ("keys", "values", "items"):
+    setattr(ObservedState, _name, _reporting(_name, of_one=False))

@@ -1,29 +1,20 @@
-"""The modes of torch under which an optimizer update is made, though it is made later or elsewhere.
+"""The settings of torch under which an update is made, though it is made later or elsewhere.
 
-A user's ``step()`` runs under modes of the process (default dtype, deterministic algorithms,
-oneDNN), of its thread (number of threads, flushing of denormal numbers, autocast) and of the code
-around it (inference mode, `torch.func` transformations, function and dispatch modes). An update
-that is put off runs inside whatever reads the parameter next, maybe on another thread: it must be
-made as at ``step()``, and what happens to be on there must not see it. A compiler that reads the
-parameter is such a reader too: the optimizers of torch take other ways while
-`torch.compiler.is_compiling()`.
-
-[Note: autocast by its flags]  Autocast casts within the norms of Adafactor and the products of
-Muon. Leaving a block of `torch.autocast` takes the lock of its cache, and so does a cast that may
-be cached; that lock may be held by the thread that casts the very weight whose update is being
-made. So flags are set instead, and nothing is cached.
+An update that waits runs inside whatever reads the parameter next, maybe on another thread. It is
+made with the settings of its ``step()``, and what is on around it (inference mode, `torch.func`
+transformations, function and dispatch modes, a compiler) must not see it.
 
 [Note: settings of the process]  The default dtype, deterministic algorithms, oneDNN, the flag of a
 compiler and the number of threads that new threads begin with are the process's; all else is a
 thread's own. The guard's thread makes updates while threads of the user's run, so it leaves those
 settings as they are. On the CPU no optimizer of `torch.optim` depends on deterministic algorithms.
 Where it makes updates, what depends on the default dtype does not wait (`depends_on_dtype`), and
-what multiplies matrices is refused there if oneDNN was switched meanwhile. A thread of the user's
-that makes an update has the settings of its ``step()`` for that time.
+what multiplies matrices is refused there if oneDNN was switched meanwhile.
 
-[Note: modes that hold]  Two kinds cannot be carried over, so with them nothing is put off: a mode
-or a profiler of the user's that watches operators would miss them, and no other thread flushes
-denormals alike.
+[Note: what cannot wait]  A mode or a profiler of the user's that watches operators would miss an
+update that waits. No other thread flushes denormals alike. Updates that autocast changes are made
+in ``step()``, too; all others are made with autocast off, by its flag alone: leaving a block of
+`torch.autocast` takes a lock that the thread may hold which casts the very weight.
 """
 
 from __future__ import annotations
@@ -32,7 +23,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,9 +44,11 @@ def flushes_denormals() -> bool:
     return _LEAST * 1.0 == 0.0
 
 
-def may_wait() -> bool:
-    """Return whether updates of this moment may be made later; see [Note: modes that hold]."""
-    return not (flushes_denormals() or is_watched())
+def may_wait(optimizer: Optimizer, kind: str) -> bool:
+    """Return whether updates of this moment, on a device of type ``kind``, may be made later; see
+    [Note: what cannot wait]."""
+    cast = type(optimizer).__name__ in _CAST and torch.is_autocast_enabled(kind)
+    return not (cast or flushes_denormals() or is_watched())
 
 
 def depends_on_dtype(optimizer: Optimizer, *, first: bool) -> bool:
@@ -66,8 +59,8 @@ def depends_on_dtype(optimizer: Optimizer, *, first: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Modes:
-    """What an update that waits takes with it.
+class TorchContext:
+    """The settings that an update takes along.
 
     Attributes:
         dtype: the default dtype.
@@ -75,9 +68,6 @@ class Modes:
         warn_only: whether those that are missing are only warned of.
         threads: of one operator.
         mkldnn: whether oneDNN may multiply matrices.
-        kind: type of the device on which updates are made.
-        autocast: whether autocast is on for it.
-        autocast_dtype: to what it casts.
     """
 
     dtype: torch.dtype
@@ -85,29 +75,17 @@ class Modes:
     warn_only: bool
     threads: int
     mkldnn: bool
-    kind: str
-    autocast: bool
-    autocast_dtype: torch.dtype
 
     @classmethod
-    def now(cls, kind: str) -> Modes:
-        """Return the modes of this moment, for updates on a device of type ``kind``."""
+    def now(cls) -> TorchContext:
+        """Return the settings of this moment."""
         return cls(
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.get_num_threads(),
             torch._C._get_mkldnn_enabled(),
-            kind,
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
         )
-
-    def suit(self, optimizer: Optimizer, others: Modes) -> bool:
-        """Return whether an update under these modes is the one under ``others``."""
-        if type(optimizer).__name__ not in _CAST:
-            others = replace(others, autocast=self.autocast, autocast_dtype=self.autocast_dtype)
-        return self == others
 
     def check_behind(self, optimizer: Optimizer) -> None:
         """Refuse an update on the guard's thread that needs another setting of the process.
@@ -123,22 +101,22 @@ class Modes:
             )
 
     @contextlib.contextmanager
-    def again(self, *, guard: bool = False) -> Iterator[None]:
-        """Have these modes, and none of the code around.
+    def again(self, kind: str, *, guard: bool = False) -> Iterator[None]:
+        """Have these settings, and nothing of the code around.
 
         Args:
+            kind: type of the device on which updates are made.
             guard: this is the guard's thread; see [Note: settings of the process].
         """
         with contextlib.ExitStack() as undo:
-            now = Modes.now(self.kind)
             if guard:
-                self._set_of_guard(now)
-            elif now != self:
+                self._set_threads_of_guard()
+            elif (now := TorchContext.now()) != self:
                 undo.callback(now._set)
                 self._set()
-            if self.autocast:  # see [Note: autocast by its flags]
-                undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-                torch.set_autocast_cache_enabled(False)
+            if torch.is_autocast_enabled(kind):
+                undo.callback(torch.set_autocast_enabled, kind, True)
+                torch.set_autocast_enabled(kind, False)
             if flushes_denormals():
                 undo.callback(torch.set_flush_denormal, True)
                 torch.set_flush_denormal(False)
@@ -155,19 +133,12 @@ class Modes:
         torch.set_default_dtype(self.dtype)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch._C._set_mkldnn_enabled(self.mkldnn)
-        self._set_autocast()
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 
-    def _set_autocast(self) -> None:
-        torch.set_autocast_enabled(self.kind, self.autocast)
-        torch.set_autocast_dtype(self.kind, self.autocast_dtype)
-
-    def _set_of_guard(self, now: Modes) -> None:
-        """Set what is a thread's own; the guard's does nothing else, so it need not come back."""
-        if (now.autocast, now.autocast_dtype) != (self.autocast, self.autocast_dtype):
-            self._set_autocast()
-        if now.threads != self.threads:
+    def _set_threads_of_guard(self) -> None:
+        """Set the number of threads, but not the one that new threads begin with."""
+        if torch.get_num_threads() != self.threads:
             of_new = _in_a_thread(torch.get_num_threads)
             torch.set_num_threads(self.threads)
             if of_new != self.threads:

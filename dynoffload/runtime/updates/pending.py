@@ -1,10 +1,10 @@
 """Updates that wait: made when their parameter is next used, by whoever comes first.
 
-[Note: guards]  The regions of an update that waits are locked: an access by anybody is held back
-until `Waiting.serve` has made the update behind its back; where the device serves no accesses,
-whoever is about to make one makes the update first (`Waiting.meet`). Whoever needs the update
-meanwhile waits for the mutex: a slot leaves `pending` before its update is made, but `_making`
-holds it until it is.
+[Note: guards]  The regions of an update that waits are locked. The pager holds an access back until
+the guard's thread has made the update at other addresses (`PendingUpdates.serve`); on an
+accelerator, whoever is about to make an access makes the update first (`PendingUpdates.meet`). A
+slot leaves `by_slot` before its update is made, but `_making` holds it until it is: whoever needs
+the update meanwhile waits for the mutex.
 """
 
 from __future__ import annotations
@@ -20,74 +20,75 @@ from dynoffload.memory.device import Device
 from dynoffload.runtime.adoption.slots import Slot
 from dynoffload.runtime.adoption.store import Store
 from dynoffload.runtime.interrupts import uninterrupted
-from dynoffload.runtime.updates.loss import Loss, note_lost
-from dynoffload.runtime.updates.making import Maker
+from dynoffload.runtime.updates.failure import StepFailure, note_lost
+from dynoffload.runtime.updates.runner import UpdateRunner
 from dynoffload.runtime.updates.slices import SliceUpdate
 from dynoffload.runtime.updates.update import Update
 
 
-class Waiting:
-    """The updates of one optimizer that were put off.
+class PendingUpdates:
+    """The updates of one optimizer that wait.
 
     Args:
-        maker: makes them.
+        runner: makes them.
         store: its parameters' slots.
         device: holds their regions.
-        loss: where a step that was cut off is noted.
+        failure: where a step that was cut off is noted.
         locks: whether the device holds accesses back; else nothing waits beyond ``step()``.
 
     Attributes:
-        pending: the updates, by their slots, in the order in which they were put off.
-        mutex: held by whoever makes or puts off updates.
-        behind: updates made because of an unannounced access.
-        loss: the one given.
+        by_slot: the updates, in the order in which they were deferred.
+        mutex: held by whoever makes or defers updates.
+        failure: the one given.
     """
 
     def __init__(
-        self, maker: Maker, store: Store, device: Device, loss: Loss, *, locks: bool
+        self,
+        runner: UpdateRunner,
+        store: Store,
+        device: Device,
+        failure: StepFailure,
+        *,
+        locks: bool,
     ) -> None:
-        self._maker, self._store, self._device, self._locks = maker, store, device, locks
+        self._runner, self._store, self._device, self._locks = runner, store, device, locks
         self._making: Slot | None = None
-        self.pending: dict[Slot, Update | SliceUpdate] = {}
+        self.by_slot: dict[Slot, Update | SliceUpdate] = {}
         self.mutex = threading.RLock()
-        self.behind = 0
-        self.loss = loss
+        self.failure = failure
         self._in_child: BaseException | None = None
 
     def any(self) -> bool:
         """Return whether an update waits or is being made."""
-        return bool(self.pending) or self._making is not None
+        return bool(self.by_slot) or self._making is not None
 
     def add(self, slot: Slot, update: Update | SliceUpdate) -> None:
-        """Put ``update`` off."""
+        """Defer ``update``."""
         if self._locks:
             self._device.lock(update.regions)
-        self.pending[slot] = update
+        self.by_slot[slot] = update
 
     @contextlib.contextmanager
     def _taken(self, slot: Slot) -> Iterator[Update | SliceUpdate | None]:
-        """Take the pending update of ``slot``, if there is one, to make it; wait for whoever is
-        making one."""
+        """Take the update of ``slot``, if one waits, to make it; wait for whoever is making one."""
         if self._in_child is not None:
             raise self._in_child
         with self.mutex:
             before, self._making = self._making, slot
             try:
-                yield self.pending.pop(slot, None)
+                yield self.by_slot.pop(slot, None)
             finally:
                 self._making = before
 
     def flush(self, slot: Slot) -> None:
-        """Make the update of ``slot``'s parameter now, if one is pending."""
-        if slot in self.pending or self._making is slot:
-            self._flush(slot)
-
-    def _flush(self, slot: Slot) -> None:
+        """Make the update of ``slot``'s parameter now, if one waits."""
+        if not (slot in self.by_slot or self._making is slot):
+            return
         try:
             self._make(slot)
         except BaseException as error:
-            if self.loss.error is error and not self.loss.within:
-                self.loss.tell_undone()
+            if self.failure.error is error and not self.failure.within:
+                self.failure.report_undone()
                 note_lost(error)
             raise
 
@@ -100,22 +101,20 @@ class Waiting:
             if self._locks:
                 self._device.unlock(update.regions)
             try:
-                with update.modes.again():
-                    self._maker.make(slot, update)
+                with update.context.again(self._device.device.type):
+                    self._runner.make(slot, update)
             except BaseException as error:
                 if update.begun:
-                    self._lose(update, error, told=True)
+                    self._lose(update, error, reported=True)
                 else:  # nothing was touched: the update is still to be made
-                    self.pending[slot] = update
-                    if self._locks:
-                        self._device.lock(update.regions)
+                    self.add(slot, update)
                 raise
 
     @uninterrupted
     def flush_all(self) -> None:
-        """Make every pending update now, in the order of the parameters."""
+        """Make every update that waits, in the order of the parameters."""
         with self.mutex:
-            for slot in list(self.pending):
+            for slot in list(self.by_slot):
                 self.flush(slot)
 
     def serve(self, region: int) -> None:
@@ -133,15 +132,14 @@ class Waiting:
             if update is None:
                 self._device.unlock([region])
                 return
-            self.behind += 1
             try:
-                self._maker.make_behind(slot, update)
+                self._runner.make_behind(slot, update)
             except BaseException as error:  # the thread that waits must not wait for ever
                 # Lost also if it had not begun: the access that goes on may be a write.
-                self._lose(update, error)
+                self._lose(update, error, reported=False)
             finally:
                 self._device.unlock(update.regions)
-            self._maker.end_gradient(slot, update)
+            self._runner.end_gradient(slot, update)
 
     def meet(self, region: int) -> None:
         """Somebody is about to use a locked ``region``: make the update that it waits for, in his
@@ -151,58 +149,50 @@ class Waiting:
             BaseException: what the update has raised; it is lost, or still to be made.
         """
         slot = self._store.slot_of(region)
-        if slot is None or not (slot in self.pending or self._making is slot):
+        if slot is None or not (slot in self.by_slot or self._making is slot):
             self._device.unlock([region])
             return
-        self.behind += 1
         self.flush(slot)
 
     def vacate(self, slot: Slot, region: int) -> None:
         """The gradient of a slice is about to be made in ``region``: an update that still has to
         read the last one there gets it elsewhere, or is made where nothing can be put aside."""
         with self.mutex:
-            update = self.pending.get(slot)
+            update = self.by_slot.get(slot)
             if not isinstance(update, SliceUpdate) or update.gradient != region:
                 return
             if not self._device.serves:
                 self.flush(slot)
             else:
-                self._maker.slices.put_aside(slot, update, region)
+                self._runner.slices.put_aside(slot, update, region)
 
-    def _lose(
-        self, update: Update | SliceUpdate, error: BaseException, *, told: bool = False
-    ) -> None:
+    def _lose(self, update: Update | SliceUpdate, error: BaseException, *, reported: bool) -> None:
         """An update was cut off: note it, and let go of the memory that it and its error hold."""
-        self.loss.set(error, told=told)
+        self.failure.set(error, reported=reported)
         if isinstance(update, Update):
             del update.gradient, update.data
             update.state = None
         traceback.clear_frames(error.__traceback__)
 
     def settle(self) -> None:
-        """Make every pending update, so that all tensors are those of a finished step.
+        """Make every update that waits, so that all tensors are those of a finished step.
 
         Raises:
             StepLostError: a step, or a load, was cut off, and nothing was loaded since.
         """
-        self.loss.check()
+        self.failure.check()
         self.flush_all()
-        self.loss.check()  # which may have happened behind somebody's back meanwhile
-
-    def abandon(self) -> None:
-        """Forget every pending update and any loss: all tensors are about to be replaced."""
-        self.forget()
-        self.loss.forgive()
+        self.failure.check()  # which may have happened behind somebody's back meanwhile
 
     @uninterrupted
     def forget(self) -> None:
-        """Forget every pending update."""
+        """Forget every update that waits."""
         with self.mutex:
-            for slot in list(self.pending):
-                update = self.pending.pop(slot)
+            for slot in list(self.by_slot):
+                update = self.by_slot.pop(slot)
                 if self._locks:
                     self._device.unlock(update.regions)
-                self._maker.end_gradient(slot, update)
+                self._runner.end_gradient(slot, update)
 
     def end_in_child(self, error: BaseException) -> None:
         """In a forked process: raise ``error`` instead of making an update. Nobody is left there

@@ -8,7 +8,7 @@ wrap.
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict, UserList, deque
+from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +34,11 @@ def tensors_within(
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, dict):
-        return list(dict.items(value))  # a state that is watched would make updates first
-    if isinstance(value, UserDict | UserList):
-        return _items(value.data)
-    if isinstance(value, list | tuple | deque | set | frozenset):
-        return list(enumerate(value))
+        return list(dict.items(value))  # a state that is observed would make updates first
     if isinstance(value, Mapping):
         return list(value.items())
+    if isinstance(value, list | tuple | deque | set | frozenset | UserList):
+        return list(enumerate(value))
     if isinstance(value, SimpleNamespace):
         return list(vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,0 +1,350 @@
+"""Optimizer steps without a barrier: each paged parameter's update waits for its next use.
+
+A stock ``optimizer.step()`` would need all parameters, gradients and state at once. Here it splits
+into one update per paged parameter, made by the optimizer's own code on a group that holds this
+parameter alone, with the hyperparameters as they were at ``step()``. For the optimizers of
+`torch.optim` whose state belongs to parameters, the bits are those of the whole step.
+
+[Note: deferral]  On a guarded device an update is deferred until the parameter is next used: by a
+module's forward, or by any access to it, its gradient or its state. The device holds such accesses
+back, as the regions are locked, until `PendingUpdates` has made the update. Elsewhere updates are
+made inside ``step()``, and so are those of tensors that the user has put in the place of adopted
+ones. What an update will change counts as changed at once, so that a backward which still needs
+the old value raises as it does in plain PyTorch.
+
+[Note: interrupts]  Ctrl-C in the middle would leave regions locked for an update that is not noted,
+an update half made, or an optimizer without parameters. So signals wait until what was begun is
+done; see `interrupts`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from dynoffload.host_optimizer import HostOptimizer
+from dynoffload.memory.device import Device
+from dynoffload.memory.pager import Pager
+from dynoffload.runtime.adoption.fused import FusedStore
+from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.adoption.store import Store
+from dynoffload.runtime.interrupts import admit, hold, uninterrupted
+from dynoffload.runtime.updates.failure import StepFailure
+from dynoffload.runtime.updates.observed_state import ObservedState, Order
+from dynoffload.runtime.updates.pending import PendingUpdates
+from dynoffload.runtime.updates.runner import UpdateRunner
+from dynoffload.runtime.updates.speculative import SpeculativeUpdates
+from dynoffload.runtime.updates.step_commit import StepCommit
+from dynoffload.runtime.updates.torch_context import TorchContext, may_wait
+from dynoffload.runtime.updates.undo_log import UndoLog
+from dynoffload.runtime.updates.update import Group, can_split, check_optimizer
+from dynoffload.runtime.updates.whole_steps import (
+    WholeSteps,
+    closure_of,
+    warn_of_others,
+    with_closure,
+)
+
+logger = logging.getLogger(__name__)
+
+_REGISTER = "register_step_pre_hook"
+
+
+class DeferredOptimizer:
+    """Splits the steps of one optimizer into updates, and defers those that may wait.
+
+    Args:
+        optimizer: the user's.
+        store: its parameters' slots.
+        rows: the rows of those that are paged by slices.
+        device: holds their regions.
+        failure: where a step that was cut off is noted.
+        defer: whether updates may wait; needs a guarded device.
+        log: keeps what a step overwrites, so that one that is cut off is undone. All updates of a
+            step are made before the next step's then, and none in backward.
+        share: of the parameters' bytes whose updates are made in backward, 0 to 1.
+        capacity: bytes of the pool that plans may use.
+        hear: called at the start of each ``step()`` of the user, outside of guards of ours.
+        check: called before each ``step()`` of the user, which it may refuse.
+        on_whole: called before the optimizer's own code runs over all parameters at once.
+        on_step: called after each ``step()`` of the user.
+
+    Attributes:
+        runner: makes the updates.
+        pending: those that were deferred.
+        speculative: those made in backward, or None.
+        splits: whether steps are split at all.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: Store,
+        rows: FusedStore,
+        device: Device,
+        failure: StepFailure,
+        *,
+        defer: bool,
+        log: UndoLog | None,
+        share: float,
+        capacity: int,
+        hear: Callable[[], None],
+        check: Callable[[], None],
+        on_whole: Callable[[], None],
+        on_step: Callable[[], None],
+    ) -> None:
+        check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self._store, self._device = store, device
+        self._defer = defer and device.guarded
+        self._hear, self._check, self._on_step = hear, check, on_step
+        self._groups: list[Group] | None = None
+        self.runner = UpdateRunner(optimizer, store, rows, device)
+        self.pending = PendingUpdates(self.runner, store, device, failure, locks=self._defer)
+        self.speculative: SpeculativeUpdates | None = None
+        self.splits = can_split(optimizer)
+        if log is not None:
+            self.runner.undo_log, failure.undo = log, self._undo
+        elif self._defer and isinstance(device, Pager) and self.splits:
+            self.speculative = SpeculativeUpdates(
+                optimizer,
+                store,
+                rows,
+                device,
+                capacity=capacity,
+                share=share,
+                run=self.runner.run_on,
+            )
+        self._commit = StepCommit(
+            optimizer,
+            store,
+            device,
+            self.runner,
+            self.pending,
+            self.speculative,
+            defer=self._defer,
+        )
+        self._signature = inspect.signature(self.runner.step)
+        self._observe()
+        before = optimizer.register_step_pre_hook(self._before)
+        after = optimizer.register_step_post_hook(self._after)
+        first = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+        first.move_to_end(after.id, last=False)
+        self._register = getattr(optimizer, _REGISTER)
+        optimizer.__dict__[_REGISTER] = partial(self._register_before, before.id)
+        self._handles = [
+            before,
+            after,
+            optimizer.register_state_dict_pre_hook(lambda _: self.pending.settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, __: self.begin_load()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
+            warn_of_others(optimizer, lambda parameter: parameter in store.slots),
+        ]
+        self._whole: WholeSteps | None = None
+        if not self.splits and not isinstance(optimizer, HostOptimizer):
+            self._whole = WholeSteps(optimizer, on_whole, self._end_step)
+            self._handles += self._whole.handles
+
+    def _observe(self) -> None:
+        state = self.optimizer.state
+        if self._defer and not isinstance(state, ObservedState):
+            self.pending.flush_all()  # into the mapping that was there, which may be under this one
+            self.optimizer.state = ObservedState(state, self._look)
+
+    def _look(self, parameter: torch.Tensor | None) -> None:
+        if parameter is None:
+            with self.pending.mutex:
+                self.pending.flush_all()
+                self._commit.order.restore(self.optimizer.state)
+        if not self.pending.any():
+            return
+        slot = self._store.slots.get(parameter)  # type: ignore[call-overload]
+        if slot is not None:  # of a fused parameter, what is not guarded is up to date
+            self.pending.flush(slot)
+
+    # Undoing and loading
+
+    @uninterrupted
+    def _undo(self) -> bool:
+        log, failure = self.runner.undo_log, self.pending.failure
+        if log is None or failure.within or not log.any():
+            return False
+        with self.pending.mutex, TorchContext.now().again(self._device.device.type):
+            self.pending.forget()
+            try:
+                log.undo()
+            except Exception as error:
+                logger.warning("a step that was cut off could not be undone: %s", str(error))
+                return False
+            failure.forgive()
+        logger.warning("a step that was cut off is undone")
+        return True
+
+    def forget_undo(self) -> None:
+        """Something else than a step changes the model or the optimizer."""
+        if self.runner.undo_log is not None:
+            self.runner.undo_log.forget()
+
+    def begin_load(self) -> None:
+        """The user is about to load the optimizer, or to make up for a lost step."""
+        failure = self.pending.failure
+        if not failure or failure.undo():
+            self.pending.flush_all()
+        else:  # what waits is of the lost step, or before it, and could fail again
+            self._drop_speculative()
+            self.pending.forget()
+        self.forget_undo()
+
+    def _loaded(self) -> None:
+        self._commit.order = Order()
+        self._observe()
+        self.adopt_all()
+        self.pending.failure.make_up("optimizer")
+
+    @uninterrupted
+    def abandon(self) -> None:
+        """Forget every pending update and any failure: all tensors are about to be replaced."""
+        with self.pending.mutex:
+            self._drop_speculative()
+            self.forget_undo()
+            self.pending.forget()
+            self.pending.failure.forgive()
+
+    def before_conversion(self, converted: Iterable[Fused]) -> None:
+        """Parameters that the user has converted are about to move: make their updates first."""
+        with self.pending.mutex:
+            self._drop_speculative()
+            self.forget_undo()
+            for fused in converted:
+                for slot in fused.slots:
+                    self.pending.flush(slot)
+
+    def _drop_speculative(self) -> None:
+        if self.speculative is not None:
+            self.speculative.drop_all()
+
+    # The user's step()
+
+    def _register_before(self, ours: int, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a step pre-hook of the user's, to run before ours.
+
+        Ours is the last before the optimizer's own code, and the first after it: between the two
+        the optimizer has nothing left to do, and shows no parameters.
+        """
+        handle = cast(RemovableHandle, self._register(hook))
+        order = cast(OrderedDict[int, Any], self.optimizer._optimizer_step_pre_hooks)
+        order.move_to_end(ours)
+        return handle
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._hear()
+        if self._whole is not None:
+            return self._whole.begin(args, kwargs)
+        if not self.splits:
+            return None
+        self.pending.failure.check()
+        self._check()
+        self._observe()  # the user may have put another state there
+        self._signature.bind(*args, **kwargs)  # refuses what the optimizer's own code would
+        closure = closure_of(args, kwargs)
+        answer = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            answer = with_closure(args, kwargs, lambda: loss)
+        self._make_step()
+        return answer
+
+    @uninterrupted
+    def _make_step(self) -> None:
+        self._commit.make()
+        # The optimizer's own code now finds nothing left to do. Nobody else may find that.
+        hold()
+        self._groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**group, "params": []} for group in self._groups]
+
+    @uninterrupted
+    def _after(self, *args: Any) -> None:
+        self.restore_groups()
+        self._end_step()
+
+    @uninterrupted
+    def _end_step(self) -> None:
+        if self._whole is not None:
+            self._whole.end()
+        if not self.splits:
+            self.adopt_all()
+        if self.speculative is not None:
+            self.speculative.end_step()
+        self._store.release_orphans()
+        for fused in self._store.fused.values():
+            homes = {slot.home for slot in fused.slots if slot.home is not None}
+            self.runner.slices.rows.release_rows(fused, homes)
+        self.runner.slices.rows.release_retired()
+        self._on_step()
+
+    def restore_groups(self) -> None:
+        """Show the optimizer's groups again, also where something has failed between our hooks: a
+        step has ended, or a forward."""
+        if self._groups is not None:
+            self.optimizer.param_groups = self._groups
+            self._groups = None
+            admit()
+
+    @uninterrupted
+    def speculate(self, slot: Slot) -> None:
+        """The gradient of ``slot`` is complete: make its update ahead of ``step()``, if it may be.
+
+        See `SpeculativeUpdates`.
+        """
+        if self.speculative is None or not may_wait(self.optimizer, self._device.device.type):
+            return
+        with self.pending.mutex:
+            if slot not in self.pending.by_slot:
+                self.speculative.make(slot)
+
+    def adopt_all(self) -> None:
+        """Adopt whatever state exists; after a load, or a step that could not be split."""
+        for fused in self._store.fused.values():
+            self._commit.flush_displaced(fused)
+        for parameter in (*self._store.slots, *self._store.fused):
+            if parameter in self.optimizer.state:
+                self.runner.adopt_state(parameter, self.optimizer.state)
+
+    def close(self) -> None:
+        """Make all pending updates, or forget them if a step was lost, and let go of the optimizer.
+
+        Raises:
+            StepLostError: a step was lost, and nobody has seen it; or one is lost and undone.
+        """
+        failure = self.pending.failure
+        try:
+            self.restore_groups()
+            self.optimizer.__dict__.pop(_REGISTER, None)
+            for handle in self._handles:
+                handle.remove()
+            self._drop_speculative()
+            if not failure or failure.undo():
+                self.pending.flush_all()
+            failure.report()
+        except BaseException as error:
+            if failure or self.pending.any():  # else it is undone already
+                failure.set(error)
+                failure.report_undone()
+            raise
+        finally:
+            self.pending.forget()  # else whoever reads those parameters would wait for ever
+            self.forget_undo()
+            self.runner.undo_log = None
+            state = self.optimizer.state
+            self._commit.order.restore(state)
+            if isinstance(state, ObservedState):
+                self.optimizer.state = state.before()

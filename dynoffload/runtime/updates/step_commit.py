@@ -1,0 +1,300 @@
+"""Commits one optimizer step: each parameter's update is made now, or deferred.
+
+[Note: shards]  The update of a shard is made on the part that lies in this process, where every
+element is treated by itself. An optimizer that looks at a matrix as a whole, as Muon does, steps
+shards together with the other processes: its code runs inside ``step()``, on what the user has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dynoffload.memory.device import Device
+from dynoffload.memory.local import is_spread, local
+from dynoffload.runtime.adoption.held import are_shared, references
+from dynoffload.runtime.adoption.slicing import may_slice
+from dynoffload.runtime.adoption.slots import Fused, Slot
+from dynoffload.runtime.adoption.store import Store
+from dynoffload.runtime.interrupts import uninterrupted
+from dynoffload.runtime.unseen import unseen
+from dynoffload.runtime.updates.failure import is_changed, marks_of, note_lost, note_undone
+from dynoffload.runtime.updates.observed_state import Order
+from dynoffload.runtime.updates.pending import PendingUpdates
+from dynoffload.runtime.updates.runner import OF_SCALER, UpdateRunner
+from dynoffload.runtime.updates.slices import SliceUpdate
+from dynoffload.runtime.updates.speculative import SpeculativeUpdates
+from dynoffload.runtime.updates.torch_context import TorchContext, depends_on_dtype, may_wait
+from dynoffload.runtime.updates.update import FIRST_TIMERS, Group, Update, first_timers, snapshot
+
+_OF_ENTRY = 2  # references to an entry of the state: of `ObservedState`, and of what it stands for
+
+
+def _any_sparse(groups: Iterable[Group]) -> bool:
+    gradients = (parameter.grad for group in groups for parameter in group["params"])
+    return any(g is not None and g.layout is not torch.strided for g in gradients)
+
+
+@unseen
+def _data_of(parameter: nn.Parameter) -> torch.Tensor:
+    data: torch.Tensor = local(parameter).data
+    return data
+
+
+def _with_gradients(groups: Iterable[Group]) -> list[nn.Parameter]:
+    return [p for group in groups for p in group["params"] if p.grad is not None]
+
+
+@dataclass
+class _Split:
+    """How the parameters of one step are updated.
+
+    Attributes:
+        whole: at once, by groups.
+        shared: those of them that are paged: their memory is another's too, or no longer ours.
+        paged: one by one, maybe later.
+        sliced: slice by slice, maybe later.
+    """
+
+    whole: list[Group] = field(default_factory=list)
+    shared: list[nn.Parameter] = field(default_factory=list)
+    paged: list[tuple[Slot, Group]] = field(default_factory=list)
+    sliced: list[tuple[Fused, Group]] = field(default_factory=list)
+
+
+class StepCommit:
+    """Commits the steps of one optimizer, parameter by parameter.
+
+    Args:
+        optimizer: the user's.
+        store: its parameters' slots.
+        device: holds their regions.
+        runner: makes updates.
+        pending: takes those that wait.
+        speculative: the updates made in backward, or None.
+        defer: whether updates may wait beyond the step.
+
+    Attributes:
+        order: in which entries of the state belong.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: Store,
+        device: Device,
+        runner: UpdateRunner,
+        pending: PendingUpdates,
+        speculative: SpeculativeUpdates | None,
+        *,
+        defer: bool,
+    ) -> None:
+        self._optimizer, self._store, self._device = optimizer, store, device
+        self._runner, self._pending, self._defer = runner, pending, defer
+        self._slices = runner.slices
+        self.order = Order()
+        self._speculative = speculative
+        self._begun = False  # whether a step has changed something and is not over
+
+    @uninterrupted
+    def make(self) -> None:
+        """Make or defer all updates of a step; one under a `GradScaler` makes all at once.
+
+        Raises:
+            StepLostError: an earlier step was lost.
+            Exception: what the optimizer's own code raises, with a note if the step is lost by it.
+        """
+        optimizer, pending, log = self._optimizer, self._pending, self._runner.undo_log
+        groups, failure = optimizer.param_groups, pending.failure
+        scaled = any(getattr(optimizer, name, None) is not None for name in OF_SCALER)
+        with pending.mutex:
+            if self._speculative is not None and (scaled or _any_sparse(groups)):
+                self._speculative.drop_all()  # or the step may fail, with nothing changed
+            if scaled or log is not None:
+                pending.flush_all()  # of earlier steps, which the scaler has no part in
+            self._flush_used(groups)
+            failure.check()  # an update may have failed behind somebody's back
+            self.order.note(_with_gradients(groups), optimizer.state)
+            if log is not None:
+                log.begin(_with_gradients(groups))
+            self._runner.scaled = scaled
+            failure.within = True
+            try:
+                split = self._split(groups)
+                self._update_whole(split.whole)
+                for parameter in split.shared:
+                    self._runner.adopt_state(parameter, optimizer.state)
+                self._update_paged(split.paged)
+                for fused, hyper in split.sliced:
+                    self._update_slices(fused, hyper)
+                if scaled or not self._defer:
+                    pending.flush_all()
+                    self.order.restore(optimizer.state)
+            except BaseException as error:
+                failure.within = False
+                if self._begun:
+                    failure.set(error)
+                    (note_undone if failure.undo() else note_lost)(error)
+                raise
+            finally:
+                self._begun = self._runner.scaled = failure.within = False
+
+    # How a step is split
+
+    @unseen
+    def _flush_used(self, groups: list[Group]) -> None:
+        """Make the pending updates that a step over ``groups`` meets: its own parameters', and
+        those whose memory the user has put in the place of something that it reads."""
+        owner, slot_of = self._device.owner, self._store.slot_of
+        used = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
+        for parameter, group in used:
+            fused = self._store.fused.get(parameter)
+            if fused is not None:
+                self.flush_displaced(fused)
+                self._slices.rows.take_back(fused)
+                if self._slices.splits(fused, group):
+                    continue  # each slice's updates are made in order
+            for slot in self._store.slots_of(parameter):
+                self._pending.flush(slot)
+            if not self._pending.by_slot:
+                continue
+            state = dict.get(self._optimizer.state, parameter, {})
+            for tensor in (parameter, parameter.grad, *state.values()):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    lender = slot_of(owner(tensor))
+                    if lender is not None:
+                        for slot in self._store.slots_of(lender.parameter):
+                            self._pending.flush(slot)
+
+    def flush_displaced(self, fused: Fused) -> None:
+        """Make the pending updates of a parameter that was given other memory, or other state, from
+        what lies in its rows, before that is overwritten."""
+        state = dict.get(self._optimizer.state, fused.parameter)
+        if not self._slices.rows.holds(fused, state):
+            for slot in fused.slots:
+                self._pending.flush(slot)
+
+    def _split(self, groups: list[Group]) -> _Split:
+        split = _Split()
+        for group in groups:
+            hyper = snapshot(group)
+            if found := first_timers(self._optimizer, group):
+                hyper[FIRST_TIMERS] = found
+            whole = []
+            for parameter in group["params"]:
+                slot = self._store.slots.get(parameter)
+                fused = self._store.fused.get(parameter)
+                if parameter.grad is None:
+                    continue
+                if slot is None and fused is None:
+                    whole.append(parameter)
+                elif fused is not None and self._slices.splits(fused, hyper):
+                    split.sliced.append((fused, hyper))
+                elif slot is not None and self._takes_over(slot, hyper):
+                    continue
+                elif slot is not None and self._is_paged(slot):
+                    self._store.adopt_gradient(slot)
+                    split.paged.append((slot, hyper))
+                else:
+                    whole.append(parameter)
+                    split.shared.append(parameter)
+            split.whole.append({**hyper, "params": whole})
+        return split
+
+    def _takes_over(self, slot: Slot, hyper: Group) -> bool:
+        """Return whether an update made in backward is the one to be made; it counts from now."""
+        if self._speculative is None or not self._speculative.has(slot):
+            return False
+        self._begun = True
+        return self._speculative.take(slot, hyper)
+
+    def _is_paged(self, slot: Slot) -> bool:
+        """Return whether a parameter is updated by itself, in our memory; see [Note: shards]."""
+        parameter = slot.parameter
+        if is_spread(parameter) and not may_slice(self._optimizer):
+            return False
+        assert parameter.grad is not None
+        strided = parameter.grad.layout is torch.strided
+        return strided and not slot.shared and self._store.take_back(slot)
+
+    # How updates are made or deferred
+
+    def _update_whole(self, groups: list[Group]) -> None:
+        parameters = _with_gradients(groups)
+        log = self._runner.undo_log
+        if log is not None:
+            for parameter in parameters:
+                log.keep(parameter)
+        before = [marks_of(self._optimizer, parameter) for parameter in parameters]
+        try:
+            self._runner.run(groups, self._optimizer.state)
+        except BaseException:
+            after = [marks_of(self._optimizer, parameter) for parameter in parameters]
+            undoes = log is not None and before != after
+            self._begun = self._begun or any(map(is_changed, before, after)) or undoes
+            raise
+
+    def _update_paged(self, paged: Iterable[tuple[Slot, Group]]) -> None:
+        waiting = []
+        context, states = TorchContext.now(), self._optimizer.state
+        self._begun = True
+        for slot, group in paged:
+            parameter, gradient = slot.parameter, slot.parameter.grad
+            assert gradient is not None
+            copy = states.get(parameter)
+            copy = None if copy is None else dict(copy)  # no local holds the entry: it is counted
+            data, part, regions = _data_of(parameter), local(gradient), slot.update_regions()
+            update = Update(group, data, part, copy, regions, context, states)
+            torch.autograd.graph.increment_version(parameter)
+            if self._may_wait(first=not copy) and (not self._defer or self._guards(slot, gradient)):
+                waiting.append((slot, update))
+            else:
+                self._runner.make(slot, update)
+        for slot, update in waiting:
+            self._pending.add(slot, update)
+
+    def _update_slices(self, fused: Fused, group: Group) -> None:
+        self._begun = True
+        taken = {slot for slot in fused.slots if self._takes_over(slot, group)}
+        waits = self._may_wait(first=False)
+        for slot, step in self._slices.steps(fused, group):
+            if slot in taken:
+                continue
+            waiting = self._pending.by_slot.get(slot)
+            if isinstance(waiting, SliceUpdate):
+                if waits and self._slices.joins(waiting, step):
+                    waiting.steps.append(step)
+                    continue
+                self._pending.flush(slot)
+            update = self._slices.begin(slot, step)
+            if self._defer and waits:
+                self._pending.add(slot, update)
+            else:
+                self._runner.make(slot, update)
+
+    def _may_wait(self, *, first: bool) -> bool:
+        """Return whether an update has the bits of now whenever it is made. The guard's thread
+        changes no default dtype; without one, who makes the update has the step's."""
+        served = self._defer and self._device.serves
+        if served and depends_on_dtype(self._optimizer, first=first):
+            return False
+        return may_wait(self._optimizer, self._device.device.type)
+
+    def _guards(self, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Return whether the device sees every access to what the update reads and writes."""
+        owner = self._device.owner
+        held = references(self._optimizer.state, slot.parameter) > _OF_ENTRY
+        state = self._optimizer.state.get(slot.parameter, {})
+        return (
+            slot.gradient is not None
+            and owner(gradient) == slot.gradient
+            and not held  # who holds it would see it as it was
+            and not are_shared(state, besides=slot.states)
+            and all(
+                key in state and owner(state[key]) == region for key, region in slot.states.items()
+            )
+        )
