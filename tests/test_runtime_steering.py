@@ -34,12 +34,11 @@ from dynoffload.profiler import Decider, load_trace
 from dynoffload.profiler.idioms import Idioms
 from dynoffload.runtime import interrupts
 from dynoffload.runtime.adoption.units import Unit
-from dynoffload.runtime.migration import worth as worths
+from dynoffload.runtime.migration import gates as worths
 from dynoffload.runtime.migration.forecast import Forecast
+from dynoffload.runtime.migration.gates import SHOWN, Trial, Worth
 from dynoffload.runtime.migration.migrator import Migrator, Phase
 from dynoffload.runtime.migration.steps import Step
-from dynoffload.runtime.migration.trial import Trial
-from dynoffload.runtime.migration.worth import SHOWN, Worth
 
 PAGES: dict[str, Any] = {"page_bytes": 4096, "min_paged_bytes": None}
 SHAPE = {"rows": 1, "length": 6}

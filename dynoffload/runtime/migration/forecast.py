@@ -37,9 +37,8 @@ from dynoffload.profiler.idioms import Idioms
 from dynoffload.profiler.network import fingerprint, shape_key
 from dynoffload.profiler.sample import Features, Sample, describe_sample
 from dynoffload.runtime.adoption.units import Unit
+from dynoffload.runtime.migration.gates import Trial, Worth
 from dynoffload.runtime.migration.steps import Step
-from dynoffload.runtime.migration.trial import Trial
-from dynoffload.runtime.migration.worth import Worth
 from dynoffload.runtime.passes.hooks import Hook
 from dynoffload.telemetry import StepStats
 
