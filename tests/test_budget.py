@@ -48,22 +48,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return AdamW(parameters, lr=1e-2)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.25, 0.15])
-@pytest.mark.parametrize("policy", ["pilot", "repeat", "on-demand"])
-def test_the_ledger_never_passes_the_budget(share: float, policy: str) -> None:
-    """In no step, with accumulation and clipping; `compare_runs` asserts it for each step."""
-    model = small()
-    budget, _ = least_budget(
-        model, adamw(model.parameters()), int(footprint_of(model) * share), SMALL_PAGES
-    )
-    loop = Loop(steps=6, accumulate=2, clip=1.0)
-    session = compare_runs(
-        Twin(model, adamw), loop, small_samples(12), small_loss, budget, config={"policy": policy}
-    )
-    peak = max(step.peak_fast_bytes for step in session.log.steps)
-    assert peak > budget // 2, "the budget was hardly used: the test would show nothing"
-
-
 class Chain(nn.Module):
     """Activations without parameters: ``links`` times a saved ``[rows, 64]`` of each kind."""
 
@@ -221,23 +205,6 @@ def test_buffers_take_of_the_budget() -> None:
         sizing_of(model, None, buffer, OffloadConfig.of(SMALL_PAGES))
 
 
-@needs_pager
-def test_counting_makes_no_update_that_was_put_off() -> None:
-    twin = Twin(small(), adamw)
-    with twin.paged(footprint_of(twin.model) // 2, config={"backend": "pager"}) as session:
-        Loop(steps=2).run(twin.model, twin.optimizer, small_samples(2), small_loss)
-        assert session._paging is not None
-        updates = session._paging.updates
-        assert updates is not None
-        pending = list(updates.waiting.pending)
-        assert pending
-        device = session._paging.device
-        outside = ordinary_bytes(twin.model, twin.optimizer, device)
-        assert list(updates.waiting.pending) == pending
-        assert 0 < outside < ordinary_bytes(twin.model, twin.optimizer)
-        assert outside <= session.sizing.small_bytes
-
-
 # Refusals
 
 
@@ -312,17 +279,6 @@ def test_an_activation_larger_than_the_pool_is_one_clear_error(backend: str) -> 
         losses += loop.run(twin.model, twin.optimizer, samples[3:], chain_loss)
     assert_same(losses, expected, "losses")
     twin.assert_same()
-
-
-@pytest.mark.parametrize("budget", [64 * 1024, 300_000, 2 * MiB, 100 * MiB, 3 << 30])
-def test_the_parts_of_a_budget_make_no_more_than_the_whole(budget: int) -> None:
-    """Pool, resident tensors and kept activations together are at most the budget."""
-    model = small()
-    sizing = sizing_of(model, SGD(model.parameters(), lr=0.1), budget, OffloadConfig())
-    assert sizing.pool_bytes + sizing.small_bytes + sizing.kept_bytes <= budget
-    assert sizing.pool_bytes % sizing.page_bytes == 0
-    assert sizing.chunk_bytes % sizing.page_bytes == 0
-    assert 0 <= sizing.reserve_bytes < sizing.pool_bytes
 
 
 # The process
