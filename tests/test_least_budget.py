@@ -28,7 +28,7 @@ from dynoffload.errors import BudgetError
 from dynoffload.memory.device import Device
 from dynoffload.memory.pager import Pager
 from dynoffload.runtime import paging
-from dynoffload.runtime.sizing import sizing_of, update_bytes
+from dynoffload.runtime.sizing import sizing_of
 from dynoffload.runtime.updates.drafts import Drafts
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -340,21 +340,6 @@ def test_experts_that_are_updated_whole_are_kept_for_rollback(backend: str) -> N
     twin.assert_same()
 
 
-def test_what_an_update_pins_is_counted_in_pages() -> None:
-    """Of Adafactor, whose state is paged from where it is large enough; of a slice, with zeros."""
-    matrix = nn.Parameter(torch.zeros(64, 32))
-    states = [64 * 4, 32 * 4]
-    for least, regions in ((64, 2 + 2 + 1 + 1), (256, 2 + 2 + 1), (1024, 2 + 2)):
-        found = update_bytes(matrix, states, 4096, least, slices=1, queues=True)
-        assert found == regions * 4096
-    frozen = nn.Parameter(torch.zeros(64, 32), requires_grad=False)
-    assert update_bytes(frozen, [], 4096, 64, slices=1, queues=True) == 2 * 4096
-    fused = nn.Parameter(torch.zeros(4, 32, 64))
-    for queues in (False, True):
-        found = update_bytes(fused, [4 * 8192] * 2, 4096, 64, slices=4, queues=queues)
-        assert found == 8192 * (4 + queues)
-
-
 # What the error says
 
 
@@ -497,36 +482,24 @@ def test_an_update_that_has_grown_is_refused_by_step_too() -> None:
 
 
 class Wide(nn.Module):
-    """Small layers on many rows: what backward is to have is larger than any parameter.
+    """Small layers on many rows: what backward is to have is larger than any parameter."""
 
-    Args:
-        cache: replace a buffer in forward by one as large.
-    """
-
-    def __init__(self, *, cache: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.cache = cache
-        self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return one number for ``[rows, 32]``."""
-        if self.cache:
-            self.seen = torch.tanh(x.detach())
-            x = x[:16] + self.seen.mean()
         for layer in self.layers:
             x = torch.sigmoid(layer(x)) * torch.tanh(x)
         return x.square().mean()
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["saved", "buffer"])
 @pytest.mark.parametrize("backend", KINDS)
-def test_a_tensor_larger_than_the_pool_names_a_budget_that_has_room(
-    backend: str, cache: bool
-) -> None:
+def test_a_tensor_larger_than_the_pool_names_a_budget_that_has_room(backend: str) -> None:
     def trained(budget: str | None) -> list[Tensor]:
         torch.manual_seed(3)
-        model = Wide(cache=cache)
+        model = Wide()
         optimizer = AdamW(model.parameters(), lr=1e-2)
         block: Any = contextlib.nullcontext()
         if budget is not None:

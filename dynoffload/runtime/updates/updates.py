@@ -390,7 +390,6 @@ class Updates:
         for fused in self._store.fused.values():
             homes = {slot.home for slot in fused.slots if slot.home is not None}
             self._slices.rows.release_rows(fused, homes)
-        self._slices.rows.release_retired()
         self._on_step()
 
     def restore_groups(self) -> None:
@@ -581,15 +580,6 @@ class Updates:
         with self.waiting.mutex:
             if slot not in self.waiting.pending:
                 self.drafts.make(slot)
-
-    def before_conversion(self, converted: Iterable[Fused]) -> None:
-        """Parameters that the user has converted are about to move: make their updates first."""
-        with self.waiting.mutex:
-            self._drop_drafts()
-            self.forget_images()
-            for fused in converted:
-                for slot in fused.slots:
-                    self.waiting.flush(slot)
 
     @uninterrupted
     def abandon(self) -> None:
