@@ -282,17 +282,14 @@ class Paging:
         self.activations.gathered = Gathered(groups) if groups else None
         shards = [parameter for group in groups for parameter in group.parameters]
         self._forecast.watch(units, on_ask=self._make_ready, on_revise=self._revise)
+        parts = [one for one in shards if one not in self.store.slots]
+        collectors = [
+            *((slot.parameter, partial(self._collect, slot)) for slot in self.store.slots.values()),
+            *((fused.parameter, partial(self._collect_fused, fused)) for fused in self.rows),
+            *((part, partial(self._collect_part, part)) for part in parts),
+        ]
         self._hooks = Hooks(
-            self.model,
-            units,
-            list(self.store.slots.values()),
-            list(self.rows),
-            [one for one in shards if one not in self.store.slots],
-            on_visit=self._visit,
-            on_gradient=self._collect,
-            on_fused=self._collect_fused,
-            on_part=self.store.part_gradient,
-            on_read=self.settle,
+            self.model, units, collectors, on_visit=self._visit, on_read=self.settle
         )
         self._watch_fused(units)
         self._changes.begin(self.model)
@@ -471,11 +468,11 @@ class Paging:
     # What the hooks call
 
     @uninterrupted
-    def _collect(self, slot: Slot) -> None:
+    def _collect(self, slot: Slot, parameter: torch.Tensor) -> None:
         self.activations.settle()
         self.store.adopt_gradient(slot)
         self._note_gradient(slot.name)
-        gradient = slot.parameter.grad
+        gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             self._say_of_graphs(slot.name)
         if self.updates is not None:
@@ -483,8 +480,11 @@ class Paging:
         else:
             self._say_without_optimizer()
 
+    def _collect_part(self, part: nn.Parameter, parameter: torch.Tensor) -> None:
+        self.store.part_gradient(part)
+
     @uninterrupted
-    def _collect_fused(self, fused: Fused) -> None:
+    def _collect_fused(self, fused: Fused, parameter: torch.Tensor) -> None:
         self.activations.settle()
         self.gradients.adopt(fused)
         self._note_gradient(fused.name)
