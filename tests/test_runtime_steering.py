@@ -361,14 +361,6 @@ def test_asking_takes_no_more_than_its_share() -> None:
     assert step.revisions == 0
 
 
-def test_who_has_no_pilot_only_keeps_the_hints() -> None:
-    step = Step(None, [1, 2])
-    step.ran(7)
-    step.hinted(BlockHint(1, (2,), (0.5,)))
-    assert step.revise() is None
-    assert len(step.hints) == 1
-
-
 def _chances(*values: float) -> Any:
     return np.array(values, np.float32)
 

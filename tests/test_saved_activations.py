@@ -197,19 +197,6 @@ def test_a_saved_tensor_that_takes_the_whole_pool(backend: str) -> None:
     twin.assert_same()
 
 
-def test_a_forward_that_never_has_a_backward() -> None:
-    """Its chunks are free again once its result is forgotten."""
-
-    def train(model: nn.Module, x: Tensor) -> Tensor:
-        model(x * 2)
-        kept = model(x * 3)
-        loss = once(model, x)
-        del kept
-        return loss
-
-    compare(plain, train, steps=12)
-
-
 def test_a_saved_tensor_that_the_user_keeps() -> None:
     """``grad_fn._saved_*`` gives out what is saved; it stays what it was."""
     kept: list[list[Tensor]] = [[], []]

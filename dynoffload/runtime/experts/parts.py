@@ -15,42 +15,24 @@ import torch
 from torch import nn
 
 from dynoffload.runtime.adoption.slots import Fused
-from dynoffload.runtime.experts.gradients import Filling, FusedGradients
-from dynoffload.runtime.interrupts import uninterrupted
-
-
-class _Maker:
-    """Makes one gradient of one call's graph, as often as backward runs through it."""
-
-    def __init__(self, gradients: FusedGradients, fused: Fused) -> None:
-        self._gradients, self._fused = gradients, fused
-        self._filling: Filling | None = None
-
-    @uninterrupted
-    def put(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        if self._filling is None:
-            self._filling = Filling(self._gradients, self._fused)
-        return self._filling.put(number, gradient)
-
-    @uninterrupted
-    def finish(self) -> torch.Tensor | None:
-        filling, self._filling = self._filling, None
-        return None if filling is None else filling.finish()
+from dynoffload.runtime.experts.gradients import FusedGradients, SliceGradients
 
 
 class _Unbind(torch.autograd.Function):
     """The slices of a parameter; their gradients become one."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, maker: _Maker) -> tuple[torch.Tensor, ...]:
-        ctx.maker = maker
+    def forward(
+        ctx: Any, parameter: torch.Tensor, made: SliceGradients
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.made = made
         ctx.set_materialize_grads(False)
         return parameter.detach().unbind(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if not torch.is_grad_enabled():
-            return ctx.maker.finish(), None
+            return ctx.made.finish(), None
         # The backward is to be differentiated: as the stock network does, in the same order.
         shape, total = None, None
         for number in reversed(range(len(gradients))):
@@ -66,8 +48,8 @@ class _Place(torch.autograd.Function):
     """One slice, as it is; its gradient goes to its place as soon as it is there."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, maker: _Maker, number: int) -> torch.Tensor:
-        ctx.maker, ctx.number = maker, number
+    def forward(ctx: Any, part: torch.Tensor, made: SliceGradients, number: int) -> torch.Tensor:
+        ctx.made, ctx.number = made, number
         return part.view_as(part)
 
     @staticmethod
@@ -75,7 +57,7 @@ class _Place(torch.autograd.Function):
         (gradient,) = gradients
         if torch.is_grad_enabled():
             return gradient, None, None
-        return ctx.maker.put(ctx.number, gradient), None, None
+        return ctx.made.put(ctx.number, gradient), None, None
 
 
 class Parts:
@@ -98,7 +80,7 @@ class Parts:
         self._parameter, self._fused, self._gradients = parameter, fused, gradients
         self._on_use = on_use
         self._unbound: tuple[torch.Tensor, ...] = ()
-        self._maker = _Maker(gradients, fused)
+        self._made = SliceGradients(gradients, fused)
         self._given: dict[int, torch.Tensor] = {}
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -111,8 +93,8 @@ class Parts:
         given = self._given.get(number)
         if given is None:
             if not self._unbound:
-                self._unbound = _Unbind.apply(self._parameter, self._maker)  # type: ignore[no-untyped-call]
-            given = _Place.apply(self._unbound[number], self._maker, number)  # type: ignore[no-untyped-call]
+                self._unbound = _Unbind.apply(self._parameter, self._made)  # type: ignore[no-untyped-call]
+            given = _Place.apply(self._unbound[number], self._made, number)  # type: ignore[no-untyped-call]
             self._given[number] = given
         return given
 

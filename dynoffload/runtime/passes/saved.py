@@ -1,8 +1,6 @@
-"""What stands for a saved tensor until backward asks for it.
+"""What the saved-tensor hooks hand to autograd in the place of a tensor.
 
-What it is: the objects that the saved-tensor hooks hand to autograd, and all they must remember for
-backward to get the same tensor, or the same error. What it is not: the decision where a tensor's
-bytes go (`dynoffload.runtime.passes.activations`).
+Backward gets the same tensor of it, or the same error.
 
 [Note: lazy bits]  A conjugate, and the imaginary part of one, lies in memory as what it was made
 from and carries a bit that says how to read it. The bytes are copied as they lie and the bits put
