@@ -94,8 +94,8 @@ class Adoption:
         self._begun = True
         self._seen = self._sizes()
 
-    def adopt_parameters(self, kept: int = 0) -> list[nn.Parameter]:
-        """Adopt what can move of the model and was not adopted before; return what was.
+    def adopt_parameters(self, kept: int = 0) -> None:
+        """Adopt what can move of the model and was not adopted before.
 
         Args:
             kept: bytes of saved activations that stay in memory now.
@@ -128,7 +128,6 @@ class Adoption:
         self.store.forget_sources()
         self.store.aliases = {}
         self.changed = False
-        return [parameter for _, parameter, _ in new]
 
     def _slices_of(self, parameter: nn.Parameter) -> int:
         return slices_of(parameter, self._device.page_bytes, self._sizing.min_paged_bytes)

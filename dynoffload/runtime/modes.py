@@ -7,6 +7,9 @@ A session holds one `Mode` at a time and swaps it: `dynoffload.runtime.paging.Pa
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from dynoffload.runtime.checkpoints.tensors import Memory, Ordinary
@@ -68,14 +71,9 @@ class Mode(Protocol):
     def settle(self) -> None:
         """Make every update that was deferred; raises as `enter` does."""
 
-    def begin_load(self, *, optimizer: bool) -> None:
-        """A checkpoint is about to be loaded into the model, and into the optimizer if so."""
-
-    def lose(self, error: BaseException) -> None:
-        """A load was cut off by ``error``: until another, there is nothing to save."""
-
-    def end_load(self, *, optimizer: bool) -> None:
-        """The checkpoint was loaded."""
+    def loading(self, *, optimizer: bool) -> AbstractContextManager[Callable[[], None]]:
+        """Around loading a checkpoint into the model, and into the optimizer if so; yields what is
+        called before anything is changed. A load that is cut off then is a lost step."""
 
     def close(self, *, stays: bool = False) -> str:
         """Make all tensors ordinary; ``stays``: where operators run, as training goes on.
@@ -104,6 +102,10 @@ class Passthrough:
     def end_sample(self, *, whole: bool) -> None:
         """See `Mode.end_sample`."""
 
+    def loading(self, *, optimizer: bool) -> AbstractContextManager[Callable[[], None]]:
+        """See `Mode.loading`."""
+        return contextlib.nullcontext(lambda: None)
+
     def close(self, *, stays: bool = False) -> str:
         """See `Mode.close`."""
         return ""
@@ -112,4 +114,3 @@ class Passthrough:
         """There is nothing to do."""
 
     enter = follow_model = leave = drop_forward = flush = settle = _nothing
-    begin_load = lose = end_load = _nothing

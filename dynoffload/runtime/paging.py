@@ -318,13 +318,9 @@ class Paging:
         self.activations.sweep()
         for parameter in self._changes.thawed():
             self.adoption.check_thawed(parameter)
-        new = self.adoption.adopt_parameters(self.activations.kept_bytes)
+        self.adoption.adopt_parameters(self.activations.kept_bytes)
         self.activations.allowance = self.adoption.allowance
-        for parameter in new:
-            if parameter in self.store.fused:
-                self.gradients.adopt(self.store.fused[parameter])
-            else:
-                self.store.adopt_gradient(self.store.slots[parameter])
+        self._adopt_gradients()
         if self.updates is not None:
             self.updates.adopt_all()
         self._watching.close()
@@ -400,16 +396,25 @@ class Paging:
         """See `Mode.site`."""
         return self.migrator.site
 
-    def begin_load(self, *, optimizer: bool) -> None:
-        """See `Mode.begin_load`: updates that were deferred are forgotten with their state."""
-        if self.updates is not None:
-            if optimizer:
-                self.updates.abandon()
-            else:
-                self.updates.begin_load()
+    @contextlib.contextmanager
+    def loading(self, *, optimizer: bool) -> Iterator[Callable[[], None]]:
+        """See `Mode.loading`; updates that were deferred are forgotten with their state."""
+        changed = False
 
-    def end_load(self, *, optimizer: bool) -> None:
-        """See `Mode.end_load`."""
+        def begin() -> None:
+            nonlocal changed
+            changed = True
+            if self.updates is not None:
+                (self.updates.abandon if optimizer else self.updates.begin_load)()
+
+        try:
+            yield begin
+        except BaseException as error:
+            if changed:
+                if self.updates is not None:
+                    self.updates.forget_images()
+                self.loss.set(error, told=True)
+            raise
         self.loss.make_up("model")
         if optimizer:
             self.loss.make_up("optimizer")
@@ -502,8 +507,10 @@ class Paging:
     def _adopt_reduced(self) -> None:
         """Backward has ended: adopt gradients of what other ranks alone have used."""
         self._awaits_end = False
-        if self._hooks is None:
-            return
+        if self._hooks is not None:
+            self._adopt_gradients()
+
+    def _adopt_gradients(self) -> None:
         for slot in self.store.slots.values():
             self.store.adopt_gradient(slot)
         for fused in self.rows:
@@ -610,12 +617,6 @@ class Paging:
                 return
 
     # The end
-
-    def lose(self, error: BaseException) -> None:
-        """See `Mode.lose`."""
-        if self.updates is not None:
-            self.updates.forget_images()
-        self.loss.set(error, told=True)
 
     def absent_bytes(self, whole: int) -> int:
         """Return the bytes that no step has had in memory, and that would be there without paging:

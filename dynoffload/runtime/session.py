@@ -157,28 +157,16 @@ class Session:
         directory: str | os.PathLike[str],
         extra: Mapping[str, Any] | None,
     ) -> None:
-        mode, touched = self._mode, False
-
-        def prepare() -> None:
-            nonlocal touched
-            touched = True
-            mode.begin_load(optimizer=optimizer is not None)
-
-        try:
+        with self._mode.loading(optimizer=optimizer is not None) as begin:
             load(
                 self.model,
                 optimizer,
                 directory,
                 extra=extra,
-                memory=mode.memory,
-                prepare=prepare,
+                memory=self._mode.memory,
+                prepare=begin,
                 peers=peers_of(self.model, self._replicas),
             )
-        except BaseException as error:
-            if touched:
-                mode.lose(error)
-            raise
-        mode.end_load(optimizer=optimizer is not None)
         Aftermath.make_up(self.model, optimizer)
 
     def report(self, path: str | Path) -> ReportFiles:
