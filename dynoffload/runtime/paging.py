@@ -537,7 +537,7 @@ class Paging:
 
     @uninterrupted
     @unseen
-    def _visit(self, unit: Unit) -> None:
+    def _visit(self, unit: Unit, *_: object) -> None:
         if self.loss:
             self.loss.check()
         self._note_progress()

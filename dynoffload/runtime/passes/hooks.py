@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -77,7 +78,8 @@ class Hooks:
         units: modules to watch.
         collectors: parameters, each with what is called when its gradient is complete for this
             backward.
-        on_visit: called with a unit before its forward, in training or not.
+        on_visit: called with a unit, and the hook's arguments, before its forward, in training or
+            not.
         on_read: called before the whole of the model, or of a module, is read.
     """
 
@@ -87,7 +89,7 @@ class Hooks:
         units: Sequence[Unit],
         collectors: Iterable[tuple[nn.Parameter, Callable[[torch.Tensor], None]]],
         *,
-        on_visit: Callable[[Unit], None],
+        on_visit: Callable[..., None],
         on_read: Callable[[], None],
     ) -> None:
         self._hooks: list[Hook] = []
@@ -106,7 +108,7 @@ class Hooks:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        on_visit: Callable[[Unit], None],
+        on_visit: Callable[..., None],
         on_read: Callable[[], None],
     ) -> None:
         handles, unseen = self._handles, choosing(model)
@@ -116,7 +118,7 @@ class Hooks:
         for unit in units:
             if unit.number is not None:
                 continue  # its uses are told otherwise: see `Parts`
-            visit = Hook(_visitor(unit, on_visit))
+            visit = Hook(partial(on_visit, unit))
             self._hooks.append(visit)
             handles.append(before_call(unit.module, visit, unseen, first=unit.gathers))
             if unit.gathers and unit.module is model and model not in unseen:
@@ -136,10 +138,3 @@ def _keep_first(model: nn.Module) -> None:
     for key, hook in list(hooks.items()):
         if isinstance(hook, Hook) and hook.compiled:
             hooks.move_to_end(key, last=False)
-
-
-def _visitor(unit: Unit, on_visit: Callable[[Unit], None]) -> Callable[..., None]:
-    def visit(module: nn.Module, args: Any, kwargs: Any) -> None:
-        on_visit(unit)
-
-    return visit
